@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "flash_attn.cute.interface"
-"""Of package flash-attn-4."""
+"""Module of the package flash-attn-4."""
 
 Forward = Callable[..., Any]
 

@@ -21,9 +21,9 @@ _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
 _compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 _COMPILING = {"recompile_limit": 256, "specialize_float": True}
-"""For one tile and several, of one query and more, layers' kinds and users' functions there is a variant each; PyTorch
-would stop at 8 and compute uncompiled. Floats in functions are constants of theirs: as inputs, which `dynamic` would
-make of them, they do not compile for a GPU."""
+"""Options of torch.compile. There is a variant for one tile and several, one query and more, each kind of layers and
+each user's function; PyTorch would stop at 8 and compute uncompiled. Floats in functions are constants: as inputs,
+which `dynamic` would make of them, they do not compile for a GPU."""
 
 Mod = Callable[..., torch.Tensor]
 
@@ -60,11 +60,12 @@ class _Work(NamedTuple):
     tiles: list[_Tiles]
     pages: torch.Tensor | None
     masks: dict[tuple[int, int | None], BlockMask]
-    """By tile and window."""
+    """Block masks by tile and window."""
 
 
 class FlexBackend(AttentionBackend):
-    """On a CPU uncompiled. Reads lengths on the host, so it cannot be captured in a CUDA graph."""
+    """Attention backend of PyTorch's flex_attention, uncompiled on a CPU. Reads lengths on the host, so it cannot be
+    captured in a CUDA graph."""
 
     name = "flex"
     can_capture = False

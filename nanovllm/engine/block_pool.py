@@ -16,7 +16,7 @@ class Page:
     key: bytes | None = None
     """Key of its text, under which the prefix cache has it; None: it has not."""
     start: bytes = b""
-    """How its text begins, as far as it is written, under which a copy of it may be made; empty: none."""
+    """Key of the page's text as far as it is written, under which a copy of it may be made; empty: not registered."""
 
 
 class BlockPool:

@@ -1,5 +1,5 @@
-"""What a trainer or an administrator asks of a running engine: one table of calls, which LLM, hosts and the admin
-endpoints read. A new call is one entry.
+"""Table of the calls that a trainer or an administrator makes to a running engine, read by LLM, hosts and the admin
+endpoints. A new call is one entry.
 
 A call is a function of the engine and its options, run between two steps. One that needs steps is a generator, which
 yields where they must run. What it returns is what its endpoint answers.
@@ -25,19 +25,19 @@ Mode = Literal["abort", "wait", "keep"]
 InFlight = Literal["recompute", "keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
 TAGS = ("weights", "kv_cache")
-"""What can sleep."""
+"""Kinds of memory that can sleep."""
 PAUSES = ("keep", "wait", "abort")
 Relay = Callable[[str, "torch.Tensor"], None]
 """Takes each weight that a call receives, for the other engines."""
 
 
 class EngineState(msgspec.Struct, array_like=True):
-    """What calls have made of an engine."""
+    """State of an engine that calls change: paused, asleep, being updated."""
 
     paused: bool = False
     asleep: list[str] = []
     level: int = 0
-    """Of the sleep."""
+    """Level of the sleep."""
     lacks_weights: bool = False
     weight_version: int = 0
     incomplete: str = ""
@@ -126,8 +126,8 @@ def _join_transfer(engine: "LLMEngine", init_info: dict[str, Any]) -> Any:
 
 
 def _end_in_flight(engine: "LLMEngine", asked: str | None) -> Generator[None, None, str]:
-    """What becomes of requests that have begun. Those of a pause by "keep" keep what they have computed, unless
-    something else is asked for."""
+    """Ends requests in flight, or leaves them, as `asked`; returns the mode. Default: "keep" within a pause by "keep",
+    else "recompute"."""
     in_flight = asked or ("keep" if engine.control.pause_mode == "keep" else "recompute")
     yield from engine.control.end_requests(in_flight, "in_flight")
     return in_flight
@@ -240,13 +240,13 @@ class CallSpec:
     run: Callable[..., Any]
     """(engine, **options) -> its answer, or a generator that returns it."""
     options: type[msgspec.Struct] | None = Nothing
-    """What an administrator may give; None: not theirs to call."""
+    """Options that an administrator may give; None: the call is not open to administrators."""
     path: str | None = None
-    """Of the endpoint that offers it with these options."""
+    """Path of the endpoint that offers the call with these options."""
     merge: Callable[[list[Any]], Any] = _first
     """The answers of several engines -> theirs."""
     by_first: bool = False
-    """Of several engines the first alone runs it: a trainer's group has one rank for all of them."""
+    """True: of several engines only the first runs it, since a trainer's group has one rank for all of them."""
 
 
 CALLS: dict[str, CallSpec] = {

@@ -1,4 +1,4 @@
-"""What a trainer does to a live engine: new weights, sleep, pauses, everything aborted."""
+"""Control of a live engine by a trainer: new weights, sleep, pauses, abort of everything."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.transfer.receiver import WeightReceiver
 
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")
-"""What becomes of requests in flight when new weights come: they start over from their tokens so far; they go on with
-the KV that the old weights computed; they end first, while no other begins; they are aborted."""
+"""Modes for requests in flight when new weights come. "recompute": they start over from their tokens so far. "keep":
+they go on with the KV that the old weights computed. "wait": they end first, while no other begins. "abort": they are
+aborted."""
 _DROPPED = "sleep(level=2) has dropped the weights"
 
 
@@ -29,26 +30,26 @@ class EngineControl:
     def __init__(self, loop: EngineLoop, book: RequestBook) -> None:
         self._loop, self._book, self._executor, self._scheduler = loop, book, loop.executor, loop.scheduler
         self.pause_mode: str | None = None
-        """How the pause that lasts was asked for."""
+        """Mode of the pause that lasts; None: not paused."""
         self.sleep_level = 0
-        """Of the last `sleep`."""
+        """Level of the last `sleep`."""
         self.receiver: WeightReceiver | None = None
-        """Of a trainer's calls, once there were any."""
+        """Receiver of a trainer's calls, once there were any."""
         self._relay: Relay | None = None
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that steps run with."""
+        """Version of the weights that steps run with."""
         return self._book.weight_version
 
     @property
     def asleep(self) -> set[str]:
-        """What sleeps, of TAGS."""
+        """Memory that sleeps, of TAGS."""
         return self._loop.asleep
 
     @property
     def device(self) -> str:
-        """Of rank 0."""
+        """Device of rank 0."""
         return self._loop.config.device
 
     # -- new weights --------------------------------------------------------------------------------------------
@@ -131,8 +132,8 @@ class EngineControl:
         check_version(version, self.weight_version)
 
     def notice_new_weights(self, surely: bool = False) -> None:
-        """Where the weights are a live module's and it was written to (`surely`: it was), requests in flight start over
-        from their tokens so far, and the prefix cache is emptied."""
+        """Checks whether a live module's weights were written to (`surely`: they were). If so, requests in flight start
+        over from their tokens so far, and the prefix cache is emptied."""
         if self._executor.shares_weights and (self._executor.weights_changed() or surely):
             self._loop.raise_failure()
             self._loop.settle(self._scheduler.preempt_all)
@@ -153,7 +154,7 @@ class EngineControl:
     # -- sleep --------------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, tags: Iterable[str] | None) -> tuple[str, ...]:
-        """What is to sleep. Raises as `sleep` does, but for requests that run."""
+        """Returns the tags that are to sleep. Raises as `sleep` does, except for running requests."""
         self._loop.raise_failure()
         config = self._executor.config
         if not config.enable_sleep:
@@ -199,8 +200,8 @@ class EngineControl:
     # -- pauses -------------------------------------------------------------------------------------------------
 
     def end_requests(self, mode: str, option: str) -> Generator[None, None, None]:
-        """Before new weights or a pause: yields where a step must run, until requests that have begun have ended
-        ("wait"), or all have ("abort"; any other mode: none need to). No request begins meanwhile.
+        """Ends requests before new weights or a pause: yields where a step must run, until requests that have begun
+        have ended ("wait"), or all have ("abort"; any other mode: none need to). No request begins meanwhile.
 
         `option`: what the user calls the mode. Raises ValueError where it would take for ever."""
         if mode == "abort":

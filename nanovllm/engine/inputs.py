@@ -1,4 +1,4 @@
-"""What a user may hand in as prompts, chats and parameters, in one form; errors name what is wrong. No torch."""
+"""Prompts, chats and parameters of a user, brought into one form; errors name what is wrong. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -10,7 +10,7 @@ from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 GivenPrompt = Prompt | Mapping[str, Prompt]
-"""As vLLM has them too: {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Prompt as a user may give it, vLLM's forms included: {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 def plain_prompt(prompt: GivenPrompt) -> Prompt:

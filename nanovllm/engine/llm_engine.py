@@ -71,7 +71,7 @@ class LLMEngine:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> StepColumns:
-        """What requests gain; nothing is computed while the engine is paused."""
+        """Runs a step and returns what requests gained; nothing is computed while the engine is paused."""
         return self.loop.step()
 
     def has_unfinished_requests(self) -> bool:
@@ -111,7 +111,7 @@ class LLMEngine:
 
     @property
     def state(self) -> EngineState:
-        """What calls have made of it."""
+        """State of the engine that calls change."""
         control = self.control
         return EngineState(
             control.pause_mode is not None, sorted(control.asleep), control.sleep_level, control.lacks_weights,
@@ -125,7 +125,7 @@ class LLMEngine:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that the next step runs with."""
+        """Version of the weights that the next step runs with."""
         return self.book.weight_version
 
     @property
@@ -154,7 +154,7 @@ class LLMEngine:
         return self.loop.stats()
 
     def info(self) -> dict[str, Any]:
-        """What this engine runs on and with: for logs and benchmarks."""
+        """Facts about this engine for logs and benchmarks: devices, backends, kernels, versions."""
         return {**self.executor.info(), "startup_seconds": round(self.startup_seconds, 2)}
 
     def close(self) -> None:

@@ -43,14 +43,14 @@ class EngineLoop:
         """Unfinished rows that need more than greedy or temperature."""
         self._launched: deque[Launched] = deque()
         self._unreported = StepColumns()
-        """What was collected between two steps; the next one hands it out."""
+        """Outputs collected between two steps; the next step hands them out."""
         self._closed = False
         self._error: BaseException | None = None
-        """What ended this engine."""
+        """The error that ended this engine."""
         self.incomplete: str | None = None
         """Why there are no weights to step with."""
         self.asleep: set[str] = set()
-        """What sleeps, of TAGS (control.py)."""
+        """Memory that sleeps, of TAGS (calls.py)."""
         self.is_paused = False
         """Whether no step is to be launched for now."""
         self.num_prefill_tokens = 0
@@ -204,7 +204,7 @@ class EngineLoop:
             raise
 
     def take_unreported(self) -> StepColumns:
-        """What the next step would hand out beside what it gains itself."""
+        """Takes the outputs that the next step would hand out beside its own."""
         gained, self._unreported = self._unreported, StepColumns()
         return gained
 
@@ -216,7 +216,7 @@ class EngineLoop:
             self.require_weights()
 
     def raise_failure(self) -> None:
-        """Where this engine cannot go on."""
+        """Raises RuntimeError if this engine is closed or has failed."""
         if self._closed:
             raise RuntimeError("this engine is closed")
         if self._error is not None:

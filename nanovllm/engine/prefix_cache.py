@@ -1,5 +1,5 @@
-"""What of a text is there already: blocks shared by content, copied where a text leaves another inside a block, and
-waited for where a row computes them in this very step.
+"""Prefix cache: blocks shared by content, copied where a text leaves another inside a block, and waited for where a row
+computes them in this very step.
 
 A page that nobody owns keeps its key until its blocks are reused, so that a later text with the same prefix finds it.
 Layers with a window need the last tokens of a text alone: a prefix of n tokens is a hit where all pages of the other
@@ -21,14 +21,14 @@ _LEAST_COPIED = 16
 
 
 class CachedPrefix(NamedTuple):
-    """What the cache has of a row's beginning."""
+    """Part of a row's beginning that the cache holds."""
 
     num_blocks: int
     """Whole blocks, to be shared."""
     num_copied: int
     """Tokens after them that the row has in common with the pages of `source`, to be copied."""
     source: tuple[Page, ...]
-    """By group; empty where nothing is copied."""
+    """Pages to copy from, by group; empty where nothing is copied."""
     num_tokens: int
     """All of these."""
 
@@ -55,9 +55,9 @@ class PrefixCache:
         """Counts the times that a key went."""
         self._starts = BlockStarts()
         self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
-        """By group; of several blocks that begin alike, the newest."""
+        """Pages by group; of several blocks that begin alike, the newest."""
         self._computing = BlockStarts()
-        """What rows of the step that is being scheduled compute."""
+        """Block starts that rows of the step being scheduled compute."""
         self.least_copied = min(_LEAST_COPIED, -(-block_size // 2))
 
     # -- finding ------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ class PrefixCache:
             self._computing.add(start)
 
     def lookup(self, seq: Sequence) -> CachedPrefix | None:
-        """What a waiting row can begin with. None: it had better wait for what a row of this step computes, which
-        spares it a whole block, or half of what it would compute."""
+        """Finds the cached prefix of a waiting row. None: the row should wait for what a row of this step computes,
+        which spares it a whole block, or half of what it would compute."""
         most, size = most_cached_tokens(seq), self.block_size
         num_blocks = self.num_hits(seq, most)
         start = self._start_of(seq, num_blocks, most)
@@ -125,7 +125,8 @@ class PrefixCache:
         return run
 
     def _start_of(self, seq: Sequence, index: int, num_tokens: int) -> bytes | None:
-        """How a row's block `index` begins, within the row's first `num_tokens`; None where these are too few."""
+        """Key of the beginning of a row's block `index`, within the row's first `num_tokens`; None where these are too
+        few."""
         begin, end = index * self.block_size, min((index + 1) * self.block_size, num_tokens)
         if not self.enabled or end - begin < self.least_copied:
             return None
@@ -152,7 +153,7 @@ class PrefixCache:
         return 0 if window is None else max(0, position + 1 - window) // self.block_size
 
     def hits(self, seq: Sequence, prefix: CachedPrefix) -> list[list[Page]]:
-        """By group, the pages that a row with this prefix shares."""
+        """Pages by group that a row with this prefix shares."""
         firsts = [self.first_kept(group, prefix.num_tokens) for group in range(len(self.groups))]
         return [
             [pages[key] for key in seq.block_keys[first : prefix.num_blocks]]
@@ -180,7 +181,7 @@ class PrefixCache:
         self._note_start(seq, seq.num_published, num_tokens)
 
     def _note_start(self, seq: Sequence, index: int, num_tokens: int) -> None:
-        """These tokens of a row's block are written, unless they are too few to be copied."""
+        """Registers these tokens of a row's block as written, unless they are too few to be copied."""
         start = self._start_of(seq, index, num_tokens)
         if start is None:
             return

@@ -1,4 +1,4 @@
-"""What an LLM needs of an engine, here or elsewhere."""
+"""Interface that an LLM needs of an engine, whether the engine is here or elsewhere."""
 
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
@@ -16,11 +16,11 @@ class Engine(Protocol):
     """Token ids in, token ids out. One thread at a time steps and calls; the other methods may be called from any."""
 
     config: EngineConfig
-    """With nothing left open."""
+    """Options, with nothing left open."""
     model_config: ModelConfig
     tokenizer: Tokenizer
     book: RequestBook
-    """Its requests."""
+    """Requests of this engine."""
 
     @property
     def owner(self) -> int:
@@ -32,11 +32,11 @@ class Engine(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """What calls have made of it."""
+        """State of the engine that calls change."""
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that the next step runs with."""
+        """Version of the weights that the next step runs with."""
 
     @property
     def is_paused(self) -> bool:
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """Ends all requests that are unfinished now, with what they have; returns their ids."""
 
     def step(self) -> StepColumns:
-        """What requests gain."""
+        """Runs a step and returns what requests gained."""
 
     def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
         """Runs one of engine/calls.py; yields what requests gain where it waits for them. Returns its answer."""
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Gauges of now, and counters since the start."""
 
     def info(self) -> dict[str, Any]:
-        """What this engine runs on and with."""
+        """Facts about this engine for logs and benchmarks: devices, backends, kernels, versions."""
 
     def close(self) -> None:
         """Ends what computes, and frees the devices. Does nothing the second time."""

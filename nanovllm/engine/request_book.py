@@ -20,7 +20,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request nu
 
 
 def _only_prompt(params: SamplingParams) -> SamplingParams:
-    """What matters of a request whose one token is dropped."""
+    """Parameters for max_tokens=0: the prompt is computed, and the one token is dropped."""
     return SamplingParams(
         n=params.n, temperature=0, max_tokens=0, ignore_eos=True, prompt_logprobs=params.prompt_logprobs,
         prompt_logprob_start=params.prompt_logprob_start, cache_salt=params.cache_salt,
@@ -44,7 +44,7 @@ class RequestBook:
         self.num_requests = 0
         """Ids given so far."""
         self.weight_version = 0
-        """Of the weights that the next token comes from."""
+        """Version of the weights that the next token comes from."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class RequestBook:
             self._check_output(length, [*output_token_ids], params)
 
     def _check_output(self, num_prompt_tokens: int, token_ids: list[int], params: SamplingParams) -> None:
-        """What an output begins with that goes on."""
+        """Checks the given beginning of an output that goes on. Raises ValueError."""
         name = "output_token_ids"
         most = self._max_total_tokens(num_prompt_tokens, params.most_tokens) - num_prompt_tokens
         if params.n > 1:
@@ -165,7 +165,7 @@ class RequestBook:
                     seq.note_version(version)
 
     def rows_of(self, request_id: int) -> list[Sequence] | None:
-        """Those of a request that is known, and by now queued."""
+        """Rows of a request that is known, and queued by now; else None."""
         with self._lock:
             return self.rows.get(request_id)
 
@@ -187,6 +187,6 @@ class RequestBook:
             return self.rows.pop(request_id, [])
 
     def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
-        """Of a known request that asked for them; all are there from its first token on."""
+        """Prompt log-probabilities of a known request that asked for them; all are there from its first token on."""
         first = self.rows[request_id][0]
         return None if first.sampling is None else first.sampling.prompt_logprob_rows

@@ -18,7 +18,7 @@ class WaitingQueues:
         self.short: deque[Sequence] = deque()
         self.long: deque[Sequence] = deque()
         self.num_tokens = 0
-        """Of all that wait."""
+        """Prompt tokens of all rows that wait."""
         self.held: list[Sequence] = []
         """Taken out for the rest of a step's admissions, so that others pass."""
 
@@ -65,7 +65,7 @@ class WaitingQueues:
         return True
 
     def put_back_held(self) -> None:
-        """Those that were held are the first of their queues again."""
+        """Puts the held rows back at the heads of their queues."""
         while self.held:
             self.put_back(self.held.pop())
 

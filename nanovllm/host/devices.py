@@ -1,4 +1,4 @@
-"""Which GPUs each replica has."""
+"""GPUs of each replica."""
 
 import os
 

@@ -30,13 +30,13 @@ _LATE = ("structured_outputs", "bad_words")
 
 
 class Intake(Protocol):
-    """Where an engine finds the frames of its driver."""
+    """Source of the frames that an engine's driver sends."""
 
     def next(self, seconds: float) -> wire.Down | None:
         """The next frame; waits up to `seconds` for it, or for `wake`. Raises EOFError where the driver has left."""
 
     def wake(self) -> None:
-        """From any thread."""
+        """Wakes a waiting host. May be called from any thread."""
 
 
 class EngineHost:
@@ -46,7 +46,7 @@ class EngineHost:
         """`send`: from any thread."""
         self._engine, self._send, self._intake = engine, send, intake
         self._calls: deque[wire.Call] = deque()
-        """Not begun."""
+        """Calls that have not begun."""
         self._running: tuple[wire.Call, Steps] | None = None
         self._buckets: deque[wire.Bucket] = deque()
         self._call_watch = StepWatch(CALL_SECONDS, "call")
@@ -58,7 +58,7 @@ class EngineHost:
         self._awake_until = self._stats_due = 0.0
 
     def run(self) -> None:
-        """Until the driver leaves. Raises what the engine cannot go on after."""
+        """Serves until the driver leaves. Raises the error that the engine cannot go on after."""
         engine, was_busy = self._engine, False
         clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
         watch = watch_of(engine.config)

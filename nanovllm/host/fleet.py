@@ -48,9 +48,9 @@ class Fleet:
         self._router = Router(count, self._block_size, blocks, rows)
         self._keeps_tokens = restart is not None
         self._states: dict[int, EngineState] = {}
-        """Of each engine that has answered a call."""
+        """State of each engine that has answered a call."""
         self.state = EngineState()
-        """What calls have made of all engines."""
+        """State of all engines together."""
         self.ended: str | None = None
         """Why there is no engine any more."""
         self.out: list[wire.Up] = []
@@ -61,7 +61,7 @@ class Fleet:
         self._rows: dict[int, list[int]] = {}
         """Tokens of each unfinished completion so far."""
         self._flights: dict[int, Flight] = {}
-        """By row; where tokens are kept."""
+        """Requests in flight by row, if tokens are kept."""
         self._skips: dict[int, int] = {}
         """Tokens of a row that are known already."""
         self._calls: dict[int, Pending] = {}
@@ -72,7 +72,7 @@ class Fleet:
         self.num_restarts = [0] * count
         self._weights_replaced = False
         self._lost: list[int] = []
-        """To be started again once the others are awake, and, where these have other weights than the checkpoint, when
+        """Engines to start again once the others are awake and, if these have other weights than the checkpoint, when
         all weights come anew."""
         for number in range(count):
             self._router.join(number)
@@ -114,7 +114,7 @@ class Fleet:
         self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
 
     def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
-        """What the router goes by; nothing where it has no choice."""
+        """Prefix keys for the router; empty where it has no choice."""
         if not self._hashes_wanted:
             return []
         ids = array("i")
@@ -311,7 +311,7 @@ class Fleet:
         return pending
 
     def _wanted(self, name: str, options: dict[str, Any]) -> list[int]:
-        """Who gets a call: all, but where only some could sleep or wake up before, those that could not."""
+        """Engines that a call goes to: all; for sleep and wake_up those not yet in that state, if there are any."""
         numbers = self.numbers
         if name in ("sleep", "wake_up"):
             tags = set(options.get("tags") or TAGS)
@@ -388,7 +388,7 @@ class Fleet:
         self.bind()
 
     def _start_lost(self, weights_come: bool = False) -> None:
-        """Those that were lost, once their time has come."""
+        """Starts the lost engines whose time has come."""
         sleeps = self.state.asleep or any(each.name == "sleep" for each in self._calls.values())
         while self._lost and self._restart and not sleeps and (weights_come or not self._weights_replaced):
             number = self._lost.pop()

@@ -68,7 +68,7 @@ class FleetEngine:
         self.startup_seconds = 0.0
         self._work = threading.Condition()
         self._inbox: deque[tuple[str, Any]] = deque()
-        """What other threads ask for: ("add", rows), ("abort", id), ("resume", None)."""
+        """Requests of other threads: ("add", rows), ("abort", id), ("resume", None)."""
         self._unreported = StepColumns()
         self._is_paused = self._closed = False
         self._error: BaseException | None = None
@@ -100,7 +100,7 @@ class FleetEngine:
         return self.book.open(*args, admit=self._check_queue, queue=lambda seqs: self._ask_for("add", seqs))
 
     def _ask_for(self, kind: str, *what: Any) -> None:
-        """From any thread, of the one that steps."""
+        """Queues a request of any thread for the thread that steps."""
         with self._work:
             self._inbox += [(kind, each) for each in what]
         self.wake()
@@ -163,7 +163,7 @@ class FleetEngine:
         return gained
 
     def _hand_out(self) -> None:
-        """What the fleet has for requests goes to their rows."""
+        """Writes the fleet's results into the rows of their requests."""
         while self.fleet.out:
             frames, self.fleet.out = self.fleet.out, []
             for frame in frames:
@@ -306,7 +306,7 @@ class FleetEngine:
         return answer
 
     def _check_call(self, name: str, options: dict[str, Any]) -> None:
-        """What no engine alone can know."""
+        """Raises for a mistake that no engine alone can notice."""
         if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         if options.get("mode", options.get("in_flight")) == "wait" and self.is_paused and self.fleet.has_begun():
@@ -401,7 +401,7 @@ class FleetEngine:
         return replace(stats, num_waiting=waiting, generation_tokens=count, finished=finished)
 
     def info(self) -> dict[str, Any]:
-        """What the first engine runs on and with, KV blocks of all, and each one's own."""
+        """Facts about the first engine, KV blocks of all, and each engine's own facts."""
         there = [self._facts[number] for number in self.fleet.numbers]
         return {
             **(there or self._facts)[0],

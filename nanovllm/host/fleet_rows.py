@@ -1,4 +1,4 @@
-"""What engines elsewhere say of requests, written into the rows of a book."""
+"""Results of engines elsewhere, written into the rows of a book."""
 
 import time
 from collections.abc import Sequence as Items

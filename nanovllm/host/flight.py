@@ -15,14 +15,14 @@ class Flight:
     num_known: int
     """Output tokens that the request came with."""
     tokens: list[list[int]]
-    """Of each completion's output, so far."""
+    """Output tokens so far of each completion."""
     versions: list[list[tuple[int, int]]]
-    """For each completion: versions of the weights, and the first token of each."""
+    """Versions of the weights, and the first token of each, for each completion."""
     ended: set[int] = field(default_factory=set)
     """Completions."""
     engine: int | None = None
     num_engines: int = 0
-    """That it was sent to."""
+    """Engines that it was sent to so far."""
     is_aborted: bool = False
 
     @property

@@ -32,7 +32,7 @@ class Lost:
 
     reason: str
     kind: type[Exception] | None = None
-    """What to raise to the user for a mistake of theirs; None for everything else."""
+    """Exception to raise to the user for their own mistake; None for everything else."""
 
 
 class Handle(Protocol):
@@ -49,7 +49,7 @@ class Handle(Protocol):
         """Sends a frame, or keeps it until there is room; one that a lost engine does not get is answered by Lost."""
 
     def send_packed(self, packed: bytes) -> None:
-        """The same of frames as they travel."""
+        """Sends frames that are packed already."""
 
     def rouse(self) -> None:
         """A request is likely to be sent in a moment. From any thread."""
@@ -119,7 +119,7 @@ class ChildHandle:
         self.num_unsent = 0
         self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
         self._heard = time.monotonic()
-        """What the engine said of its end itself."""
+        """Monotonic time of the last sign of life."""
         self._reason: str | None = None
         """Why it was given up."""
         self._is_there = True

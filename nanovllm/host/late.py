@@ -15,7 +15,7 @@ class LateRequests:
         self._waiting: dict[int, Future[None]] = {}
 
     def put(self, request_id: int, request: Any) -> None:
-        """From any thread."""
+        """Queues a request. May be called from any thread."""
         added = self._waiting[request_id] = self._thread.submit(self._add, request)
         added.add_done_callback(lambda _: self._waiting.pop(request_id, None))
 

@@ -33,7 +33,7 @@ class Pending:
         return not self.waiting
 
     def result(self) -> Any:
-        """What the engines answer together. Raises what the first raised that did."""
+        """Merged answer of the engines. Raises the first error among them."""
         answers = [self.answers[number] for number in sorted(self.answers)]
         for answer in answers:
             if answer.kind is not None:

@@ -35,7 +35,7 @@ _STAGES = {
     "choose kernels": ("choosing kernels", 81, 84),
     "capture": ("capturing graphs", 85, 100),
 }
-"""Of an executor's start, as they are told, with their percents."""
+"""Stages of an executor's start: the words for each, with their percents."""
 
 
 def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
@@ -93,7 +93,7 @@ def _load(start: wire.Start, send: Callable[[wire.Up], None]) -> "LLMEngine":
 
 
 def _take_share(config: "EngineConfig", number: int) -> None:
-    """Which GPUs of this host, or how many cores, replica `number` has. Ray has chosen already for its actors."""
+    """Takes the GPUs of this host, or the cores, of replica `number`. Ray has chosen already for its actors."""
     if config.data_parallel_size == 1 or config.data_parallel_backend == "ray":
         return
     from nanovllm.host.devices import devices_of_replicas
@@ -111,7 +111,7 @@ def _take_share(config: "EngineConfig", number: int) -> None:
 
 
 def describe(engine: "LLMEngine") -> dict[str, Any]:
-    """What a server needs to know of a started engine."""
+    """Facts that a server needs of a started engine."""
     config, model = engine.config, engine.model_config
     return {
         "model": config.model,

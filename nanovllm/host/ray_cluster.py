@@ -32,7 +32,7 @@ def import_ray() -> Any:
 
 
 class Connection:
-    """This process's connection to Ray: the one that is there, or one of ours, which `close` ends."""
+    """Connection of this process to Ray: the one that is there, or a new one, which `close` ends."""
 
     def __init__(self, address: str | None) -> None:
         """Raises ImportError without Ray, ValueError where `address` (EngineConfig.ray_address) does not answer."""
@@ -95,7 +95,7 @@ def _require_answer(address: str) -> None:
 
 
 class Placement:
-    """What the replicas have reserved: bundle i is replica i's. Bundles are spread over the nodes."""
+    """Reservation of the replicas: bundle i is replica i's. Bundles are spread over the nodes."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ValueError where the cluster has too little for all replicas, or not on nodes of one kind."""
@@ -126,14 +126,14 @@ class Placement:
             raise ValueError(f"data_parallel_size={count}: {count} bundles of {bundle} must be {bound}")
 
     def options(self, number: int, **more: Any) -> dict[str, Any]:
-        """Of a task or actor on the node of replica `number`."""
+        """Options of a task or actor on the node of replica `number`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
         return {"num_cpus": 0, "scheduling_strategy": strategy, **more}
 
     def share(self) -> dict[str, float]:
-        """What a replica takes of its bundle."""
+        """Resources that a replica takes of its bundle."""
         return {"num_gpus" if self.uses_gpus else "num_cpus": self.size}
 
     def check_nodes(self, config: EngineConfig) -> None:

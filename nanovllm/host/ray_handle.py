@@ -131,7 +131,7 @@ class RayHandle:
                 self._large.popleft()
 
     def rouse(self) -> None:
-        """It would take as long as the request itself."""
+        """Does nothing: waking the actor would take as long as the request itself."""
 
     def flush(self) -> None:
         """Ray holds what the actor has not taken."""

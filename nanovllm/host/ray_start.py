@@ -17,8 +17,9 @@ def _absolute(path: str | None) -> str | None:
 
 
 def reserve(config: EngineConfig) -> tuple[Callable[[wire.Start], Handle], Callable[[], None]]:
-    """What starts an actor, and what gives the cluster back. Raises ImportError without Ray; ValueError, before
-    anything starts, where the cluster does not answer or lacks GPUs or the model."""
+    """Reserves the cluster; returns a function that starts an actor, and one that gives the cluster back. Raises
+    ImportError without Ray; ValueError, before anything starts, if the cluster does not answer or lacks GPUs or the
+    model."""
     model, tokenizer = _absolute(config.model), _absolute(config.tokenizer)
     assert model is not None
     config = replace(config, model=model, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Which replica computes which request. Pure: no torch, no clock, no processes.
+"""Router: chooses the replica that computes a request. Pure: no torch, no clock, no processes.
 
 A request joins the queue of the replica where its expected cost is least: the tokens that are to be computed there
 after prefix hits, and all that is ahead of it. It is bound late, when the replica has room. A replica with room and an
@@ -21,7 +21,7 @@ _MEAN_WEIGHT = 0.02  # of one output in the running mean of their lengths
 
 
 class HeldPrefixes:
-    """What the front believes a replica's prefix cache to hold: block hashes, the least recently used leave first."""
+    """Block hashes that the front believes a replica's prefix cache to hold; the least recently used leave first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -57,7 +57,7 @@ class Load:
     max_output_tokens: int
     num_rows: int = 1
     cost: float = 0.0
-    """What it adds to its replica's load, as expected when it joined the queue."""
+    """Expected addition to its replica's load, set when it joined the queue."""
     num_tokens: int = 0
     """KV tokens that it is expected to need."""
 
@@ -152,7 +152,8 @@ class Router:
         return bound
 
     def _queue_for(self, replica: _Replica) -> _Replica | None:
-        """Whose first request the replica is to take: its own, else perhaps the most loaded without room."""
+        """Replica whose first request this replica is to take: itself if any wait there, else perhaps the most loaded
+        one without room."""
         if replica.queue:
             return replica
         full = [other for other in self._replicas if other.queue and not self._has_room(other, other.queue[0])]

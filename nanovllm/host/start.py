@@ -1,4 +1,4 @@
-"""From options to a fleet of engines that run."""
+"""Start of a fleet of engines from its options."""
 
 import time
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
 
 
 def await_ready(handles: list[Handle]) -> list[wire.Ready]:
-    """What each says first. Raises what the first raises that cannot start."""
+    """Waits for the first word of each engine. Raises the first error of an engine that cannot start."""
     ready: dict[int, wire.Ready] = {}
     while len(ready) < len(handles):
         time.sleep(_LOOK_SECONDS)

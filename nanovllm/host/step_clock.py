@@ -1,5 +1,5 @@
-"""When the step that runs will end, so that the next one is scheduled shortly before, and not as soon as possible: what
-arrives meanwhile then takes part in it, instead of waiting one step more."""
+"""Forecast of the end of the running step, so that the next one is scheduled shortly before, and not as soon as
+possible: requests that arrive meanwhile then take part in it, instead of waiting one step more."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class StepClock:
         """`now` in seconds, and `sleep`: for tests."""
         self._now, self._sleep = now, sleep
         self._seconds: dict[int, float] = {}
-        """By number of rows, about the shortest of the last steps."""
+        """Seconds of a step by number of rows: about the shortest of the last ones."""
         self._running: int | None = None
         self._begin = 0.0
 

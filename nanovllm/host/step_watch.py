@@ -21,7 +21,8 @@ class StepWatch:
     interpreter's lock."""
 
     def __init__(self, seconds: float, what: str = "step") -> None:
-        """After so many in one step the stacks of all threads go to standard error, and the process ends with 1."""
+        """Sets the limit: after so many seconds in one step the stacks of all threads go to standard error, and the
+        process ends with status 1."""
         self._seconds, self._what = seconds, what
         self._begun = self._ended = 0
         threading.Thread(target=self._look, name="nanovllm-watch", daemon=True).start()
@@ -47,5 +48,5 @@ class StepWatch:
 
 
 def watch_of(config: EngineConfig) -> AbstractContextManager[None]:
-    """For steps; on a CPU, where one may take as long, none."""
+    """Watch for steps on a GPU; none on a CPU, where a step may take that long."""
     return StepWatch(config.step_timeout + BEYOND) if config.device == "cuda" else nullcontext()

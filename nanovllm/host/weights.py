@@ -25,7 +25,7 @@ class Bucketing:
         return full
 
     def take(self) -> bytes | None:
-        """What is there; None where that is nothing."""
+        """Takes the bytes that are there; None if there are none."""
         pairs, self._pairs, self._size = self._pairs, [], 0
         return pickle.dumps(pairs) if pairs else None
 

@@ -34,7 +34,7 @@ class Start(Frame):
     model: str
     options: dict[str, Any]
     number: int = 0
-    """Which of data_parallel_size replicas this one is."""
+    """Number of this replica, of data_parallel_size."""
 
 
 class Add(Frame):
@@ -86,7 +86,7 @@ class Alive(Frame):
 
 
 class Progress(Frame):
-    """How far the start is. `folder`: the model's files, once they are there."""
+    """Progress of the start. `folder`: the model's files, once they are there."""
 
     stage: str
     percent: int
@@ -97,7 +97,7 @@ class Ready(Frame):
     """The engine serves."""
 
     info: dict[str, Any]
-    """What the engine runs on and with, and its limits (program.describe)."""
+    """Facts about the engine, and its limits (program.describe)."""
     config: dict[str, Any] = {}
     """Options of EngineConfig with nothing left open."""
     facts: dict[str, Any] = {}
@@ -149,11 +149,11 @@ class Done(msgspec.Struct, array_like=True):
     prefill: float = 0.0
     decode: float = 0.0
     kept: list[list[bytes | None]] = []
-    """For each completion, for each of its tokens: int32 ids that it was sampled from; where they were asked for."""
+    """Ids that each token of each completion was sampled from, int32; where they were asked for."""
 
 
 class Step(Frame):
-    """What one step brought: two columns for rows that go on, and lists for the few with more to say."""
+    """Results of one step: two columns for rows that go on, and lists for the few with more to say."""
 
     rows: list[int]
     tokens: list[int]
@@ -166,7 +166,7 @@ class Step(Frame):
     stats: EngineStats | None = None
     """Now and then."""
     computed: tuple[int, int] = (0, 0)
-    """With stats: prompt tokens, and tokens of rows with one to compute, since the start."""
+    """Prompt tokens, and tokens of rows with one to compute, since the start; sent with stats."""
 
 
 Down = Start | Add | Abort | Call | Bucket | Rouse
@@ -182,7 +182,7 @@ KINDS: dict[str, type[Exception]] = {
 
 
 def kind_of(error: BaseException) -> str | None:
-    """Which of KINDS an error is."""
+    """Name in KINDS of an error's type."""
     return next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
 
 

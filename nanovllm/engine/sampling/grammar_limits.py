@@ -1,4 +1,4 @@
-"""What a grammar may be: bounds on its text, and on the time that its masks take. No torch.
+"""Limits of a grammar: bounds on its text, and on the time that its masks take. No torch.
 
 A client chooses a grammar, and each step of all requests waits for its mask. A schema of 5,000 optional properties
 takes 57 ms for one mask, and a chain of 1,000 references takes more stack than a thread has by default.
@@ -22,7 +22,7 @@ blanks for ever."""
 MAX_RULES = 500
 """Definitions of a JSON schema; rules of a grammar."""
 MAX_PROPERTIES = 1000
-"""Of all objects of a JSON schema together."""
+"""Most properties of all objects of a JSON schema together."""
 MAX_DEPTH = 128
 """Lists and objects of a JSON schema within each other. Deeper ones take more stack to read than a thread has."""
 NUM_TIMED_MASKS = 20

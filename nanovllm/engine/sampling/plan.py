@@ -24,15 +24,15 @@ class PromptPart:
 
 @dataclass
 class StepSampling:
-    """What a launched step will bring back."""
+    """Sampling section of a launched step, and the rows that its results belong to."""
 
     section: np.ndarray
     scored: list[list[Row]]
-    """Whose log-probabilities are wanted, in the order of SCORES and of their lines."""
+    """Rows whose log-probabilities are wanted, in the order of SCORES and of their lines."""
     kept: list[Row]
-    """Whose ids that could be sampled are wanted."""
+    """Rows whose ids that could be sampled are wanted."""
     prompt_parts: list[list[PromptPart]]
-    """Of rows that want few likeliest ids, and of those that want many."""
+    """Prompt parts of rows that want few likeliest ids, and of those that want many."""
 
 
 def plan_sampling(plan: StepPlan) -> StepSampling | None:
@@ -104,7 +104,7 @@ def _add_grammar_masks(builder: SectionBuilder, constrained: list[tuple[int, Sam
 
 
 def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
-    """What stays on the device by slot, of rows that took theirs in this step."""
+    """Adds the state that stays on the device by slot, for rows that took their slot in this step."""
     for seq in plan.new_slots:
         sampling = seq.sampling
         if sampling is None:

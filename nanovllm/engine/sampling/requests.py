@@ -1,4 +1,4 @@
-"""From the parameters of a request to the rows of its completions; everything a request can get wrong is found here."""
+"""Sampling data of a request's rows, made from its parameters; every mistake in these is found here."""
 
 import threading
 from collections.abc import Iterable, Mapping
@@ -56,8 +56,8 @@ class RequestSampling:
         self._check_something_is_left(params, chain.from_iterable(words))
 
     def _check_something_is_left(self, params: SamplingParams, bad_words: Iterable[tuple[int, ...]]) -> None:
-        """At the start of the output; a bad word of several tokens may take the last one away later, which ends the
-        text (SamplingRow.accept)."""
+        """Raises ValueError if no token can be sampled at the start of the output. (A bad word of several tokens may
+        take the last one away later, which ends the text: SamplingRow.accept.)"""
         if params.allowed_token_ids is None:
             return
         forbidden = {word[0] for word in bad_words if len(word) == 1}

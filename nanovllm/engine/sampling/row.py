@@ -1,4 +1,4 @@
-"""What the host knows of how one completion is sampled, beyond greedy and temperature. No torch."""
+"""Sampling state of one completion on the host, beyond greedy and temperature. No torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class SamplingRow:
         self._stop_ids = sorted(i for i in stop_ids if i < vocab_size) if params.min_tokens else []
         bad_words = [word for word in bad_words if max(word) < vocab_size]
         self._bad_words: dict[int, list[tuple[int, ...]]] = {}
-        """Those of several tokens, by the last but one."""
+        """Bad words of several tokens, by the last token but one."""
         for word in bad_words:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
@@ -71,10 +71,10 @@ class SamplingRow:
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
         """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
-        """What may be sampled depends on the tokens before: the row waits until the host knows them."""
+        """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
-        """How tokens are sampled, but for those with edits."""
+        """Way of sampling for tokens without edits, of KINDS."""
         self.flags = PENALTIES * self.penalizes | MASK * self.has_mask | TEMPERED * is_processed
         self.record = _record_of(params, self.flags)
         self._allowed: np.ndarray | None = None
