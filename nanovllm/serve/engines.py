@@ -68,12 +68,12 @@ class Engines:
         self._percents: dict[int, int] = {}
         self._has_ended = False
         self._calls: set[asyncio.Future[None]] = set()
-        """Not answered yet."""
+        """Calls that are not answered yet."""
         self._last_look = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     def listen(self) -> None:
-        """From here on the engines' frames are taken in."""
+        """Starts to take in the engines' frames."""
         for handle in self._launch.handles:
             self._watch(handle)
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
@@ -199,7 +199,7 @@ class Engines:
         self._streams.flush(now)
 
     async def call(self, name: str, **options: Any) -> Any:
-        """What the engines answer to a call of engine/calls.py. Raises as they do, or as `fail` says."""
+        """Runs a call of engine/calls.py and returns the engines' answer. Raises as they do, or as `fail` says."""
         assert self.fleet is not None
         pending = self.fleet.call(name, options)
         self._loop.call_soon(self._hand_out_late)
@@ -226,7 +226,7 @@ class Engines:
 
     @property
     def state(self) -> EngineState:
-        """What calls have made of the engines."""
+        """State of the engines that calls change."""
         return EngineState() if self.fleet is None else self.fleet.state
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ class ApiError(Exception):
         return msgspec.json.encode(shapes.ErrorAnswer(error))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of the response. Clients of OpenAI send a 408 again by themselves, and so treble a load that is too high."""
+        """Headers of the response. (OpenAI's clients repeat a request after a 408 by themselves, and so treble a load
+        that is too high.)"""
         if self.status == 408:
             return [(b"x-should-retry", b"false")]
         return [(b"retry-after", b"1")] if self.status in (429, 503) else []

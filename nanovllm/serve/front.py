@@ -63,7 +63,7 @@ class Front:
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self.failure: Lost | None = None
         self.info: dict[str, Any] = {}
-        """What the engines say of themselves (host/program.py), once they and the tokenizer are there."""
+        """Facts about the engines (host/program.py), once they and the tokenizer are there."""
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
@@ -158,7 +158,7 @@ class Front:
         self.engines.fail(error)
 
     async def control(self, name: str, **options: Any) -> Any:
-        """What the engines answer to a call of engine/calls.py. Raises ApiError."""
+        """Runs a call of engine/calls.py and returns the engines' answer. Raises ApiError."""
         if self.state != "ready":
             self.admit()
         self.weight_wait.hear(name, self.engines.state, self.now())
@@ -211,7 +211,7 @@ class Front:
         raise errors.engine_dead()
 
     def _share(self, places: int) -> int | None:
-        """How many of the places that wait one key may take; None: all."""
+        """Most waiting places that one key may take, of so many; None: all."""
         if (given := self.options.max_waiting_per_key) is not None:
             return given
         return max(0, places) // 2 if len(self.options.api_keys) > 1 else None

@@ -1,4 +1,4 @@
-"""From the command to the exit code: bind, start the engine, serve, drain, clean up."""
+"""Life of the server process, from the command to the exit code: bind, start the engine, serve, drain, clean up."""
 
 import asyncio
 import errno

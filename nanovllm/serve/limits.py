@@ -1,4 +1,5 @@
-"""What a client may send. Bounds of sampling options are SamplingParams', those of grammars the engine's."""
+"""Limits on what a client may send. Bounds of sampling options are in SamplingParams, those of grammars in the
+engine."""
 
 from typing import Any
 
@@ -10,9 +11,9 @@ HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
 BODY_BYTES = 32 << 20
 BODIES_BYTES = 512 << 20
-"""Of all bodies that are on their way at once."""
+"""Most bytes of all bodies that are on their way at once."""
 HEADER_SECONDS = 10.0
-"""For a request's headers, and for the first byte of a connection."""
+"""Most seconds for a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0
 """Between two pieces of a body."""
 KEEP_ALIVE_SECONDS = 75.0
@@ -21,7 +22,7 @@ KEEP_ALIVE_SECONDS = 75.0
 PIPELINE = 32
 """Requests that may wait on one connection for the answers to earlier ones. While one does, nothing is read."""
 SPARE_DESCRIPTORS = 64
-"""Of the open files that the system allows: kept for what is no connection."""
+"""File descriptors, of those that the system allows, kept for other files than connections."""
 
 JSON_DEPTH = 64
 JSON_ITEMS = 1_000_000
@@ -36,11 +37,11 @@ bytes, and so many more for each token of the context."""
 PROMPTS_TEXT = 8 << 20
 """Characters of all prompts of a request."""
 PREPARING_BYTES = 64 << 20
-"""Of all texts that wait for the threads that render and tokenize."""
+"""Most bytes of all texts that wait for the threads that render and tokenize."""
 COMPLETIONS = 1024
 """Prompts times n."""
 TOOL_CALLS = 128
-"""Of one message."""
+"""Most tool calls of one message."""
 MESSAGES = 65536
 
 WRITE_BUFFER = 256 << 10
@@ -48,7 +49,7 @@ WRITE_BUFFER = 256 << 10
 PENDING_TEXT = 1 << 20
 """Characters that may wait for a slow client."""
 SLOW_SECONDS = 30.0
-"""In which a client with a full write buffer takes nothing; then it is let go."""
+"""Seconds after which a client with a full write buffer that takes nothing is dropped."""
 PING_SECONDS = 15.0
 """Silence on a stream after which it gets a comment line."""
 

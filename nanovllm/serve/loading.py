@@ -1,4 +1,4 @@
-"""How far the model is, while it loads: a bar on a terminal, elsewhere a line a stage."""
+"""Progress of loading the model: a bar on a terminal, elsewhere a line a stage."""
 
 import logging
 import sys

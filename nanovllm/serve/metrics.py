@@ -24,12 +24,12 @@ _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-"""By the level of the sleep."""
+"""Names of the sleep states by level."""
 _SHOWN_INFO = (
     *("max_model_len", "max_num_seqs", "vocab_size", "num_kv_tokens", "block_size", "dtype", "device"),
     *("tensor_parallel_size", "data_parallel_size", "startup_seconds"),
 )
-"""Of the engine's description: /metrics needs no key, so it shows no paths and no process id."""
+"""Entries of the engine's description that are shown: /metrics needs no key, so it shows no paths and no process id."""
 
 
 class Histogram:
@@ -72,7 +72,7 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
 
 
 class Metrics:
-    """What has been counted since the start."""
+    """Counters and histograms since the start."""
 
     def __init__(self, model_name: str = "") -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
@@ -89,7 +89,7 @@ class Metrics:
         """The engine's latest gauges and counters."""
         self.control = EngineState()
         self.info: dict[str, Any] = {}
-        """Of the engine, once it is ready."""
+        """Description of the engine, once it is ready."""
 
     def _observe(self, **values: float) -> None:
         for name, value in values.items():

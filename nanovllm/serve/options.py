@@ -1,4 +1,4 @@
-"""What the server can be told, beside the engine's options."""
+"""Options of the server, beside the engine's."""
 
 import importlib.util
 from dataclasses import dataclass, field

@@ -34,23 +34,23 @@ class Completion:
         self.ids: list[int] | None = None
         """Token ids that have not been sent, where they were asked for."""
         self.lines: list[bytes] | None = None
-        """The same of log-probabilities: lines of LogprobRows."""
+        """Log-probabilities that have not been sent, as lines of LogprobRows, if they were asked for."""
         self.prefix = b""
-        """Of a chunk that holds text alone: all before the text."""
+        """Beginning of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
         """Once it has ended: see wire.Finish."""
         self.kept: list[bytes | None] = []
-        """Of each token the ids that it was sampled from (wire.Done), once all of its prompt's have ended."""
+        """Ids that each token was sampled from (wire.Done), once all completions of its prompt have ended."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0
         self.has_begun = False
         self.num_sent = 0
-        """Of num_tokens: what chunks have had."""
+        """Tokens, of num_tokens, that chunks have had."""
         self.reader: Any = None
         """Finds reasoning and tool calls in the text, where there may be some."""
         self.state: Any = None
-        """What an API keeps between two chunks."""
+        """State that an API keeps between two chunks."""
 
     def finish(self, end: wire.Finish) -> None:
         """Takes in the completion's end and its last token."""
@@ -84,7 +84,7 @@ class Request:
     def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
         self.id = self.call_id = request_id
         self.key: int | None = None
-        """Which of the server's API keys it came with."""
+        """Index of the API key that it came with, if the server asks for keys."""
         self.prompts = prompts
         self.completions: list[Completion] = []
         self.hidden_ids: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class Request:
         self.num_cached_tokens = 0
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
         self.parts: dict[int, int] = {}
-        """Of each prompt that has not ended: the engine's id of it, and which prompt it is."""
+        """Prompts that have not ended: the engine's id of each -> which prompt it is."""
         self.ready: dict[Completion, None] = {}
         """Completions with something to send."""
         loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class Request:
         self.done: asyncio.Future[None] = loop.create_future()
         """Set when the answer is complete, or an error."""
         self.connection: Client | None = None
-        """Where a stream that has been opened writes to."""
+        """Connection that an opened stream writes to."""
         self.arrival = self.last_write = now
         self.first_token: float | None = None
         self.queued = self.prefill = self.decode = 0.0
@@ -124,7 +124,7 @@ class Request:
         raise NotImplementedError
 
     def ending(self) -> bytes:
-        """What follows all completions."""
+        """Bytes that follow all completions."""
         return _DONE
 
     def failure(self, error: ApiError) -> bytes:

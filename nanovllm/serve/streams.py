@@ -25,7 +25,7 @@ class Streams:
         self._parts: dict[int, Request] = {}
         self.requests: set[Request] = set()
         self._touched: dict[Request, None] = {}
-        """What the steps at hand have something for."""
+        """Requests that the current steps have results for."""
         self._turn = 0
         self._next_id = 0
         self.rows_by_key: Counter[int | None] = Counter()

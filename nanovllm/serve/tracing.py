@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nanovllm.serve.api.answer import Answer
 
 _SEND_SECONDS = 3
-"""For one batch of spans, and for the last one before the server ends."""
+"""Seconds for sending one batch of spans, and the last one before the server ends."""
 _REQUEST = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed", "n": "choice.count",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",

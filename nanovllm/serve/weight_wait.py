@@ -1,4 +1,4 @@
-"""How long the server has waited for a trainer's weights, and whether that is too long."""
+"""Wait of the server for a trainer's weights: since when, and whether that is too long."""
 
 from nanovllm.engine.calls import EngineState
 
@@ -7,7 +7,7 @@ _OF_UPDATES = frozenset(("begin_update", "receive", "finish_update", "load_weigh
 
 
 class WeightWait:
-    """Of engines that have no weights to compute with: since when, and when a trainer was last heard."""
+    """Wait of engines that have no weights to compute with: since when, and when a trainer was last heard."""
 
     def __init__(self, limit: float | None) -> None:
         """`limit`: seconds without a call of the trainer after which it counts as gone; None: never."""
@@ -25,7 +25,7 @@ class WeightWait:
             self._since = self._heard = now
 
     def text(self, now: float) -> str | None:
-        """What requests wait for, if they do."""
+        """Text that says what requests wait for; None if they do not."""
         return None if self._since is None else f"waiting for new weights since {now - self._since:.0f} s"
 
     def is_over(self, now: float) -> bool:

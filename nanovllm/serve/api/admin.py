@@ -55,7 +55,7 @@ async def _control(front: "Front", call: Call) -> None:
 
 
 async def _state(front: "Front", call: Call) -> None:
-    """What a GET of one value answers."""
+    """Answers a GET of one value of the engines' state."""
     state = front.metrics.control
     values = {
         "/is_paused": {"is_paused": state.paused},
@@ -102,7 +102,7 @@ async def weight_checker(front: "Front", call: Call) -> None:
 
 
 async def server_info(front: "Front", call: Call) -> None:
-    """What runs and with which options; keys are left out. vLLM's clients look below "vllm_config"."""
+    """Answers with what runs and with which options; keys are left out. vLLM's clients look below "vllm_config"."""
     engine = await front.control("info")
     options = {name: value for name, value in asdict(front.options).items() if not name.endswith("api_keys")}
     config = {
@@ -131,4 +131,4 @@ ROUTES: "dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], t
     ("GET", "/get_world_size"): (_state, None),
     ("GET", "/server_info"): (server_info, None),
 }
-"""What answers the calls, and what they take."""
+"""Handler of each admin call, and the type of its body."""

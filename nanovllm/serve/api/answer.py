@@ -1,4 +1,5 @@
-"""What chat and completions share: from checked fields to a request in flight, and from there to the response."""
+"""Base of answers to chats and completions: from checked fields to a request in flight, and from there to the
+response."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class Answer(Request):
         return completion
 
     def detokenizer(self, skip_special_tokens: bool) -> Any:
-        """Of one completion."""
+        """A detokenizer for one completion."""
         return self.front.tokenizer.detokenizer(skip_special_tokens)
 
     def explain(self, error: ApiError) -> None:
@@ -79,15 +80,15 @@ class Answer(Request):
     # -- what differs -------------------------------------------------------------------------------------------
 
     def common(self) -> dict[str, Any]:
-        """What a response begins with, and each of its chunks."""
+        """Fields that begin a response, and each of its chunks."""
         own = {"id": self.id, "object": self.object_name, "created": self.created, "model": self.model}
         return own | {"system_fingerprint": self.front.fingerprint}
 
     fast_suffix = b""
-    """Of a chunk that holds text alone: all after the text."""
+    """End of a chunk that holds text alone: all after the text."""
 
     def fast_prefix(self, index: int) -> bytes:
-        """Of such a chunk's choice: all before the text."""
+        """Beginning of the choice in a chunk that holds text alone: all before the text."""
         raise NotImplementedError
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class Answer(Request):
         return msgspec.json.encode({**self.common(), "choices": choices, "usage": self.usage(), **self.about()})
 
     def about(self) -> dict[str, Any]:
-        """What the whole answer says beside its choices."""
+        """Fields of the whole answer beside its choices."""
         return {"service_tier": None, "kv_transfer_params": None}
 
     @property
@@ -167,7 +168,7 @@ class Answer(Request):
         return kept + sum(len(line) // 4 for part in lines for line in part or () if line is not None)
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
-        """What a request may have asked for about a prompt; null where it has not."""
+        """Fields about a prompt; null where the request does not ask for them."""
         found: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
         if self.fields.return_token_ids:
             found["prompt_token_ids"] = self.prompts[prompt_index]

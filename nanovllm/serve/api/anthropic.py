@@ -61,7 +61,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountFields(DialectFields, kw_only=True):
-    """Of /v1/messages/count_tokens."""
+    """Body of /v1/messages/count_tokens."""
 
     meaningless = frozenset(
         ("max_tokens", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
@@ -82,7 +82,7 @@ class CountFields(DialectFields, kw_only=True):
 
 
 class MessagesFields(CountFields, kw_only=True):
-    """Of /v1/messages."""
+    """Body of /v1/messages."""
 
     max_tokens: Positive
 

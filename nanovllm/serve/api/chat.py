@@ -35,7 +35,7 @@ class ChatAnswer(Answer):
         """`plan`: how reasoning and tool calls are read."""
         self.plan = plan
         self.texts: list[MarkedDetokenizer] = []
-        """Those that count reasoning."""
+        """Detokenizers that count the tokens of reasoning."""
         super().__init__(front, call, fields, prompts, params, max_tokens)
         for completion in self.completions:
             completion.reader = plan.reader()
@@ -67,7 +67,7 @@ class ChatAnswer(Answer):
         return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(completion)}
 
     def chunk(self, completion: Completion, text: str) -> bytes:
-        """Where there is a reader, a chunk for each kind of thing that it found."""
+        """The chunk for a text; with a reader, one for each kind of thing that it found in the text."""
         if completion.reader is None:
             return super().chunk(completion, text)
         found = self.read(completion, text)
@@ -83,7 +83,7 @@ class ChatAnswer(Answer):
         return b"".join([*events, self._event(self._with_details(choice, completion))])
 
     def read(self, completion: Completion, text: str) -> list[Delta]:
-        """What a text has in it."""
+        """Reads a text: content, reasoning and calls in it."""
         if completion.reader is None:
             return [Delta("content", text)] if text else []
         deltas: list[Delta] = completion.reader.push(text)
@@ -137,7 +137,7 @@ def _call(found: Delta) -> shapes.ToolCall:
 
 
 def _message(found: list[Delta]) -> shapes.Message:
-    """What was found in a whole answer."""
+    """Message made of all that was found in a whole answer."""
     content = "".join(each.text for each in found if each.kind == "content")
     reasoning = "".join(each.text for each in found if each.kind == "reasoning")
     calls: list[shapes.ToolCall] = []
@@ -193,7 +193,7 @@ def _characters(content: Any) -> int:
 
 
 async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
-    """From a request's body to the request in flight, which `kind` puts into a response. Raises ApiError."""
+    """Turns a request's body into the request in flight, which `kind` turns into a response. Raises ApiError."""
     fields = front.read(call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")

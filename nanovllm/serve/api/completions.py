@@ -51,7 +51,7 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": logprobs}
 
     def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> shapes.TextLogprobs:
-        """Of tokens that follow `offset` characters; the next ones follow where these end."""
+        """Log-probabilities of tokens that follow `offset` characters; the next ones follow where these end."""
         ids = self.prompts[completion.prompt_index]
         found = completion_logprobs(lines, ids, self.k or 0, self.show, offset)
         completion.state = offset + sum(map(len, found.tokens))

@@ -62,7 +62,7 @@ _UNSUPPORTED = ("suffix", "use_beam_search", "functions", "audio", "prompt_embed
 
 
 class Fields(msgspec.Struct, kw_only=True):
-    """What any request may hold."""
+    """Fields that any request may hold."""
 
     meaningless: ClassVar[frozenset[str]] = frozenset()
     """Names that clients know and that change nothing here."""
@@ -73,7 +73,7 @@ class Fields(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(Fields, kw_only=True):
-    """How an answer is sampled, where there may be one alone."""
+    """Sampling fields of requests for a single answer."""
 
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -100,13 +100,13 @@ class SamplingFields(Fields, kw_only=True):
 
 
 class DialectFields(SamplingFields, kw_only=True):
-    """What the dialects of a chat share: what they have no words for themselves."""
+    """Fields shared by the dialects of a chat, for which these have no names of their own."""
 
     n: Literal[1] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """What of it a chat completion request names alike."""
+        """The fields that a chat completion request names alike."""
         return {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
 
 
@@ -114,7 +114,7 @@ _SHARED = DialectFields.__struct_fields__
 
 
 class CommonFields(SamplingFields, kw_only=True):
-    """What /v1/chat/completions and /v1/completions share."""
+    """Fields shared by /v1/chat/completions and /v1/completions."""
 
     meaningless = frozenset(
         (
@@ -160,7 +160,7 @@ class CompletionFields(CommonFields, kw_only=True):
 
 
 class GenerateFields(Fields, kw_only=True):
-    """Of /inference/v1/generate."""
+    """Body of /inference/v1/generate."""
 
     token_ids: Ids
     sampling_params: dict[str, Any]

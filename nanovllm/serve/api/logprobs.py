@@ -6,7 +6,7 @@ from typing import NamedTuple
 from nanovllm.serve.api import shapes
 
 _LOWEST = -9999.0
-"""In place of minus infinity, which JSON does not have."""
+"""Number written for minus infinity, which JSON does not have."""
 
 
 class Row(NamedTuple):

@@ -27,7 +27,7 @@ class Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """Of a request's input."""
+    """Item of a request's input."""
 
     type: Literal[
         "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
@@ -66,7 +66,7 @@ _NOT_STORED = "nothing is stored between requests"
 
 
 class ResponsesFields(DialectFields, kw_only=True):
-    """Of /v1/responses."""
+    """Body of /v1/responses."""
 
     meaningless = frozenset(
         (
@@ -195,9 +195,9 @@ class ResponseWriter(Writer):
         super().__init__()
         self._tools = tools
         self._logprobs: list[ContentToken] = []
-        """Of the text that grows."""
+        """Log-probabilities of the text that grows."""
         self._num_told = 0
-        """Those of it that events have had."""
+        """Log-probabilities of that text that events have sent."""
         self._suffix = response_id.partition("_")[2]
         self.whole = {
             "id": response_id,
@@ -231,7 +231,7 @@ class ResponseWriter(Writer):
         return [self._event(kind, response={**self.whole}) for kind in kinds]
 
     def add_logprobs(self, entries: list[ContentToken]) -> None:
-        """Of the tokens that the text gains with what is written next."""
+        """Adds log-probabilities of the tokens that the next `write` brings."""
         self._logprobs += entries
 
     def gain(self, kind: Kind, text: str) -> list[Event]:

@@ -19,13 +19,13 @@ class Tool(msgspec.Struct, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    """Of a custom tool's input."""
+    """Format of a custom tool's input."""
     tools: Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)] | None = None
-    """Of a namespace."""
+    """Tools of a namespace."""
 
 
 class Called(NamedTuple):
-    """What a function of the chat is in the request."""
+    """Tool of the request that a function of the chat stands for."""
 
     name: str
     namespace: str | None = None
@@ -38,9 +38,10 @@ class ResponsesTools:
     def __init__(self, tools: Iterable[Tool]) -> None:
         """Raises ApiError (400) naming what is wrong."""
         self.functions: list[dict[str, Any]] = []
-        """As a chat completion request has them."""
+        """Functions in the form of a chat completion request."""
         self.ignored: list[str] = []
-        """What of the tools nothing is done with: kinds that a provider runs itself, and Lark grammars of an input."""
+        """Tools, or parts of them, that are ignored: kinds that a provider runs itself, and Lark grammars of an
+        input."""
         self._called: dict[str, Called] = {}
         for i, tool in enumerate(tools):
             self._add(tool, f"tools[{i}]", None)

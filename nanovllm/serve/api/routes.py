@@ -23,6 +23,6 @@ ROUTES: dict[tuple[str, str], Operation] = {
     ("GET", "/metrics"): Operation(basics.metrics),
     ("GET", "/"): Operation(page.page),
 }
-"""By method and path."""
+"""Operations by method and path."""
 ADMIN_ROUTES = {route: Operation(handler, is_admin=True) for route, (handler, _) in admin.ROUTES.items()}
 """Served where there is an admin key."""

@@ -1,4 +1,4 @@
-"""What the endpoints answer, as types, of which answers are made; the tests read answers by them."""
+"""Answers of the endpoints, as types: answers are made of them, and the tests read answers by them."""
 
 from typing import Literal
 
@@ -46,7 +46,7 @@ class Function(Shape, kw_only=True):
 
 class ToolCall(Shape, kw_only=True):
     index: int | UnsetType = UNSET
-    """Of a chunk's."""
+    """Number of the call, in chunks only."""
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: Function
@@ -93,7 +93,7 @@ class Message(Delta, kw_only=True):
 
 
 class Choice(Shape, kw_only=True):
-    """What all choices have."""
+    """Fields of every choice."""
 
     index: int
     finish_reason: FinishReason | None

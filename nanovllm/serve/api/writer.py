@@ -1,4 +1,4 @@
-"""What answers in other dialects than chat completions have in common: items that grow one after the other."""
+"""Base of answers in other dialects than chat completions: items that grow one after the other."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class Writer(ABC):
         self._pieces: list[str] = []
 
     def write(self, deltas: Iterable[Delta]) -> list[Event]:
-        """What the answer has gained, as events."""
+        """Adds to the answer; returns what it has gained, as events."""
         events: list[Event] = []
         for delta in deltas:
             kind: Kind = "arguments" if delta.kind == "call" else delta.kind

@@ -1,4 +1,4 @@
-"""Who may call: keys, origins of pages, and the name by which a page's browser found the server."""
+"""Access control: keys, origins of pages, and the name by which a page's browser found the server."""
 
 import base64
 import hmac
@@ -50,7 +50,7 @@ class Access:
             raise ApiError(403, f"host={host[:100]!r}: {text}", "forbidden_host")
 
     def _check_origin(self, call: Call) -> None:
-        """Of pages: their own origin may call, and those that are allowed."""
+        """Refuses calls of pages, but for those of our own origin and of allowed ones. Raises ApiError."""
         origin = call.header(b"origin")
         if origin is None:
             return
@@ -64,7 +64,7 @@ class Access:
             raise ApiError(403, f"origin={origin[:100]!r}: is not one of --allowed-origins", "forbidden_origin")
 
     def allowances(self, call: Call) -> list[tuple[bytes, bytes]]:
-        """What a browser may send, where it asks before it does; else nothing."""
+        """Headers that tell a browser what it may send, in answer to its preflight; else nothing."""
         if call.method != "OPTIONS" or not call.header(b"origin") or not call.header(b"access-control-request-method"):
             return []
         headers = call.header(b"access-control-request-headers") or "authorization, content-type"

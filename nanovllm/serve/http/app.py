@@ -1,4 +1,4 @@
-"""From a request to its handler: access, routes, errors."""
+"""Routing of requests to their handlers: access, routes, errors."""
 
 import logging
 import time
@@ -15,10 +15,10 @@ logger = logging.getLogger("nanovllm.serve")
 
 
 class Operation(NamedTuple):
-    """What answers a method of a path."""
+    """Handler of a method of a path, and what the API's description says of it."""
 
     handler: Callable[[Any, Call], Awaitable[None]]
-    """Of a Front and a Call."""
+    """Function of a Front and a Call that answers the call."""
     error_body: Callable[[ApiError], bytes] = ApiError.body
     """Makes the bodies of errors."""
     is_admin: bool = False
@@ -34,7 +34,7 @@ class App:
         """`operations`: by method and path; a path that ends in "/*" serves all below it."""
         self._front = front
         self._paths: dict[str, dict[str, Operation]] = {"": {}}
-        """By path, what its methods do; "" stands for unknown paths."""
+        """Operations by path and method; "" stands for unknown paths."""
         for (method, path), operation in operations.items():
             self._paths.setdefault(path, {})[method] = operation
         self._access = Access(options)

@@ -42,7 +42,7 @@ class Client(Protocol):
 
 
 class Call:
-    """What a handler gets."""
+    """HTTP request as a handler gets it, and the way to answer it."""
 
     def __init__(
         self, connection: Client, method: str, url: bytes, headers: list[tuple[bytes, bytes]], stays: bool
@@ -54,11 +54,11 @@ class Call:
         self.path = unquote((parsed.path or b"/").decode("latin-1"))
         self.query = (parsed.query or b"").decode("latin-1")
         self.status = 0
-        """Of the response, once it has begun."""
+        """Status of the response, once it has begun."""
         self.is_over = False
         """Whether all of the response is written."""
         self.key: int | None = None
-        """Which of the server's API keys it came with, where it needs one."""
+        """Index of the API key that it came with, if the server asks for keys."""
         self.notes: list[tuple[bytes, bytes]] = []
         """Headers that any response gets."""
         given = self.header(b"x-request-id")
@@ -84,7 +84,7 @@ class Call:
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """Those of W3C Trace Context."""
+        """Headers of W3C Trace Context."""
         found = {name: self.header(name.encode()) for name in ("traceparent", "tracestate")}
         return {name: value for name, value in found.items() if value is not None}
 

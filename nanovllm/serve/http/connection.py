@@ -20,11 +20,11 @@ logger = logging.getLogger("nanovllm.serve")
 _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 """The header by which clients offer another protocol, as Java's do. With it the parser would leave out the body."""
 _CUT = re.compile(rb"(\r(\n(\r|u(p(g(r(a(de?)?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
-"""What may go on as that, or as the end of all headers, in another read."""
+"""Matches the end of a read that may go on as that header, or as the end of all headers, in the next read."""
 
 
 class Shared:
-    """What the connections of a server share."""
+    """State that all connections of a server share."""
 
     def __init__(self, answer: Callable[[Call], Coroutine[Any, Any, None]], metrics: Metrics, most: int) -> None:
         """`answer`: answers a request, and raises nothing; `most`: connections that may be open at once."""
@@ -33,7 +33,7 @@ class Shared:
         self.tasks: set[asyncio.Task[None]] = set()
         """One for each request that is being answered."""
         self.body_bytes = 0
-        """Of all bodies that are on their way."""
+        """Bytes of all bodies that are on their way."""
         self.date = b""
         """The Date header of answers, with its end of line."""
         self._dated = self._warned = float("-inf")
@@ -54,7 +54,8 @@ class Shared:
 
 
 class Connection(asyncio.Protocol):
-    """Its requests, which are answered one after the other. Streams write to its transport directly (request.py)."""
+    """Connection of a client, whose requests are answered one after the other. Streams write to its transport directly
+    (request.py)."""
 
     transport: Any
 
@@ -69,14 +70,14 @@ class Connection(asyncio.Protocol):
         self._received = 0
         """Bytes of the headers at hand, or since they ended."""
         self._cut = b""
-        """Those of them that wait for what follows."""
+        """Bytes of the headers that wait for what follows them."""
         self._incoming: Call | None = None
         """The request whose body is on its way."""
         self._answering: Call | None = None
         self._waiting: deque[Call] = deque()
         """Requests that came before the answers to earlier ones were complete."""
         self._held_bytes = 0
-        """Of the incoming body, until it is whole or answered."""
+        """Bytes of the incoming body, until it is whole or answered."""
         self._is_idle = False
         """Whether it waits between two requests."""
         self._reads_on = True
@@ -191,7 +192,7 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     def _stop_parsing(self, error: ApiError) -> None:
-        """From a callback of the parser: answers, and makes the parser give up."""
+        """Answers with an error from within a callback of the parser, and makes the parser give up."""
         self.refuse(error)
         raise error
 

@@ -64,7 +64,7 @@ class HttpServer:
 
 
 def _tls_context(options: ServeOptions) -> ssl.SSLContext | None:
-    """For the listening socket; None: plain HTTP."""
+    """TLS context of the listening socket; None: plain HTTP."""
     if options.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""What a family of models must say about its tool calls, and the one that several share."""
+"""Interface of a family of models to its tool calls, and the one that several families share."""
 
 import json
 from abc import ABC, abstractmethod
@@ -12,10 +12,10 @@ MAX_CALLS = 128
 
 
 class ToolFamily(ABC):
-    """How models of one family write tool calls: as a grammar, and read back."""
+    """Tool calls as models of one family write them: as a grammar, and read back."""
 
     tags: tuple[str, ...]
-    """What calls are made of; the first begins a call."""
+    """Tags that calls are made of; the first begins a call."""
 
     def __init__(self, tags: Tags) -> None:
         self.marks = tuple(tags[name] for name in self.tags)

@@ -125,7 +125,7 @@ class HarmonyDetokenizer(MarkedDetokenizer):
         super().__init__(*args)
         self._stand_ins = {tag.text: tag.name for tag in args[1]}
         self._header: str | None = ""
-        """Of the message at hand, until its text begins."""
+        """Header of the current message, until its text begins."""
         self._is_analysis = False
         self._count = self._num_reasoning = 0
 

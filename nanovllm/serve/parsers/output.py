@@ -1,4 +1,4 @@
-"""From a chat template to plans: which grammar the engine holds an answer to, and how its text is read."""
+"""Plans made from a chat template: which grammar the engine holds an answer to, and how its text is read."""
 
 from functools import partial
 
@@ -88,8 +88,8 @@ class OutputParser:
         return prompt.rstrip().endswith(opening)
 
     def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
-        """For the answer to a rendered chat. Raises ValueError where the model's family has no tools or what is asked
-        for does not go together."""
+        """Plan for the answer to a rendered chat. Raises ValueError if the model's family has no tools or the requested
+        features do not go together."""
         if self._harmony is not None:
             return self._harmony_plan(self._harmony, prompt, choice, structured)
         if choice is not None and self._family is None:
@@ -126,7 +126,8 @@ class OutputParser:
         )
 
     def _state(self, prompt: str) -> ReasoningState:
-        """As the rendered prompt leaves it: templates open the tag, write an empty pair, or leave it to the model."""
+        """State in which the rendered prompt leaves reasoning: templates open the tag, write an empty pair, or leave it
+        to the model."""
         if not self._thinks:
             return "none"
         end = prompt.rstrip()

@@ -20,10 +20,10 @@ ReasoningState = Literal["none", "open", "optional"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How one answer is made and read. Readers and detokenizers are made for each completion."""
+    """Plan of one answer: its grammar and how it is read. Readers and detokenizers are made for each completion."""
 
     structured: StructuredOutput | None
-    """For SamplingParams.structured_outputs."""
+    """Value for SamplingParams.structured_outputs."""
     reasoning: ReasoningState
     choice: ToolChoice | None
     marks: tuple[Tag, ...]

@@ -15,19 +15,19 @@ Steps = Generator[None, None, None]
 
 
 class Delta(NamedTuple):
-    """What an output has gained."""
+    """Piece that an output has gained."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     """"call": a tool call has begun; its arguments follow as pieces of one JSON text."""
     text: str
     call_index: int = 0
-    """Which call of the message."""
+    """Number of the call within the message."""
     name: str = ""
     id: str = ""
 
 
 class Malformed(Exception):
-    """What follows a tag is no call."""
+    """Raised where the text after a tag is no call."""
 
 
 class Source:
@@ -37,7 +37,7 @@ class Source:
         self.text = ""
         self.ended = False
         self.taken: str | None = None
-        """What was read of a call whose name is not known yet; content, should it turn out to be none."""
+        """Text read of a call whose name is not known yet; it becomes content if it turns out to be no call."""
 
     def take(self, count: int) -> str:
         piece, self.text = self.text[:count], self.text[count:]
@@ -123,7 +123,7 @@ class Source:
 
 
 class _Value:
-    """Where a JSON value ends, looked for in pieces of text."""
+    """Finder of the end of a JSON value, looked for in pieces of text."""
 
     _OUTSIDE, _INSIDE, _BARE = re.compile(r'[{}\[\]"]'), re.compile(r'["\\]'), re.compile(r"[,}\]\s]")
 
@@ -172,7 +172,7 @@ def _begun(text: str, tags: Sequence[str]) -> int:
 
 
 class Output:
-    """Where a reader puts what it has read."""
+    """Deltas that a reader has read."""
 
     def __init__(self, stand_ins: Mapping[int, str]) -> None:
         """`stand_ins`: tags by the code point that shows them, put back where they are text after all."""
@@ -186,8 +186,8 @@ class Output:
         self._strips = False
 
     def begin(self, kind: Literal["content", "reasoning"], strips: bool = False) -> None:
-        """What `text` is from here on. Line breaks held back before it are dropped; `strips` True: those that it
-        begins with, too."""
+        """Sets the kind of the text that follows. Line breaks held back before it are dropped; `strips` True: those
+        that it begins with, too."""
         self._kind, self._strips, self._held = kind, strips, ""
 
     def text(self, text: str) -> None:
@@ -211,7 +211,7 @@ class Output:
             self.deltas.append(Delta("arguments", text, self.num_calls - 1))
 
     def finish(self) -> None:
-        """What was held back, now that nothing follows."""
+        """Releases the text that was held back, now that nothing follows."""
         held, self._held = self._held, ""
         self._add(held)
 

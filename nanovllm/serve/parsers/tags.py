@@ -18,14 +18,14 @@ class Tag:
     """One tag of one tokenizer."""
 
     name: str
-    """As chat templates write it: "<think>"."""
+    """Name as chat templates write it: "<think>"."""
     token_id: int | None
-    """Its token; None where it is plain text."""
+    """Token of the tag; None where it is plain text."""
     text: str
-    """How it looks to a Reader: one private-use character for a token, so that the same text in plain tokens is no
-    tag; else its name."""
+    """Text that a Reader sees: one private-use character for a token, so that the same text in plain tokens is no tag;
+    else its name."""
     lark: str
-    """How a grammar names it."""
+    """Name of the tag in a grammar."""
 
 
 class Tags:

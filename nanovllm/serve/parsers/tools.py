@@ -10,7 +10,7 @@ from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, check_text
 
 MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
-"""Of the schemas of all tools together; the engine takes grammars of 128 KiB."""
+"""Most bytes of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -31,10 +31,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which tools may be called in an answer, and whether they must."""
+    """Tools that may be called in an answer, and whether they must be."""
 
     tools: tuple[Tool, ...]
-    """Where their schemas are too long together, only those that are strict are held to theirs."""
+    """Tools, with their schemas; if these are too long together, only strict ones are held to theirs."""
     mode: Literal["auto", "required", "named"]
     parallel: bool
     """Whether an answer may hold more than one call."""
@@ -123,7 +123,7 @@ def check_schema(schema: Any, where: str) -> None:
 
 
 def _check_form(schema: Mapping[str, Any], where: str) -> None:
-    """What parsers read of a schema has the types that they expect. Raises ValueError naming the entry."""
+    """Checks that what parsers read of a schema has the types that they expect. Raises ValueError naming the entry."""
     if not isinstance(schema.get("required"), (list, type(None))):
         raise ValueError(f"{where}.required: must be a list")
     for name in ("properties", "$defs", "definitions"):
