@@ -18,7 +18,7 @@ from nanovllm.kernels.pointwise.rope import QKNormRope
 
 
 def row_by_row(kernels: Kernels) -> Kernels:
-    """The same functions, each with as many calls as rows. Not those that only move values or compare them."""
+    """Kernels with as many calls as rows, for all functions but those that only move values or compare them."""
 
     def add_norms(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         rows = [slice(row, row + 1) for row in range(x.shape[-2])] or [slice(0)]
@@ -100,7 +100,7 @@ def _experts_row_by_row(kernels: Kernels) -> Kernels:
 
 
 def _joined(rows: int, compute: Callable[[slice], Tensor]) -> Tensor:
-    """What `compute` gives for each row, or for none."""
+    """Concatenates the results of `compute` for each row, or for none."""
     return torch.cat([compute(slice(row, row + 1)) for row in range(rows)]) if rows else compute(slice(0))
 
 
@@ -109,7 +109,8 @@ def _some(x: Tensor | None, own: slice) -> Tensor | None:
 
 
 def _choices(routing: Routing) -> Iterator[tuple[int, int, slice, Routing]]:
-    """Of each choice: its position, its number, its expert, and a Routing of it alone to the first of one expert."""
+    """Iterates over the choices of a Routing: position, number, expert, and a Routing of that choice alone to the first
+    of one expert."""
     weights, order, tile = routing.weights.flatten(), routing.order.new_zeros(1), torch.tensor([[0, 0, 1]])
     for expert, first, end in experts_of(routing):
         for position in range(first, end):

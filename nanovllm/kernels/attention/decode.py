@@ -72,7 +72,7 @@ def _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ: tl.cons
 
 @triton.jit
 def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr, D: tl.constexpr):
-    """The same for units, in order."""
+    """Sum of a row's units in order, weighted by their maxima: the exact-bits counterpart of _sum_chunks."""
     AT_ONCE: tl.constexpr = 4
     top = tl.full([heads.shape[0]], _NOTHING, tl.float32)
     total = tl.zeros([heads.shape[0], 1], tl.float32)

@@ -24,7 +24,7 @@ class DecodeConfig:
     max_splits: int = 32
     """Most chunks of a row: longer rows get longer chunks."""
     max_registers: int | None = None
-    """Of a thread; fewer let more programs share a multiprocessor."""
+    """Most registers of a thread; fewer let more programs share a multiprocessor."""
     merge_heads: int = 8
     """Query heads that one program merges the chunks of."""
 
@@ -57,7 +57,7 @@ FP8_TUNING: Tuning = (
     (96, DecodeConfig(block_n=128)),
     (None, DecodeConfig(num_warps=2, programs_per_sm=16)),
 )
-"""The same over keys and values of e4m3."""
+"""Tuning over keys and values in e4m3."""
 
 
 def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
@@ -67,8 +67,9 @@ def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
 
 
 def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int) -> Tuning:
-    """What there is to share out is rows x heads: under tensor parallelism more rows still count as few, or the longest
-    row of an uncut batch would decide. With many heads the classes of few rows hold no row, and are left out."""
+    """Scales a tuning table to this rank's heads: the work to share out is rows x heads, so under tensor parallelism
+    more rows still count as few, or the longest row of an uncut batch would decide. With many heads the classes of few
+    rows hold no row, and are left out."""
     changes = of_wide_heads if head_dim > TUNED_HEAD_DIM else {}
     scaled = ((most and most * TUNED_KV_HEADS // num_kv_heads, config) for most, config in table)
     return tuple((most, replace(config, **changes)) for most, config in scaled if most != 0)  # type: ignore[arg-type]
@@ -157,7 +158,7 @@ class DecodePlan:
     construction."""
 
     fixed_order = False
-    """Its chunks are added up in one order; see fixed_order.py."""
+    """Whether chunks are added up in one order; see fixed_order.py."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
                  device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:

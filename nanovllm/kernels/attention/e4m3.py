@@ -1,4 +1,4 @@
-"""How attention reads keys and values in e4m3 with a scale for each token and head (kernels/pointwise/kv_store.py).
+"""Reading of keys and values in e4m3 with a scale for each token and head (kernels/pointwise/kv_store.py).
 
 Tensor cores of compute capability 9.0 multiply e4m3 with e4m3 alone, and queries stay 16 bits wide. One instruction
 widens two e4m3 to float16, bfloat16 takes four: so queries are float16 (qk_norm_rope_store makes them), and the weights
@@ -38,7 +38,8 @@ def key_scales(scales):
 
 @triton.jit
 def value_scales(scales):
-    """Of what load_scales gave: e, 2 ** -e and r, float32. bfloat16 has float32's exponent, and the sign is 0."""
+    """Splits the scales of load_scales into e, 2 ** -e and r, float32. bfloat16 has float32's exponent, and the sign is
+    0."""
     exponent = tl.maximum(scales >> 23, _LEAST_EXPONENT)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     remainder = ((scales & 0x7F0000) | 0x3F800000).to(tl.float32, bitcast=True)

@@ -26,7 +26,8 @@ TUNING: Tuning = (
     (48, DecodeConfig(programs_per_sm=6, min_chunk=WIDE_FROM, max_registers=168)),
     (None, DecodeConfig(min_chunk=WIDE_FROM)),
 )
-"""As decode_plan.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to WIDE_FROM."""
+"""Tuning in the form of decode_plan.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to
+WIDE_FROM."""
 
 
 def unit_of(key: int, first_unit: int) -> int:

@@ -56,9 +56,9 @@ def fixed_order_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
 
 @triton.jit
 def _tiles(CU_SEQLENS, CONTEXT_LENS, tile, num_rows, BLOCK_M: tl.constexpr, SEARCH_STEPS: tl.constexpr):
-    """For a vector of tile indices: row, first query within the row, and the keys that the tile's last query sees; no
-    keys where the index belongs to no queries. Row r's tiles start at index cu_seqlens[r] // BLOCK_M + r, which leaves
-    room for the partly filled tile of every row before it."""
+    """Row, first query within the row, and keys that the tile's last query sees, for a vector of tile indices; no keys
+    where the index belongs to no queries. Row r's tiles start at index cu_seqlens[r] // BLOCK_M + r, which leaves room
+    for the partly filled tile of every row before it."""
     first_token = tl.load(CU_SEQLENS)
     low = tl.zeros_like(tile)
     high = tl.zeros_like(tile) + num_rows - 1

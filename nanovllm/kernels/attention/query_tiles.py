@@ -1,4 +1,4 @@
-"""What prefill kernels load: a tile of queries, and tiles of the keys that these see."""
+"""Tiles that prefill kernels load: one of queries, and those of the keys that these see."""
 
 import triton
 import triton.language as tl
@@ -57,9 +57,9 @@ def load_queries(Q, CU_SEQLENS, CONTEXT_LENS, row, query, head, q_strides, D: tl
 
 @triton.jit
 def key_ranges(position, context, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """For queries from `position` on, of a row of `context` keys: first and end of the keys that any of them sees, and
-    begin, begin_full, end_full, where tiles begin. Those from begin_full to end_full need no mask: even the first query
-    has come so far, and the last one's window reaches so far back."""
+    """Ranges of keys for queries from `position` on, of a row of `context` keys: first and end of the keys that any of
+    them sees, and begin, begin_full, end_full, where tiles begin. Tiles from begin_full to end_full need no mask: even
+    the first query comes after them, and the last one's window reaches that far back."""
     first, begin, begin_full = 0, 0, 0
     end = tl.minimum(context, position + BLOCK_M)
     end_full = (position + 1) // BLOCK_N * BLOCK_N
@@ -72,7 +72,7 @@ def key_ranges(position, context, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def causal_mask(start, position, window, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which of the keys start .. start + BLOCK_N the query at `position` sees: bool [BLOCK_M, BLOCK_N]."""
+    """Mask of the keys start .. start + BLOCK_N that the query at `position` sees: bool [BLOCK_M, BLOCK_N]."""
     keys = start + tl.arange(0, BLOCK_N)
     visible = keys[None, :] <= position[:, None]
     if WINDOWED:

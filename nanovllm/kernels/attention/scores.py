@@ -1,4 +1,4 @@
-"""What the attention kernels share."""
+"""Functions that the attention kernels share."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.constexpr_function
 def padded_dims(head_dim):
-    """What a tile is wide: a power of two, of which tl.dot wants 16 at least."""
+    """Width of a tile for this head_dim: a power of two, and at least the 16 that tl.dot needs."""
     return max(16, triton.next_power_of_2(head_dim))
 
 

@@ -1,11 +1,11 @@
-"""What tells one kind of attention layer from another."""
+"""Description of one kind of attention layer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one kind of attention layer computes. Head counts are this rank's."""
+    """Sizes and options of one kind of attention layer. Head counts are this rank's."""
 
     num_heads: int
     """Query heads."""

@@ -33,7 +33,7 @@ def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def visible_keys(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which keys of the tile at `start` are the chunk's, first .. end."""
+    """Mask [BLOCK_N] of the keys of the tile at `start` that belong to the chunk, first .. end."""
     keys = start + tl.arange(0, BLOCK_N)
     return (keys >= first) & (keys < end) if WINDOWED else keys < end
 
@@ -69,7 +69,7 @@ def prefetch_in_page(CACHE, kv_head, block, start, strides, D: tl.constexpr, PAG
 
 @triton.jit
 def _tile_start(start, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Where the tile of key `start` begins. Chunks begin with a tile, but for a window's first key."""
+    """First key of the tile that holds key `start`. Chunks begin with a tile, but for a window's first key."""
     return start // BLOCK_N * BLOCK_N if WINDOWED else start
 
 
@@ -117,8 +117,8 @@ def first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV: tl.constexpr, PAGE: tl.
 @triton.jit
 def next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride, HKV: tl.constexpr,
               PAGE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """What comes after key n's tile, the item's last or not: item, key, block and both entries, as above. All of it is
-    looked up an iteration or more before it is needed."""
+    """Finds the tile that follows key n's, the item's last or not: item, key, block and both entries, as above. All of
+    it is looked up an iteration or more before it is needed."""
     step = tl.num_programs(0)
     row_and_slot, first, end, chunk_of = entry
     n = tl.where(is_last, _tile_start(coming[1], BLOCK_N, WINDOWED), n + BLOCK_N)

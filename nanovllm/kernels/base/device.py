@@ -1,5 +1,5 @@
-"""What not every GPU can do or has: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2,
-multiprocessors and their shared memory.
+"""Features that not every GPU has: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2,
+numbers of multiprocessors and their shared memory.
 
 PDL lets a kernel start before the one ahead of it has ended. A kernel launched so must call `gdc_wait` in every program
 before it touches anything that an earlier kernel writes; then such kernels and ordinary ones may follow each other.
@@ -49,7 +49,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """For the launch of a kernel that takes PDL as a constant: that, and Triton's own option where it is on."""
+    """Launch options of a kernel that takes PDL as a constant: that constant, and Triton's own option where it is
+    on."""
     dependent = wanted and _pdl_allowed.get() and supports_pdl(device)
     return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
 

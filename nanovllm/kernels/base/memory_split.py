@@ -1,4 +1,4 @@
-"""How a multiprocessor divides its memory between its L1 cache and what kernels share."""
+"""Division of a multiprocessor's memory between its L1 cache and the kernels' shared memory."""
 
 import ctypes
 from collections.abc import Iterator

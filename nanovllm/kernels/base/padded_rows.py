@@ -22,8 +22,8 @@ def empty_product(
     rows: int, columns: int, parts: int, gated: bool, dtype: torch.dtype, device: torch.device,
     part_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # fmt: skip
-    """What a GEMM fills: [rows, columns], or of part_dtype [parts, rows, columns], sums over several parts of K. gated:
-    the activation's result, which the next GEMM reads, with the room of empty_rows."""
+    """Empty result of a GEMM: [rows, columns], or of part_dtype [parts, rows, columns], sums over several parts of K.
+    gated: the activation's result, which the next GEMM reads, with the room of empty_rows."""
     if gated:
         return empty_rows(rows, columns, dtype, device)
     shape, dtype = ((parts, rows, columns), part_dtype) if parts > 1 else ((rows, columns), dtype)

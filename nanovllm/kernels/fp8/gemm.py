@@ -59,7 +59,7 @@ def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
 
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
-    """By cuBLAS: x [T, K], of memory for a multiple of 4 rows -> [T, N]."""
+    """x @ weight^T by cuBLAS: x [T, K], in memory for a multiple of 4 rows -> [T, N]."""
     (rows, k), groups, padded = x.shape, x.scales.shape[1], x.scales.stride(1)
     values, scales = x.values.as_strided((padded, k), (k, 1)), x.scales.as_strided((padded, groups), (1, padded))
     of_weight = weight.scale.t()

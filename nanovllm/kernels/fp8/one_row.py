@@ -66,7 +66,7 @@ def load_weights(w_ptr, first, end, cols, K: tl.constexpr, EVEN_K: tl.constexpr)
 
 @triton.jit
 def groups_of_steps(begin, WARPS: tl.constexpr):
-    """Of 8 steps from `begin` on, each warp's: [W, 1, 8]."""
+    """Group indices of each warp in the 8 steps from `begin` on: [W, 1, 8]."""
     return (begin + tl.arange(0, 8)[None, None, :]) * WARPS + tl.arange(0, WARPS)[:, None, None]
 
 
@@ -121,7 +121,8 @@ def finish(acc):
 def all_of_x(
     x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """What load_x gives, of every 8 steps. Without X_SCALE x is rounded here, where there are gains after its norm."""
+    """Loads x for all steps, as load_x does for 8. Without X_SCALE x is rounded here, after its norm where there are
+    gains."""
     loaded, factor = (), 1.0
     if len(gains) > 0:
         total = tl.zeros([8, WARPS, 64], tl.float32)

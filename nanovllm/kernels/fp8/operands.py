@@ -1,4 +1,4 @@
-"""What FP8 kernels multiply."""
+"""Operands of the FP8 kernels."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class FP8Rows(NamedTuple):
     scales: Tensor
     """float32 [T, groups of 128]"""
     dtype: torch.dtype
-    """What they were rounded from, and what a product of them is."""
+    """Dtype that the rows were rounded from, and that a product of them has."""
 
     @property
     def shape(self) -> torch.Size:

@@ -13,7 +13,7 @@ from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
 _SMALLEST_BITS: tl.constexpr = tl.constexpr(int(torch.tensor(SMALLEST_MAXIMUM).view(torch.int32)))
 ROWS_MULTIPLE = 4
-"""Of the memory of a group's scales, so that they may be copied by 16 bytes."""
+"""Multiple of rows for which memory of a group's scales is allocated, so that they may be copied by 16 bytes."""
 
 
 @triton.jit

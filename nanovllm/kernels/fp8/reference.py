@@ -70,13 +70,13 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tup
 
 
 def rounded_reference(x: Tensor) -> FP8Rows:
-    """As kernels do that round what they make."""
+    """Rounds x [T, K] to e4m3 as kernels do that round what they make."""
     return FP8Rows(*quantize_rows_reference(x), x.dtype)
 
 
 def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
-    """The same products on a GPU that cannot multiply e4m3: widened, which is exact, and multiplied by the library.
-    x [T, K] -> [T, N]."""
+    """x @ weight^T on a GPU that cannot multiply e4m3: widened, which is exact, and multiplied by the library. x [T, K]
+    -> [T, N]."""
     total = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=weight.values.device)
     n = weight.values.shape[0]
     pairs = zip(x.values.half().split(GROUP, 1), weight.values.half().split(GROUP, 1), strict=True)

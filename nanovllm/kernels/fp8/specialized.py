@@ -77,7 +77,7 @@ def _copy(X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED: gl.constexpr, P
 
 @gluon.jit
 def _scale_of(SCALE, first_col, group, end, groups, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr):
-    """Of a block of weights; past `end` the last one again."""
+    """Scale of a block of weights; past `end` the last one again."""
     if IN_BLOCKS:
         return gl.load(SCALE + first_col // ROWS_EACH * groups + gl.minimum(group, end - 1))
     else:

@@ -20,7 +20,7 @@ ROWS, COLUMNS = 16, 8
 
 _settings_lock = threading.Lock()
 _users: list[tuple[Any, Any, Any]] = []
-"""What the settings were before the first of those that are within library_without_parts; one entry for each."""
+"""Settings from before library_without_parts was entered, an entry for each thread that is within it."""
 
 
 @contextmanager

@@ -23,11 +23,11 @@ SPAN = 128
 """Columns of a block of the layout; the last one is padded."""
 WORDS = 32
 ZERO = 8
-"""What stands for 0 where a weight has no zeros of its own."""
+"""Code that stands for 0 in a weight without zeros of its own."""
 PREFETCH_BYTES = 8 << 20
-"""Of all programs' words, to bring into L2 before they may start: more would drive out what other kernels use."""
+"""Bytes of all programs' words to bring into L2 before they may start: more would drive out what other kernels use."""
 WIDENED_BYTES = 32 << 20
-"""Of weights widened at a time: what is written is read again from the L2 cache."""
+"""Bytes of weights widened at a time: what is written is read again from the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, k: int) -> Tensor:
-    """What `pack` was given: uint8 [n, k]."""
+    """Inverse of `pack`: words -> uint8 [n, k]."""
     wide = words.transpose(0, 1).int()
     planes = torch.stack([wide >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
     return planes.flatten(1)[:, :k].to(torch.uint8)

@@ -77,7 +77,7 @@ def _side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
-    """Of one group of the weight rows at `at`: the factor, and what stands for 0 in unpacked. A pair of 16 bits each
+    """Scale of one group of the weight rows at `at`, and the unpacked number that stands for 0. A pair of 16 bits each
     is read as one number of 32, the least that a pipelined copy takes."""
     if dtype == tl.float32:
         scale = tl.load(groups_ptr + 2 * at, mask=live, other=0.0)

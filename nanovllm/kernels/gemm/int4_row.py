@@ -24,7 +24,7 @@ from nanovllm.kernels.pointwise.norm import Norm
 M: gl.constexpr = gl.constexpr(16)
 """Weight rows of a tile, and of a matrix instruction."""
 N: gl.constexpr = gl.constexpr(8)
-"""Its rows of x: the row is there 8 times."""
+"""Rows of x in the product: the one row is there 8 times."""
 
 
 @gluon.jit
@@ -191,14 +191,14 @@ def int4_row_kernel(
 
 @gluon.jit
 def _places(first, tile: gl.constexpr, n_out, SUMS: gl.constexpr):
-    """Where a tile's sums [16, 1] belong in out, and which of them do."""
+    """Indices in out of a tile's sums [16, 1], and a mask of those that belong there."""
     col = first + tile * M + gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
     return col, col < n_out
 
 
 @gluon.jit
 def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, SUMS: gl.constexpr):
-    """Of each tile, asked for before they are needed."""
+    """Loads the residuals of each tile, before they are needed."""
     found = ()
     if res_ptr is not None:
         for tile in gl.static_range(TILES):

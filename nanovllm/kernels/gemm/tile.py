@@ -28,7 +28,7 @@ from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 64 << 10
-"""Of a program's weights, to bring into L2 before it may start: about what its pipeline asks for first."""
+"""Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
 
 
 @triton.jit
@@ -36,8 +36,8 @@ def _wait_for_rows(
     w_ptr, first_col, n_out, begin, k, BLOCK_N: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """After it x may be read. With PDL the program's weights, where GATED its ups too, are on their way into L2 then:
-    PREFETCH of their columns from `begin` on."""
+    """Waits until x may be read. With PDL the program's weights, with GATED its ups too, are on their way into L2 by
+    then: PREFETCH of their columns from `begin` on."""
     if PDL:
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
         if GATED:
@@ -184,9 +184,9 @@ def tile_kernel(
     IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
     TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x [rows, k] and of the
-    weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the BLOCK_N ups that belong to
-    them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
+    """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
+    [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
+    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT

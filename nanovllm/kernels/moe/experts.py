@@ -24,7 +24,7 @@ from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GroupedConfig
 
 PREFETCH_BYTES = 32 << 10
-"""Of a program's weights, brought into L2 while the kernel before still runs."""
+"""Bytes of a program's weights to bring into L2 while the kernel before still runs."""
 
 
 @dataclass(frozen=True)

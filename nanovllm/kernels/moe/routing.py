@@ -1,4 +1,5 @@
-"""Which experts a token goes to, and the tokens of each expert, side by side: all on the device and of fixed shapes.
+"""Routing: the experts of each token, and the tokens of each expert side by side, all on the device and of fixed
+shapes.
 
 A block of rows picks its experts in one program. A step that fits in one program is sorted there too; with more rows a
 second kernel does it, in which every program adds up the blocks' counts before its own. Positions follow from counts in
@@ -15,19 +16,19 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.plan.rules import max_tiles
 
 _TILE_ELEMENTS = 8192
-"""Of the matrix tokens x experts that one program holds at most."""
+"""Most elements of the matrix tokens x experts that one program holds."""
 _FEW_ROWS, _PROGRAMS = 4, 128
 """Tokens of a program, as long as no more than so many programs are needed: a token's experts are found one after the
 other, which many programs do side by side."""
 _COUNTED_BLOCKS = 32
-"""Whose counts _sort_kernel reads at once."""
+"""Blocks whose counts _sort_kernel reads at once."""
 LOWEST = -3e38
 """Below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """How a token's experts follow from its logits."""
+    """Choice of a token's experts, and their weights, from its logits."""
 
     num_experts: int
     top_k: int
@@ -40,7 +41,7 @@ class TopK:
     top_groups: int = 1
     """Only experts of the best groups are chosen, by the sum of each group's two best; for sigmoid."""
     scale: float = 1.0
-    """On the weights."""
+    """Factor on the weights."""
 
     @property
     def group_size(self) -> int:
@@ -93,7 +94,7 @@ def _place(ORDER, slot_of, starts, row, TOP_K: tl.constexpr):
 
 @triton.jit
 def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
-    """Of totals [EXPERTS] rows from starts [EXPERTS] on; see Routing.tiles."""
+    """Writes the tiles of each expert's totals [EXPERTS] rows, which begin at starts [EXPERTS]; see Routing.tiles."""
     expert = tl.arange(0, totals.shape[0])
     tiles = (totals + BLOCK_M - 1) // BLOCK_M
     first = tl.cumsum(tiles, axis=0) - tiles
@@ -109,7 +110,8 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _softmax(score, inside):
-    """Of score [ROWS, BLOCK], where it is `inside`. The sum is one of integers: its bits do not depend on ROWS."""
+    """Softmax of score [ROWS, BLOCK], where it is `inside`. Its sum is one of integers, so its bits do not depend on
+    ROWS."""
     shares = tl.where(inside, tl.exp(score - tl.max(tl.where(inside, score, float("-inf")), axis=1)[:, None]), 0.0)
     total = tl.sum((shares * (1 << 40)).to(tl.int64), axis=1).to(tl.float32) / (1 << 40)
     return shares / total[:, None]

@@ -1,4 +1,5 @@
-"""What names a product and what multiplies: plain data, which goes to other ranks and into files. No torch."""
+"""Names of matrix products and of the kernels for them: plain data, which goes to other ranks and into files. No
+torch."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -28,7 +29,7 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
 
 SHARED_BYTES = 227 << 10
-"""That a program has on an H100 or H200, or an A100 less some."""
+"""Bytes of shared memory that a program has on an H100 or H200; an A100 has fewer."""
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200; only the time that kernels take depends on it."""
 
@@ -37,18 +38,18 @@ class Gemm(NamedTuple):
     """One GEMM of a model on one rank: x [rows, k] @ weight [n, k]^T."""
 
     kind: str
-    """What the layer is, one of KINDS; n of gate_up counts both."""
+    """Kind of the layer, one of KINDS; n of gate_up counts both."""
     n: int
     k: int
     dtype: str
-    """Of the weight, by torch's name."""
+    """Dtype of the weight, by torch's name."""
     fused: bool
     """The model runs on one rank, so a skinny kernel computes norm, activation and residual too."""
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """What multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
+    """Kernel that multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma": skinny.py. "decode": tile.py; its consumer too gets split_k sums where there are several.
@@ -83,7 +84,7 @@ class GemmConfig:
 
     @property
     def is_skinny(self) -> bool:
-        """It can compute norm, activation and residual too."""
+        """Whether it can compute norm, activation and residual too."""
         return self.kernel in ("fma", "quantized_row")
 
     @property

@@ -1,4 +1,4 @@
-"""What of a device decides which kernels run."""
+"""Properties of a device that decide which kernels run."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ class Device:
     """Facts of a GPU, or of the CPU. Plain data: a plan can be made for a device that is not there."""
 
     name: str
-    """As torch.cuda.get_device_name gives it."""
+    """Name by torch.cuda.get_device_name."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability; (0, 0): a CPU."""
     processors: int = 1
@@ -33,13 +33,13 @@ class Device:
 
     @property
     def has_tma(self) -> bool:
-        """It has tensor copy engines, and the shared memory that our tiles for them take (12.x has the engine alone).
-        On the same GPUs our kernels multiply e4m3."""
+        """Whether it has tensor copy engines, and the shared memory that our tiles for them take (12.x has the engine
+        alone). On the same GPUs our kernels multiply e4m3."""
         return self.capability[0] in (9, 10)
 
     @property
     def has_roles(self) -> bool:
-        """It runs kernels whose warps have roles (fp8/specialized.py)."""
+        """Whether it runs kernels whose warps have roles (fp8/specialized.py)."""
         return self.capability == (9, 0)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Which kernels multiply where a row's bits must not depend on its step (EngineConfig.exact_bits).
+"""GEMM kernels for EngineConfig.exact_bits, where a row's bits must not depend on its step.
 
 Tensor cores add up products along K in one order, whatever the tile and the instruction (measured on compute
 capability 9.0). So a kernel's bits follow from how it cuts K alone. For "batch" each layer has one number of parts of
@@ -17,7 +17,7 @@ from nanovllm.kernels.plan.table import GemmTable, ranges_of
 
 ANY_ROWS = 1 << 40
 LEAVES, LEAF_MULTIPLE = 8, 16
-"""Of K of a row-parallel layer, and what a leaf's columns are a multiple of."""
+"""Leaves that K of a row-parallel layer is cut into, and the multiple that a leaf's columns must be."""
 
 
 def leaves_of(width: int) -> int:
@@ -26,8 +26,8 @@ def leaves_of(width: int) -> int:
 
 
 def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, on_cpu: bool) -> Ranges:
-    """What multiplies, for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this
-    rank's K, in mode "tp"; 0: mode "batch"."""
+    """Kernels for all numbers of rows. takes_parts: the consumer adds up sums over parts of K. leaves: of this rank's
+    K, in mode "tp"; 0: mode "batch"."""
     is_tree = leaves > 0 and gemm.kind in SUMMED
     if on_cpu:
         return ((ANY_ROWS, GemmConfig("blocks", split_k=leaves if is_tree else 1, nodes=is_tree)),)
@@ -42,19 +42,19 @@ def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, o
 
 
 def _parts_of(k: int) -> int:
-    """Of a K that may be cut: two, of whole steps of all kernels."""
+    """Number of parts of a K that may be cut: two, if both have whole steps of all kernels."""
     return 2 if k % (2 * max(config.block_k for _, config in _OWN_IN_PARTS)) == 0 else 1
 
 
 def without_library(by_rows: Ranges, k: int) -> Ranges:
-    """The same with a kernel of our own where the library would multiply."""
+    """Replaces the library by a kernel of our own in these ranges."""
     return tuple((most, replace(_cut(k, _ANY_TILES, config.parts), nodes=config.nodes)
                   if config.kernel in ("library", "split") else config) for most, config in by_rows)  # fmt: skip
 
 
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
-    """What was measured for so many rows, if it cuts K into so many parts, or two for more; else what we have for few
-    rows. A part is of whole steps."""
+    """Measured kernel for so many rows, if it cuts K into so many parts, or two for more; else our default for few
+    rows. A part has whole steps."""
     config = next((config for most, config in measured if rows <= most), None)
     kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
     if config is not None and config.kernel in kinds and config.parts == min(parts, 2):
@@ -67,7 +67,7 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
 
 
 def _cut(k: int, config: GemmConfig, parts: int) -> GemmConfig:
-    """The same over parts of K, in steps that a part has a whole number of."""
+    """The kernel cut into parts of K, in steps that a part has a whole number of."""
     block_k = config.block_k
     while parts > 1 and block_k > LEAF_MULTIPLE and k // parts % block_k:
         block_k //= 2
@@ -79,13 +79,13 @@ _OWN: Ranges = (
     (32, GemmConfig("decode", 64, 32, 128, 5)),
     (64, GemmConfig("decode", 64, 64, 128, 4)),
 )
-"""What is launched for few rows, where the library leaves the memory idle."""
+"""Kernels for few rows, where the library leaves the memory idle."""
 _OWN_IN_PARTS: Ranges = (
     (16, GemmConfig("decode", 64, 16, 256, 5)),
     (32, GemmConfig("decode", 64, 32, 256, 4)),
     (64, GemmConfig("decode", 64, 64, 128, 6)),
 )
-"""The same over parts of K."""
+"""Kernels for few rows over parts of K."""
 _GATED = GemmConfig("decode", 64, 32, 128, 5)
-"""The same for gate and up, of which a program has a tile each."""
+"""Kernel for few rows of gate and up, of which a program has a tile each."""
 _ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)

@@ -1,4 +1,5 @@
-"""Which kernel runs for every operation of a layer, with which numbers, what is inside it, and why not otherwise.
+"""Kernel plan: which kernel runs for every operation of a layer, with which numbers, what is fused into it, and why not
+otherwise.
 
 `plan` is pure: the operations of a layer, a number of rows, and Rules (the device, the ranks, what was measured). All
 ranks must hold the same Rules: ranks that multiplied differently would round differently.
@@ -50,33 +51,33 @@ class Product:
     n: int
     k: int
     dtype: str
-    """Of the weight, by torch's name or INT4."""
+    """Dtype of the weight, by torch's name or INT4."""
     x_dtype: str = "bfloat16"
     before: str = ""
     """"norm": an RMSNorm of a row of the residual stream, and nothing else; "": anything, by kernels of its own."""
     after: str = ""
     """"gate": silu(gate) * up; "residual": an addition to the residual stream; "": anything."""
     adds_parts: bool = False
-    """Its consumer adds up sums over parts of K."""
+    """Whether its consumer adds up sums over parts of K."""
     has_bias: bool = False
     """A bias is added right behind it."""
     rounds: bool = False
-    """What is after it may be rounded to e4m3, for the next product takes it so."""
+    """Whether its result may be rounded to e4m3, since the next product takes it so."""
     scale_rows: int | None = None
-    """Of e4m3 in blocks: neighbouring weight rows that share scales; None: each row has one."""
+    """Neighbouring weight rows that share scales, for e4m3 in blocks; None: each row has one."""
 
     def gemm(self, world: int) -> Gemm:
-        """Its name in tables."""
+        """Key of this product in tables."""
         return Gemm(self.kind, self.n, self.k, self.dtype, world == 1)
 
     @property
     def num_weights(self) -> int:
-        """That a token is multiplied by."""
+        """Weights that a token is multiplied by."""
         return self.n * self.k
 
     @property
     def num_bytes(self) -> int:
-        """Of the weight."""
+        """Bytes of the weight."""
         return self.n * self.k * {FP8: 2, INT4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
 
 
@@ -88,7 +89,7 @@ class Experts:
     top_k: int
     hidden: int
     width: int
-    """Of this rank's part of an expert."""
+    """Width of this rank's part of an expert."""
     dtype: str
     x_dtype: str = "bfloat16"
     is_plain: bool = True
@@ -102,35 +103,36 @@ class Experts:
 
     @property
     def num_weights(self) -> int:
-        """That a token is multiplied by: those of its experts."""
+        """Weights that a token is multiplied by: those of its experts."""
         return 3 * self.top_k * self.width * self.hidden
 
 
 Operation = Product | Experts
-"""What a plan says something of."""
+"""Operation that a plan has an entry for."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What multiplies for a Product. norm, gate, residual: what of the things around it the kernel computes."""
+    """Kernel for a Product. norm, gate, residual: whether it computes these too."""
 
     config: GemmConfig
     norm: bool = False
     gate: bool = False
     residual: bool = False
     is_early: bool = False
-    """It lets the next kernel start before it ends (PDL), and that gains."""
+    """Whether it lets the next kernel start before it ends (PDL), and that gains time."""
     why: str = ""
-    """Where the choice comes from, and what kept another kernel away."""
+    """Source of the choice, and what kept another kernel away."""
 
 
 @dataclass(frozen=True)
 class ExpertsLaunch:
-    """What computes Experts."""
+    """Kernels for Experts."""
 
     router: GemmConfig
     tiles: ExpertConfigs | None
-    """Of both grouped GEMMs; None: two kernels read each token's experts (moe/few_rows.py, fp8/few_experts.py)."""
+    """Tiles of both grouped GEMMs; None: two kernels read each token's experts (moe/few_rows.py,
+    fp8/few_experts.py)."""
     norm: bool = False
     residual: bool = False
     is_early = False
@@ -141,10 +143,10 @@ class ExpertsLaunch:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What runs in one layer."""
+    """Kernels of one layer."""
 
     launches: dict[str, Launch | ExpertsLaunch]
-    """By the operation's kind."""
+    """Launches by the operation's kind."""
     is_complete: bool = False
     """The layer takes and hands on a complete residual stream; else what is to be added goes to the next norm."""
     merge_first: bool = False
@@ -182,13 +184,13 @@ class Rules:
     """Triton's kernels run, not their twins."""
     table: GemmTable = EMPTY
     tried: Choices = field(default_factory=dict)
-    """What overrules the table, for trials (scripts/tune_steps.py)."""
+    """Choices that overrule the table, for trials (scripts/tune_steps.py)."""
     unordered: frozenset[Gemm] = frozenset()
-    """With exact_bits: where the library's order of sums was found to vary."""
+    """GEMMs for which the library's order of sums was found to vary; with exact_bits."""
 
 
 def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
-    """What runs in a layer of these operations for so many rows."""
+    """Plans a layer of these operations for so many rows."""
     launches: dict[str, Launch | ExpertsLaunch] = {
         one.kind: launch(one, rows, rules) for one in operations if isinstance(one, Product)
     }
@@ -207,7 +209,7 @@ def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
 
 
 def launch(product: Product, rows: int, rules: Rules) -> Launch:
-    """What multiplies so many rows."""
+    """Chooses the kernel of a product for so many rows."""
     config, why = choose(product, rows, rules)
     inside = config.is_skinny and rules.world == 1
     gate = product.after == "gate" and config.is_own and not product.has_bias
@@ -220,7 +222,8 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
 
 
 def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
-    """What multiplies, and why: what is tried, else what was measured, else a rule; the library where that is none."""
+    """Chooses a kernel, and says why: the one on trial, else the measured one, else a rule's; the library if there is
+    none."""
     gemm = product.gemm(rules.world)
     if rules.exact_bits is not None:
         config = next(config for most, config in fixed_order(product, rules) if rows <= most)
@@ -260,7 +263,7 @@ def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -
 
 
 def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
-    """What the library comes to, by the type of the weight."""
+    """Library call for the type of the weight, or what replaces it where the library cannot."""
     if product.dtype == FP8:
         if not device.is_cuda:
             return GemmConfig("twin")
@@ -278,7 +281,7 @@ def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
 
 
 def fixed_order(product: Product, rules: Rules) -> Ranges:
-    """With exact_bits: what multiplies, for all numbers of rows."""
+    """Kernels for all numbers of rows with exact_bits."""
     gemm = product.gemm(rules.world)
     leaves = leaves_of(gemm.k * rules.world) // rules.world if rules.exact_bits == "tp" else 0
     ranges = fixed_ranges(gemm, rules.table, product.adds_parts, leaves, not rules.device.is_cuda)
@@ -286,7 +289,7 @@ def fixed_order(product: Product, rules: Rules) -> Ranges:
 
 
 def experts_launch(experts: Experts, rows: int, rules: Rules, is_complete: bool = False) -> ExpertsLaunch:
-    """What computes a mixture of experts for so many tokens. is_complete: see LayerPlan."""
+    """Chooses the kernels of a mixture of experts for so many tokens. is_complete: see LayerPlan."""
     if is_complete and experts.after == "residual":
         return ExpertsLaunch(FEW_ROUTER, None, norm=True, residual=True)
     wide = experts.dtype != FP8
@@ -314,7 +317,7 @@ def _why_apart(operations: Sequence[Operation], rules: Rules) -> str:
 
 
 class ByRows(dict[int, Any]):
-    """What a function of rows gives, each once."""
+    """Results of a function of the number of rows, each computed once."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()

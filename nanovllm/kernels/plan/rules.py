@@ -1,4 +1,4 @@
-"""What multiplies where no table says it: short rules, each the best for some model on an H200. No torch."""
+"""Rules for products that no table has: short, each the best for some model on an H200. No torch."""
 
 from dataclasses import replace
 
@@ -36,8 +36,8 @@ _ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 
 
 def fallback(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
-    """For what no table has: our skinny kernel for one row, and up to 16 kernels of our own where the weight is so
-    small that the library cannot keep the memory busy."""
+    """Kernel for a product that no table has: our skinny kernel for one row, and up to 16 kernels of our own where the
+    weight is so small that the library cannot keep the memory busy."""
     if gemm.dtype == FP8:
         return _fp8_fallback(gemm, rows, processors)
     if gemm.dtype == INT4:
@@ -57,7 +57,8 @@ def fallback(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
 
 
 def _parts(gemm: Gemm, programs: int, room: int) -> int:
-    """Of K: as many, where the consumer adds them up, as keep so many programs resident with work for each."""
+    """Number of parts of K: as many, if the consumer adds them up, as keep so many programs resident with work for
+    each."""
     return max(1, min(4, room // programs, gemm.k // 256)) if gemm.kind in SUMMED else 1
 
 
@@ -96,19 +97,19 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
 
 
 FP8_MANY_ROWS = GemmConfig("decode", 128, 128, 128, 4, num_warps=8)
-"""Where the library should multiply e4m3 and cannot."""
+"""Kernel for e4m3 where the library cannot multiply it."""
 
 
 def int4_row_config(gemm: Gemm) -> GemmConfig:
-    """For one row and 4-bit weights, as it was best for 8B on an H200."""
+    """Kernel for one row and 4-bit weights, the best for 8B on an H200."""
     block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
     warps = warps if gemm.k > 1024 else 4
     return GemmConfig("quantized_row", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
 
 
 def int4_config(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
-    """For 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more programs on
-    each processor; more than four pay where the sums are short.
+    """Kernel for 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more
+    programs on each processor; more than four pay where the sums are short.
 
     Parts that the kernel adds up itself are long: those of 1,024 columns save 5 to 8 % of 8B's steps of 2 to 32 rows,
     those of 256 cost 3 to 11 % of 0.6B's, where programs would wait for each other longer than they multiply.
@@ -141,7 +142,7 @@ def merges_before(rows: int, o_weight_bytes: int) -> bool:
 
 
 _ALONE = ExpertConfigs(GroupedConfig(16, 32, 128, 4), GroupedConfig(16, 64, 128, 4))
-"""So few choices that narrow tiles are needed to occupy all processors."""
+"""Tiles for so few choices that narrow ones are needed to occupy all processors."""
 _BY_AVERAGE = (
     (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
     (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
@@ -161,8 +162,8 @@ _FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(1
 def expert_configs(
     num_choices: int, num_experts: int, item_size: int = 2, most_shared: int = SHARED_BYTES
 ) -> ExpertConfigs:
-    """For `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight. most_shared:
-    bytes of shared memory that a program may have."""
+    """Tiles for `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight.
+    most_shared: bytes of shared memory that a program may have."""
     average = num_choices / num_experts
     if item_size == 1:
         return next((configs for most, configs in _FP8_BY_AVERAGE if average <= most), _FP8_CROWDED)
@@ -179,7 +180,7 @@ def expert_configs(
 
 
 def _shortened(config: GroupedConfig, weights: int, item_size: int, most_shared: int) -> GroupedConfig:
-    """The same with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
+    """The tiles with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
     weights: tiles of them in a step."""
     step = item_size * config.block_k * (config.block_m + weights * config.block_n)
     return replace(config, stages=min(config.stages, most_shared // step + 1))
@@ -195,7 +196,8 @@ def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
 
 
 FEW_TOKENS = 4
-"""With more tokens, two of which choose the same expert more often, tiles of an expert's rows read less."""
+"""Most tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and tiles
+of an expert's rows read less."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
 FEW_DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
@@ -206,8 +208,8 @@ _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (1 << 40, 64, 128))
 
 
 def router_config(rows: int, hidden: int, item_size: int, device: Device, one_order: bool) -> GemmConfig:
-    """For the router: a kernel of our own in several parts, up to where the library was faster for 30B-A3B, whose few
-    weight rows would keep a handful of processors busy. one_order: of sums, for all numbers of rows."""
+    """Kernel for the router: ours in several parts, up to where the library was faster for 30B-A3B, whose few weight
+    rows would keep a handful of processors busy. one_order: of sums, for all numbers of rows."""
     if one_order and not device.is_cuda:
         return GemmConfig("blocks")
     fits = device.has_tma and item_size == 2 and hidden % 8 == 0 and hidden >= 512

@@ -30,7 +30,7 @@ _SHIPPED = Path(__file__).parent / "tuned"
 
 @dataclass(frozen=True)
 class GemmTable:
-    """What was measured on some devices."""
+    """Measured choices of kernels, for some devices."""
 
     devices: tuple[str, ...]
     """Beginnings of their names, as torch.cuda.get_device_name gives them."""
@@ -39,7 +39,7 @@ class GemmTable:
     """Devices alike, which take it as long as they have no table of their own; nothing was measured on them."""
 
     def tuned_on(self, device_name: str) -> str:
-        """What a report says of its entries on this device."""
+        """Text for reports about its entries on this device."""
         own = not self.devices or device_name.startswith(self.devices)
         return "tuned" if own else f"tuned on {self.devices[0]}"
 
@@ -51,7 +51,7 @@ class GemmTable:
         return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
 
     def at(self, gemm: Gemm, rows: int) -> GemmConfig | None:
-        """What was measured for so many rows, the library past the last ones; None where there is no entry."""
+        """Measured kernel for so many rows; past the last entry the library; None where there is no entry."""
         ranges = self.measured(gemm)
         return next((config for most, config in ranges if rows <= most), LIBRARY) if ranges else None
 

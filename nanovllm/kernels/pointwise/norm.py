@@ -25,7 +25,7 @@ nearly all GEMMs are our own."""
 
 
 class Norm(NamedTuple):
-    """What a row is normalised with. Statistics are in float32."""
+    """Norm of a row: its weight, epsilon, kind and bias. Statistics are in float32."""
 
     weight: torch.Tensor
     """[H], in the model's dtype or in float32."""

@@ -20,16 +20,18 @@ from nanovllm.kernels.pointwise.kv_store import store_cached, store_heads, store
 PDL_TOKENS = 512
 """Up to so many tokens, the time between kernels is worth saving."""
 PDL_REGISTERS = 56
-"""Of a thread, with PDL. With 64, which the compiler takes by itself, this kernel starts 12 us earlier beside 8B's GEMM
-of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes 612 with PDL, 694
-without (H200)."""
+"""Most registers of a thread, with PDL. With 64, which the compiler takes by itself, this kernel starts 12 us earlier
+beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes 612
+with PDL, 694 without (H200)."""
 HEADS_PER_PROGRAM = 16
-"""Of any step: another number might sum in another order, and a token's result would depend on its step."""
+"""Heads of a program in any step: another number might sum in another order, and a token's result would depend on its
+step."""
 
 
 @dataclass(frozen=True)
 class QKNormRope:
-    """How a layer makes queries and keys of its projections. Every field is a constant of the kernel."""
+    """Norm and rotation that turn a layer's projections into queries and keys. Every field is a constant of the
+    kernel."""
 
     num_heads: int
     """Query heads of this rank."""
@@ -111,8 +113,8 @@ def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
 def _norm_rope(parts, spoil, WEIGHT, mean_square, weight_first, weight_second, cos, sin, heads, count, D: tl.constexpr,
                HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
                NORM_FLOAT32: tl.constexpr, ROPE: tl.constexpr, ROPE_FLOAT32: tl.constexpr):  # fmt: skip
-    """What _load_parts gave, normalised and rotated. `spoil`, zeros and NaN, makes NaN of the heads where it has one;
-    a norm's sum takes it along."""
+    """Normalises and rotates the parts that _load_parts gave. `spoil`, zeros and NaN, makes NaN of the heads where it
+    has one; a norm's sum takes it along."""
     first, second, rest = parts
     if ROPE and AFTER:
         first, second = _rotated(first, second, cos, sin, ROPE_FLOAT32)
@@ -150,7 +152,7 @@ def _scaled(x, scale):
 
 @triton.jit
 def _saturated(x):
-    """What float16 can hold of x: its largest value in place of larger ones, NaN as it is."""
+    """x as float16 can hold it: its largest value in place of larger ones, NaN as it is."""
     return tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -277,7 +279,7 @@ def qk_norm_rope_store(
 
 
 def _queries(qkv: torch.Tensor, how: QKNormRope, kv_scales: torch.Tensor | None) -> torch.Tensor:
-    """Where the queries go, in the type that they have there."""
+    """Empty tensor for the queries, in the dtype that attention takes."""
     queries = how.heads(qkv)[:, : how.num_heads]
     return queries if kv_scales is None or qkv.dtype != torch.bfloat16 else queries.view(torch.float16)
 
@@ -303,8 +305,8 @@ def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WID
 def qk_mean_squares(
     qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's part of the mean squares of a token's queries and keys over all heads of the whole model, float32
-    [T, 2]; the ranks' parts add up.
+    """Mean squares of a token's queries and keys over all heads of the whole model, this rank's part, float32 [T, 2];
+    the ranks' parts add up.
 
     qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]: 1
     / elements of all keys, or 0 for a head that is counted elsewhere. Rows of qkv may be strided.

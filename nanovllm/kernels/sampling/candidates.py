@@ -91,7 +91,7 @@ def _lanes(num_ids: int) -> int:
 
 
 def row_tiles(num_ids: int) -> dict[str, int]:
-    """How a program walks over a row; by the vocabulary alone, so that sums have one order."""
+    """Tiles by which a program walks over a row; by the vocabulary alone, so that sums have one order."""
     lanes = _lanes(num_ids)
     warps = WARPS if lanes == 1024 else 4
     return {"LANES": lanes, "WIDTH": 8, "TILES": triton.cdiv(num_ids, lanes * 8), "num_warps": warps}
@@ -103,5 +103,5 @@ def new_lists(num_rows: int, num_ids: int, depth: int, device: torch.device) -> 
 
 
 def list_bytes(num_rows: int, num_ids: int, depth: int) -> int:
-    """What new_lists allocates."""
+    """Bytes that new_lists allocates."""
     return num_rows * depth * _lanes(num_ids) * 8

@@ -41,7 +41,7 @@ _PENALTIES = tl.constexpr(PENALTIES)
 
 
 class Draws(NamedTuple):
-    """How a token of each row is drawn."""
+    """Parameters by which a token of each row is drawn."""
 
     row_slot: torch.Tensor
     """int32 [B]: the row's line of temperature and seed; -1: no row."""

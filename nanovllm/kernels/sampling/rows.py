@@ -1,4 +1,4 @@
-"""What the kernels for rows with sampling options work on."""
+"""Inputs of the kernels for rows with sampling options."""
 
 from dataclasses import dataclass, replace
 

@@ -29,7 +29,7 @@ def unorder(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _weights(x, reference, scale, COUNT: tl.constexpr):
-    """What each logit adds to F: 1, or its mass in units of that of `reference`."""
+    """Addend of each logit to F: 1, or its mass in units of that of `reference`."""
     if COUNT:
         w = tl.where(x > float("-inf"), 1.0, 0.0)
     else:
