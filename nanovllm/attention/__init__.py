@@ -25,6 +25,13 @@ FP8_CAPABILITY = (8, 9)
 """Of the first GPUs that convert e4m3."""
 
 
+def check_fp8_cache(capability: tuple[int, int]) -> None:
+    """Raises ValueError where a GPU of this compute capability cannot keep keys and values in e4m3."""
+    if capability < FP8_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability))
+        refuse("kv_cache_dtype", "fp8", f"'auto' on a device of compute capability {found}; FP8 needs {needed}")
+
+
 class Selection(NamedTuple):
     backend: type[AttentionBackend]
     reason: str
@@ -41,9 +48,8 @@ def select_backend(name: str, specs: Sequence[AttentionSpec], *, device: torch.d
     """
     is_cuda = torch.device(device).type == "cuda"
     has_fp8 = kv_dtype == torch.float8_e4m3fn
-    if has_fp8 and is_cuda and (capability := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        needed, found = (".".join(map(str, version)) for version in (FP8_CAPABILITY, capability))
-        refuse("kv_cache_dtype", "fp8", f"'auto' on a device of compute capability {found}; FP8 needs {needed}")
+    if has_fp8 and is_cuda:
+        check_fp8_cache(torch.cuda.get_device_capability(device))
     if name != "auto":
         backend = _load(name)
         backend.check(specs, block_size, dtype, device, kv_dtype)

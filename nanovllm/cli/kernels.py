@@ -42,17 +42,16 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
     import torch
 
     from nanovllm.kernels.plan.device import Device
-    from nanovllm.kernels.plan.plan import Rules
-    from nanovllm.kernels.plan.table import table_for
     from nanovllm.models.planned import lines
     from nanovllm.models.published import PUBLISHED_SHAPES
     from nanovllm.models.registry import read_model_config, resolve_model_folder
+    from nanovllm.runner.kernel_choice import rules_of
 
     published = given.model in PUBLISHED_SHAPES
     config = EngineConfig(
         given.model, load_format="dummy", tensor_parallel_size=given.tensor_parallel_size, dtype=given.dtype,
         quantization=given.quantization, lm_head_dtype=given.lm_head_dtype, exact_bits=given.exact_bits,
-        skip_tokenizer_init=True,
+        kernel_choices=given.kernel_choices, skip_tokenizer_init=True,
     )  # fmt: skip
     model = read_model_config(config if published else resolve_model_folder(config))
     if given.device is not None:
@@ -62,9 +61,6 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
     dtype = given.dtype
     if dtype == "auto":
         dtype = model.torch_dtype if device.is_cuda else "float32"
-    own = device.is_cuda and given.exact_bits is None
-    table = table_for(device.name, given.kernel_choices)
-    rules = Rules(device, given.tensor_parallel_size, given.exact_bits, own, device.is_cuda, table)
-    for line in lines(model, rules, dtype, given.rows):
+    for line in lines(model, rules_of(config, model, device, device.is_cuda), dtype, given.rows):
         print(line)
     return 0

@@ -28,8 +28,7 @@ def make_parser() -> Parser:
         "-tp N. Needs no GPU and no weights. Takes the engine's options (nanovllm serve --help).",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a hub id, or a shape's name")
-    parser.add_argument("--memory", action="store_true", help="memory alone, which is all there is so far")
-    parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or its memory in GiB [H200]")
+    parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or the GiB of one like it [H200]")
     parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
     add_fields(parser, EngineConfig, {}, leave_out=["model"], shown=False)
@@ -41,14 +40,17 @@ def run(parser: Parser, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     options = chosen(given, EngineConfig)
     config = EngineConfig(**{"skip_tokenizer_init": True, "device": "cuda", **options})
-    config, model, notes = _read(config)
+    gpu = _gpu(given.gpu)
+    config, model, notes = _read(config, gpu)
     from nanovllm.runner.memory_plan import plan_rank
 
-    gpu, plans, refused = _gpu(given.gpu), [], {}
+    plans, refused = [], {}
     sizes = [config.tensor_parallel_size] if "tensor_parallel_size" in options else [1, 2, 4, MAX_TENSOR_PARALLEL_SIZE]
     for size in sizes:
         try:
-            plans.append(plan_rank(_settled(replace(config, tensor_parallel_size=size), model), model, gpu))
+            plan = plan_rank(_settled(replace(config, tensor_parallel_size=size), model, gpu), model, gpu)
+            assert plan.blocks  # or it raises
+            plans.append(plan)
         except ValueError as error:
             refused[size] = str(error)
     if not plans:
@@ -56,18 +58,20 @@ def run(parser: Parser, arguments: list[str]) -> int:
     longest = config.max_model_len or model.max_position_embeddings
     lengths = given.length or sorted({min(length, longest) for length in (*_LENGTHS, longest)})
     if given.json:
-        print(json.dumps({"gpu": gpu.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}))
+        found = {"gpu": gpu.device.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}
+        print(json.dumps(found))
     else:
         lines = (*_heading(config, model, gpu, plans[0], notes), "", *_table(plans, lengths), *_refused(refused))
         print("\n".join(lines))
     return 0
 
 
-def _read(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, list[str]]:
+def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, list[str]]:
     """The options with a folder for a hub id, what the folder says, and what was found of weights."""
     from nanovllm.models.headers import check_headers, headers_of_folder, headers_of_hub
+    from nanovllm.models.planned import rank_model
     from nanovllm.models.published import PUBLISHED_SHAPES
-    from nanovllm.runner.memory_plan import rank_model
+    from nanovllm.runner.kernel_choice import rules_of
 
     named = config.model
     if named in PUBLISHED_SHAPES and not Path(named).is_dir():
@@ -83,17 +87,18 @@ def _read(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, list[str]]:
     headers = headers_of_hub(named, config.revision) if is_remote else headers_of_folder(folder)
     if not headers:
         return config, model, ["no weights there: from config.json alone"]
-    layers = rank_model(_settled(replace(config, tensor_parallel_size=1), model), model)
+    alone = _settled(replace(config, tensor_parallel_size=1), model, gpu)
+    layers = rank_model(model, rules_of(alone, model, gpu.device, config.uses("fused_kernels")), alone.dtype)
     check_headers(list(layers.checkpoint_weights()), model, headers, layers.embed_tokens.weight.dtype)
     size = sum(header.nbytes for header in headers.values())
     return config, model, [f"{len(headers):,} tensors, {size / _GIB:.2f} GiB, as the configuration needs them"]
 
 
-def _settled(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+def _settled(config: EngineConfig, model: ModelConfig, gpu: "Gpu") -> EngineConfig:
     from nanovllm.executor.resolve import settle
 
     model.check_tensor_parallel(config.tensor_parallel_size)
-    return settle(config, model)
+    return settle(config, model, gpu.device.capability)
 
 
 def _gpu(name: str) -> "Gpu":
@@ -103,7 +108,7 @@ def _gpu(name: str) -> "Gpu":
     if name.lower() in known:
         return known[name.lower()]
     try:
-        return Gpu(f"{float(name):g} GiB", int(float(name) * _GIB))
+        return Gpu(replace(GPUS["H200"].device, name=f"{float(name):g} GiB"), int(float(name) * _GIB))
     except ValueError:
         refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
 
@@ -111,11 +116,11 @@ def _gpu(name: str) -> "Gpu":
 def _heading(
     config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]
 ) -> Iterator[str]:
-    settled = _settled(config, model)
+    settled = _settled(config, model, gpu)
     held = {spec.quantization.method for spec in model.layers if spec.quantization is not None}
     weights = f"weights in {', '.join(held) or settled.dtype}"
     yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {notes[0]}"
-    yield f"{gpu.name}: {gpu.total / _GIB:.1f} GiB, of which gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"
     for (window, heads, head_dim), (layers, nbytes) in plan.token_bytes.items():
         seen = "all keys" if window is None else f"a window of {window}"
         shape = f"{heads} x {head_dim} on a rank of {plan.ranks}"

@@ -1,7 +1,5 @@
 """Options and devices for which EngineConfig.exact_bits cannot be promised, by name."""
 
-import torch
-
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels.plan.order import leaves_of
@@ -11,9 +9,9 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPUs whose tensor cores were measured."""
 
 
-def check_exact_bits(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError naming the first option, of a resolved `config`, or property of the model that would break
-    exact_bits."""
+def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> None:
+    """Raises ValueError naming the first option, of a resolved `config`, or property of the model or of a GPU of this
+    compute capability that would break exact_bits."""
     if config.exact_bits is None:
         return
     where = f" with exact_bits={config.exact_bits!r}"
@@ -35,15 +33,14 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig) -> None:
         if not config.uses(name):
             refuse("disable", name, "left on" + where)
     if not on_cpu:
-        _check_gpu(config, where)
+        _check_gpu(config, capability, where)
     if config.exact_bits == "tp":
         _check_tree(config, model, where)
 
 
-def _check_gpu(config: EngineConfig, where: str) -> None:
+def _check_gpu(config: EngineConfig, found: tuple[int, int], where: str) -> None:
     if config.dtype == "float32":
         refuse("dtype", config.dtype, "'bfloat16' or 'float16' on a GPU" + where)
-    found = torch.cuda.get_device_capability()
     if found != CAPABILITY:
         refuse("device", f"compute capability {found[0]}.{found[1]}", "9.0, whose tensor cores were measured," + where)
 

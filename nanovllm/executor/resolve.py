@@ -29,11 +29,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU")
     share_gpus = device == "cuda" and _shares_gpus(config, torch.cuda.device_count())
-    return settle(replace(config, device=device, share_gpus=share_gpus), model)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    return settle(replace(config, device=device, share_gpus=share_gpus), model, capability)
 
 
-def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Replaces what the device, which is chosen, leaves open. Raises ValueError as `resolve`."""
+def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> EngineConfig:
+    """Replaces what the device, which is chosen, leaves open. capability: of its GPUs. Raises ValueError as `resolve`.
+    """
     is_cuda, dtype = config.device == "cuda", config.dtype
     if dtype == "auto":
         dtype = model.torch_dtype if is_cuda else "float32"
@@ -50,7 +52,7 @@ def settle(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         max_model_len=config.max_model_len or longest,
         kvcache_block_size=config.kvcache_block_size or (128 if is_cuda else 16),
     )
-    check_exact_bits(settled, model)
+    check_exact_bits(settled, model, capability)
     return settled
 
 

@@ -1,10 +1,10 @@
-"""The plan of a whole model, for any device and without one: its layers are made without memory."""
+"""A model's layers without memory behind them, for any device and without one, and which kernels they would run."""
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +17,28 @@ from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 INSIDE = ("norm", "gate", "residual")
 
 
+def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausalLM:
+    """What rank 0 of rules.world holds, without memory behind it. dtype: of activations, by torch's name. Raises
+    ValueError as building an engine's model does."""
+    if config.implementation != "native":
+        raise ValueError(f"{config.architecture}: transformers computes it, nothing of it is planned")
+    multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
+    group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
+    kernels, backend = select_kernels("cpu"), cast(Any, None)
+    meta, planner = torch.device("meta"), Planner(rules)
+    return DecoderForCausalLM(
+        ModelContext(group, kernels, getattr(torch, dtype), meta, config, backend, 1, planner=planner)
+    )
+
+
+def one_of_each(config: ModelConfig, rules: Rules, dtype: str) -> tuple[DecoderForCausalLM, list[int]]:
+    """rank_model with one layer of each signature, and how many layers each stands for."""
+    counts = Counter(spec.signature for spec in config.layers)
+    alike = {spec.signature: spec for spec in config.layers}
+    model = rank_model(replace(config, layers=tuple(alike.values())), rules, dtype)
+    return model, [counts[signature] for signature in alike]
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """Layers that run the same operations."""
@@ -27,21 +49,10 @@ class LayerKind:
 
 def layer_kinds(config: ModelConfig, rules: Rules, dtype: str) -> tuple[list[LayerKind], Product]:
     """The kinds of layers on rank 0 of rules.world, and the head. dtype: of activations, by torch's name."""
-    if config.implementation != "native":
-        raise ValueError(f"{config.architecture}: transformers computes it, nothing of it is planned")
-    multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
-    group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
-    backend: Any = None
-    counts = Counter(spec.signature for spec in config.layers)
-    alike = {spec.signature: spec for spec in config.layers}
-    context = ModelContext(
-        group, select_kernels("cpu"), getattr(torch, dtype), torch.device("meta"),
-        replace(config, layers=tuple(alike.values())), backend, 1, planner=Planner(rules),
-    )  # fmt: skip
-    model = DecoderForCausalLM(context)
+    model, counts = one_of_each(config, rules, dtype)
     found: Counter[tuple[Operation, ...]] = Counter()
-    for layer in model.layers:
-        found[layer.operations] += counts[layer.signature]
+    for layer, count in zip(model.layers, counts, strict=True):
+        found[layer.operations] += count
     return [LayerKind(count, operations) for operations, count in found.items()], model.lm_head.product
 
 

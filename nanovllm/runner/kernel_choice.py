@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from nanovllm.config import EngineConfig
@@ -14,6 +13,7 @@ from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.table import table_for
 from nanovllm.layers.linear import ParallelLinear
+from nanovllm.model_config import ModelConfig
 from nanovllm.wire.shapes import StepShape
 
 _SHARED_PERCENT = 75
@@ -21,11 +21,12 @@ _SHARED_PERCENT = 75
 weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead, 2,541 of 2,448."""
 
 
-def rules_of(config: EngineConfig, device: torch.device, own_kernels: bool, is_fused: bool) -> Rules:
-    """Rules that choose kernels, for an engine of these options on this device. own_kernels, is_fused: see Rules."""
-    facts = Device.of(device)
-    table = table_for(facts.name, config.kernel_choices)
-    return Rules(facts, config.tensor_parallel_size, config.exact_bits, own_kernels, is_fused, table)
+def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused: bool) -> Rules:
+    """Rules that choose kernels, for an engine of these options on this device. is_fused: see Rules."""
+    own = device.is_cuda and is_fused and config.exact_bits is None and config.uses("gemm_kernels")
+    own = own and model.implementation == "native"
+    table = table_for(device.name, config.kernel_choices)
+    return Rules(device, config.tensor_parallel_size, config.exact_bits, own, is_fused, table)
 
 
 def describe(model: nn.Module, rules: Rules) -> str:

@@ -5,28 +5,31 @@ Weights, KV cache, tables, peer memory and filters are exact. An engine measures
 libraries when it starts; here they follow from the widest part of a layer and from what libraries usually take.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from nanovllm.attention import check_fp8_cache
 from nanovllm.config import EngineConfig
-from nanovllm.kernels import select_kernels
+from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.layers.moe import MoE
+from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
-from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.planned import one_of_each
 from nanovllm.parallel.peer.memory import Layout
 from nanovllm.parallel.two_batch import Overlap
+from nanovllm.processes.machine import usable_memory
 from nanovllm.runner.cuda_graphs import captured_shapes, usual_graph_bytes
+from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.kv_cache import block_bytes, blocks_that_fit
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 
-_META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGES = 2
 """Stages of a start in which kernels are loaded."""
 _WORKSPACE = 64 * MIB
@@ -37,19 +40,21 @@ _ROUNDED_UP = 1.05
 
 @dataclass(frozen=True)
 class Gpu:
-    name: str
+    device: Device
     total: int
     """Bytes, as the driver says."""
-    multiprocessors: int = 132
 
 
+_L4 = Device("NVIDIA L4", (8, 9), 58, 99 << 10)
+_PRO_6000 = Device("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 99 << 10)
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100-40", int(39.4 * GIB), 108), Gpu("A100-80", int(79.2 * GIB), 108), Gpu("H100", int(79.1 * GIB)),
-        Gpu("H200", int(139.8 * GIB)), Gpu("B200", int(178.4 * GIB), 148), Gpu("L4", int(22.0 * GIB), 58),
-        Gpu("L40S", int(44.4 * GIB), 142), Gpu("RTX-4090", int(23.5 * GIB), 128), Gpu("RTX-5090", int(31.4 * GIB), 170),
-        Gpu("RTX-PRO-6000", int(94.9 * GIB), 188),
+    name: Gpu(device, int(gib * GIB))
+    for name, device, gib in (
+        ("A100-40", Device.named("A100"), 39.4), ("A100-80", Device.named("A100"), 79.2),
+        ("H100", Device.named("H100"), 79.1), ("H200", Device.named("H200"), 139.8),
+        ("B200", Device.named("B200"), 178.4), ("L4", _L4, 22.0), ("L40S", Device.named("L40S"), 44.4),
+        ("RTX-4090", Device.named("4090"), 23.5), ("RTX-5090", Device.named("5090"), 31.4),
+        ("RTX-PRO-6000", _PRO_6000, 94.9),
     )
 }  # fmt: skip
 
@@ -60,16 +65,40 @@ class RankPlan:
 
     ranks: int
     weights: int
+    tables: int
+    """Bytes of tables by position."""
+    peer: int
+    """Bytes that other ranks write into, where GPUs can."""
     libraries: int
     """With the CUDA context."""
-    used: int
-    """With the weights and libraries: tables and peer memory."""
     reserved: Mapping[str, int]
     """Bytes kept free, by name: "step", "graphs" and "filters"."""
     token_bytes: Mapping[tuple[int | None, int, int], tuple[int, int]]
     """(window, KV heads of a rank, head_dim) -> (layers, bytes that a token takes in them)."""
     block_size: int
-    blocks: int
+    share: int
+    """Bytes of the GPU that all of this has to fit into."""
+    option: str
+    """Option that sets `share`, written out with its value."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * sum(nbytes for _, nbytes in self.token_bytes.values())
+
+    @cached_property
+    def blocks(self) -> int:
+        """Raises ValueError as an engine does that has no room for one."""
+        room = kv_room(self.share, self.used, self.share - self.used, self.reserved)
+        return blocks_that_fit(room, self.block_bytes, self.option)
+
+    @property
+    def used(self) -> int:
+        return self.weights + self.tables + self.peer + self.libraries
+
+    @property
+    def surely_fits(self) -> bool:
+        """A block fits beside what every engine takes that is none of the estimates."""
+        return self.share - self.weights - self.tables - self.reserved["filters"] >= self.block_bytes
 
     @property
     def tokens(self) -> int:
@@ -80,53 +109,80 @@ class RankPlan:
         return self.blocks // -(-length // self.block_size)
 
 
-def rank_model(config: EngineConfig, model: ModelConfig) -> DecoderForCausalLM:
-    """A rank's layers without memory behind them. config: no "auto" is left."""
-    assert config.max_model_len
-    group = TensorParallelGroup(0, 1, _CPU, None, exact_bits=config.exact_bits)
-    group.size = config.tensor_parallel_size  # nobody is there to speak to
-    backend: Any = None
-    kernels = select_kernels(_CPU, fused=False)
-    dtype = getattr(torch, config.dtype)
-    return DecoderForCausalLM(ModelContext(group, kernels, dtype, _META, model, backend, config.max_model_len))
+def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError, before a weight is there, where it is certain already that an engine of these options cannot
+    start on this device. config: no "auto" is left."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        plan = plan_rank(config, model, Gpu(Device.of(device), total))
+        if not (plan.surely_fits or config.share_gpus):
+            assert plan.blocks < 1  # which raises
+        return
+    share = host_share(config)
+    layers, counts = one_of_each(model, rules_of(config, model, CPU, False), config.dtype)
+    size = _weights(layers, counts)
+    if size > share:
+        needed = f"model={config.model!r}: a rank's weights take {size / GIB:.1f} GiB in {config.dtype}"
+        raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of the memory here")
+
+
+def host_share(config: EngineConfig) -> float:
+    """Bytes of the memory here that a rank on a CPU may take."""
+    return usable_memory() / config.tensor_parallel_size
 
 
 def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
-    """Raises ValueError as an engine does that cannot start with these options on that GPU. config: no "auto" is
-    left."""
-    assert config.kvcache_block_size
-    layers = rank_model(config, model)
+    """What a rank of these options takes of that GPU. Raises ValueError as an engine does for what no such GPU can do.
+    config: no "auto" is left."""
+    assert config.kvcache_block_size and config.max_model_len
+    rules = rules_of(config, model, gpu.device, config.uses("fused_kernels"))
+    layers, counts = one_of_each(model, rules, config.dtype)
     dtype, kv_dtype = getattr(torch, config.dtype), torch.float8_e4m3fn
-    kv_dtype = kv_dtype if config.kv_cache_dtype == "fp8" else dtype
-    attention = layers.attention_layers()
-    weights = weight_bytes(layers)
-    tables = {id(one.cos_sin): one.cos_sin.nbytes for one in attention if one.cos_sin is not None}
-    libraries = _library_bytes(config, gpu)
-    used = weights + libraries + sum(tables.values()) + _peer_bytes(config, model, dtype)
+    if config.kv_cache_dtype == "fp8":
+        check_fp8_cache(gpu.device.capability)
+    else:
+        kv_dtype = dtype
     rows = config.max_num_seqs
     reserved = {
         "step": _step_bytes(layers, config.max_num_batched_tokens + rows, dtype),
         "graphs": 0 if config.enforce_eager else _graph_bytes(layers, config, dtype),
         "filters": option_bytes(model.vocab_size, config.tensor_parallel_size, rows, dtype),
     }
+    token_bytes: dict[tuple[int | None, int, int], tuple[int, int]] = {}
+    for one, count in zip(layers.attention_layers(), counts, strict=True):
+        key = (one.spec.window, *one.cache_shape)
+        number, nbytes = token_bytes.get(key, (0, 0))
+        token_bytes[key] = (number + count, nbytes + count * block_bytes([one], 1, kv_dtype))
     share = int(config.gpu_memory_utilization * gpu.total)
-    per_block = block_bytes(attention, config.kvcache_block_size, kv_dtype)
-    room = kv_room(share, used, gpu.total - used, reserved)
-    blocks = blocks_that_fit(room, per_block, f"gpu_memory_utilization={config.gpu_memory_utilization}")
-    groups = Counter((one.spec.window, *one.cache_shape) for one in attention)
-    one_of = {(one.spec.window, *one.cache_shape): one for one in attention}
-    token_bytes = {key: (count, count * block_bytes([one_of[key]], 1, kv_dtype)) for key, count in groups.items()}
-    size = config.tensor_parallel_size
-    return RankPlan(size, weights, libraries, used, reserved, token_bytes, config.kvcache_block_size, blocks)
+    return RankPlan(
+        config.tensor_parallel_size, _weights(layers, counts), _table_bytes(model, config.max_model_len),
+        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
+        config.kvcache_block_size, share, f"gpu_memory_utilization={config.gpu_memory_utilization}",
+    )  # fmt: skip
 
 
-def weight_bytes(layers: DecoderForCausalLM) -> int:
+def weight_bytes(weights: Iterable[CheckpointWeight]) -> int:
     """Bytes of the memory that weights and their scales are loaded into, each counted once."""
-    held = list(layers.parameters())
-    for shard in (shard for weight in layers.checkpoint_weights() for shard in weight.shards):
-        held += [shard.target] if shard.scales is None else [shard.target, shard.scales.values]  # type: ignore[list-item]
+    held = []
+    for shard in (shard for weight in weights for shard in weight.shards):
+        held += [shard.target] if shard.scales is None else [shard.target, shard.scales.values]
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in held)}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def _weights(layers: DecoderForCausalLM, counts: list[int]) -> int:
+    """Bytes of weights of a model whose layers stand for so many each."""
+    found = weight_bytes(layers.checkpoint_weights())
+    for layer, count in zip(layers.layers, counts, strict=True):
+        found += (count - 1) * weight_bytes(layer.checkpoint_weights(""))
+    return found
+
+
+def _table_bytes(model: ModelConfig, length: int) -> int:
+    """Bytes of PositionTables (models/decoder.py) for contexts of this length."""
+    kinds = {(spec.rope, spec.head_dim) for spec in model.layers if spec.rope is not None}
+    width = sum(model.ropes[name].rotary_dim(head_dim) for name, head_dim in kinds)
+    return 4 * length * (width + (model.query_scaling is not None))
 
 
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -134,7 +190,7 @@ def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         return 0
     rows, halves = config.max_num_batched_tokens, 0
     if config.uses("two_batch_overlap") and config.exact_bits is None:
-        halves = Overlap(_CPU).first_half(rows)
+        halves = Overlap(torch.device("cpu")).first_half(rows)
     keys = config.max_num_seqs + MAX_PREFILL_ROWS
     layout = Layout.for_limits(config.tensor_parallel_size, model.hidden_size, dtype.itemsize, rows, keys, halves)
     return layout.nbytes
@@ -142,7 +198,7 @@ def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
 
 def _library_bytes(config: EngineConfig, gpu: Gpu) -> int:
     nccl = NCCL_BYTES if config.tensor_parallel_size > 1 else 0
-    return gpu.multiprocessors * CONTEXT_PER_SM + _STAGES * KERNELS + _WORKSPACE + nccl
+    return gpu.device.processors * CONTEXT_PER_SM + _STAGES * KERNELS + _WORKSPACE + nccl
 
 
 def _step_bytes(layers: DecoderForCausalLM, tokens: int, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.base.compile_keys import hash_triton, resolve_keys
 from nanovllm.kernels.plan.config import Choices
+from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.layers.quantized import FP8Matrix
@@ -30,11 +31,11 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
 from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.processes.machine import usable_memory
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit
+from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
@@ -75,6 +76,8 @@ class ModelRunner(WeightCommands):
             torch.cuda.set_device(self.device)
             threading.Thread(target=hash_triton, name="nanovllm-hash", daemon=True).start()  # or the first kernel waits
         self.memory = MemoryProbe(self.device)
+        if module is None and model_config.implementation == "native":
+            check_room(config, model_config, self.device)
         with self.memory.libraries(NCCL_BYTES if config.tensor_parallel_size > 1 else 0):
             self.group = self._meet(rank, store)
             progress()
@@ -115,7 +118,7 @@ class ModelRunner(WeightCommands):
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
-        self.planner = Planner(rules_of(config, self.device, self._tunes, self.kernels.fused))
+        self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
         context = ModelContext(
             self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len,
             planner=self.planner,
@@ -179,8 +182,6 @@ class ModelRunner(WeightCommands):
         `on_share`: called with the share of a checkpoint that is loaded."""
         if self.live_module is not None or self.model_config.implementation == "transformers":
             return
-        if self.device.type == "cpu":
-            self._check_host_memory()
         with self.io.stream_context(), self.memory.libraries():
             if self.config.load_format == "dummy":
                 load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
@@ -188,24 +189,13 @@ class ModelRunner(WeightCommands):
                 tensors = self._tensors_of(Path(self.config.model), wide=False)
                 load_checkpoint(self.weights, tensors, self.device, self._progress, on_share)
 
-    def _check_host_memory(self) -> None:
-        """Raises ValueError where the weights alone would take more than there is: the system would end the process."""
-        size, share = (sum(weight.nbytes for weight in self.model.parameters()), self._host_share)
-        if size > share:
-            needed = f"model={self.config.model!r}: a rank's weights take {size / GIB:.1f} GiB in {self.config.dtype}"
-            raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of the memory here")
-
-    @property
-    def _host_share(self) -> float:
-        return usable_memory() / self.config.tensor_parallel_size
-
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
         """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
         config = self.config
         per_block = block_bytes(self.model.attention_layers(), self.block_size, self.kv_dtype)
         if self.device.type == "cpu":
-            share, gib = self._host_share, config.cpu_kvcache_gib
+            share, gib = host_share(config), config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
                 return self._blocks_asked_for(int(share / per_block))
             if gib * GIB > share:
@@ -260,13 +250,6 @@ class ModelRunner(WeightCommands):
             self.work.allocate(rows, config.max_num_batched_tokens + rows)
             capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
             self.io.allocate(capacity, rows, config.uses("mailbox") and not config.enforce_eager)
-
-    @property
-    def _tunes(self) -> bool:
-        """Kernels of our own may multiply."""
-        config = self.config
-        may = self.device.type == "cuda" and config.exact_bits is None and config.uses("gemm_kernels")
-        return may and config.uses("fused_kernels") and self.model_config.implementation == "native"
 
     def _tell_backend(self) -> None:
         """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""

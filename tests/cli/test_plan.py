@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
+from nanovllm.config import EngineConfig
+from nanovllm.executor.resolve import settle
+from nanovllm.kernels.plan.device import Device
+from nanovllm.models.registry import read_model_config
 from nanovllm.runner.kv_cache import block_bytes
-from nanovllm.runner.memory_plan import GPUS, weight_bytes
+from nanovllm.runner.memory_plan import GPUS, check_room, plan_rank, weight_bytes
 
 sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
 from test_families import CASES, OPTIONS, make_model, save
@@ -41,7 +45,7 @@ def test_weights_and_kv_are_those_of_an_engine(
     [found] = plan(capsys, folder, "-tp", "1", "--dtype", "float32", *options)["plans"]
     with LLM(folder, **OPTIONS, **MODES[mode]) as llm:
         runner = llm.engine.executor.runner
-        held = weight_bytes(runner.model)
+        held = weight_bytes(runner.weights)
         per_token = block_bytes(runner.model.attention_layers(), 1, torch.float32)
     assert found["weights"] == held
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
@@ -52,7 +56,7 @@ def test_ranks_share_weights_and_heads(tmp_path: Path, capsys: pytest.CaptureFix
     found = plan(capsys, folder, "--dtype", "float32")
     by_ranks = {one["tensor_parallel_size"]: one["weights"] for one in found["plans"]}
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
-        assert weight_bytes(llm.engine.executor.runner.model) == by_ranks[2] < by_ranks[1]
+        assert weight_bytes(llm.engine.executor.runner.weights) == by_ranks[2] < by_ranks[1]
     assert found["refused"].keys() == {"4", "8"}
     assert found["refused"]["4"] == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
 
@@ -84,9 +88,32 @@ def test_it_refuses_with_the_engines_own_words(capsys: pytest.CaptureFixture[str
         (["Qwen3-30B-A3B", "--quantization", "int4"], "quantization='int4': not with a mixture of experts"),
         (["Qwen3-8B", "--gpu", "H900"], "--gpu='H900': must be a size in GiB, or one of A100-40, "),
         (["no-such-folder"], "model='no-such-folder': no such folder"),
+        (["Qwen3-30B-A3B", "--quantization", "fp8", "--gpu", "A100-80"], "FP8 experts need a GPU of "),
+        (["Qwen3-8B", "--kv-cache-dtype", "fp8", "--gpu", "A100-80"], "compute capability 8.0; FP8 needs 8.9"),
+        (["Qwen3-8B", "--exact-bits", "batch", "--gpu", "RTX-5090"], "device='compute capability 12.0': must be 9.0"),
     ):
         assert main(["plan", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("Qwen3-32B", "RTX-5090"), ("Qwen3-8B", "10")])
+def test_the_start_refuses_by_it(
+    name: str, gpu: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are loaded, in the same sentence; and never for what is an estimate alone."""
+    config = EngineConfig(name, load_format="dummy", skip_tokenizer_init=True, device="cuda")
+    model, device = read_model_config(config), GPUS.get(gpu, GPUS["H200"]).device
+    total = GPUS[gpu].total if gpu in GPUS else int(gpu) << 30
+    monkeypatch.setattr(Device, "of", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total, total))
+    config = settle(config, model, device.capability)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0\.9: leaves -.* \(one block\)") as refused:
+        check_room(config, model, torch.device("cuda"))
+    assert main(["plan", name, "--gpu", gpu, "-tp", "1"]) == 2
+    assert str(refused.value) in capsys.readouterr().err
+    plan = plan_rank(config, model, GPUS["H200"])
+    total = int((plan.weights + plan.tables + plan.reserved["filters"] + plan.block_bytes) / 0.9) + 2
+    check_room(config, model, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("on_hub", [False, True])
@@ -121,4 +148,4 @@ def test_headers_are_held_against_the_configuration(
 
 
 def test_every_gpu_is_a_device_of_today() -> None:
-    assert all(20 << 30 < gpu.total < 300 << 30 and 50 <= gpu.multiprocessors <= 200 for gpu in GPUS.values())
+    assert all(20 << 30 < gpu.total < 300 << 30 and 50 <= gpu.device.processors <= 200 for gpu in GPUS.values())

@@ -12,6 +12,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
+from nanovllm.kernels.plan.device import Device
 from nanovllm.models.registry import read_model_config
 from nanovllm.runner.memory_plan import Gpu, plan_rank, weight_bytes
 from nanovllm.runner.memory_probe import GIB, MIB, MemoryProbe
@@ -55,13 +56,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
 def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]) -> None:
     options = {**MODELS[name], "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
     config = EngineConfig(name.partition(" ")[0], **options)
-    properties = torch.cuda.get_device_properties(0)
-    gpu = Gpu("this", torch.cuda.mem_get_info()[1], properties.multi_processor_count)
-    planned = plan_rank(settle(config, model := read_model_config(config)), model, gpu)
+    model, device = read_model_config(config), Device.of(torch.device("cuda", 0))
+    planned = plan_rank(settle(config, model, device.capability), model, Gpu(device, torch.cuda.mem_get_info()[1]))
     with LLM(config.model, **options) as llm:
         engine: Any = llm.engine
         info, runner = llm.engine_info(), engine.executor.runner
-        weights, crowded = weight_bytes(runner.model), runner.memory.crowded
+        weights, crowded = weight_bytes(runner.weights), runner.memory.crowded
         buffers = sum(
             tensor.nbytes
             for owner in (runner.work.state, runner.work.buffers)
@@ -72,7 +72,7 @@ def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]
     blocks, reserved = info["num_kvcache_blocks"], seen["step"] + seen["graphs"] + seen["filters"]
     token = sum(nbytes for _, nbytes in planned.token_bytes.values())
     kv_bytes = blocks * token * info["block_size"]
-    used = config.gpu_memory_utilization * gpu.total - reserved - kv_bytes
+    used = planned.share - reserved - kv_bytes
     rows = {
         "weights": (planned.weights, weights), "used": (planned.used, used),
         "libraries": (planned.libraries, seen["libraries"]),

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.config import EngineConfig
-from nanovllm.executor.resolve import settle
+from nanovllm.kernels.plan.device import KNOWN
+from nanovllm.kernels.plan.plan import Rules
+from nanovllm.models.planned import rank_model
 from nanovllm.models.registry import read_model_config
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk
-from nanovllm.runner.memory_plan import rank_model
 from nanovllm.wire.shapes import (
     LARGE_CHUNKS,
     MAX_PREFILL_ROWS,
@@ -147,5 +148,6 @@ def test_of_a_mixture_those_experts_keep_a_device_busy_that_a_token_chose(
     config = EngineConfig(name, load_format="dummy", device="cuda", tensor_parallel_size=ranks)
     model = read_model_config(config)
     backend: Any = SimpleNamespace(prefers_eager_prompts=True)
-    found = graphs(256, largest_chunk(16384, backend, rank_model(settle(config, model), model).num_weights))
+    layers = rank_model(model, Rules(KNOWN[0], ranks), "bfloat16")
+    found = graphs(256, largest_chunk(16384, backend, layers.num_weights))
     assert (found.shape_for(0, 1, 4096) is not None) == captured
