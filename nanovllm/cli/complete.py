@@ -1,19 +1,17 @@
-"""`nanovllm complete [MODEL | --url URL]`: a text goes on."""
+"""`nanovllm complete [MODEL | --url URL]`: continues a text."""
 
 import argparse
 import asyncio
 import sys
 
-from nanovllm.cli.connect import add_sampling_options, add_server_options, sampling_fields, server_url
+from nanovllm.cli.connect import add_sampling_options, add_server_options, answer_lines, server_url, stream_answer
 from nanovllm.cli.options import Parser
-
-SUMMARY = "let a model go on with a text"
 
 
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm complete",
-        description="Prints how a text goes on. The text is --prompt, or comes through a pipe, or is typed in lines.",
+        description="Continues a text: --prompt, or what comes through a pipe, or lines typed at the terminal.",
     )
     add_server_options(parser)
     add_sampling_options(parser)
@@ -22,18 +20,12 @@ def make_parser() -> Parser:
 
 
 async def _complete(url: str, given: argparse.Namespace, prompt: str) -> None:
-    from nanovllm.cli.http_client import Client
-
-    body = {"prompt": prompt, "stream": True, "max_tokens": 128, **sampling_fields(given)}
+    shown = given.quiet
     try:
-        async with Client(url, given.api_key) as client:
-            body.setdefault("model", given.model_name or await client.model())
-            if not given.quiet:
-                sys.stdout.write(prompt)
-            async with client.stream("/v1/completions", body) as events:
-                async for _, event in events:
-                    sys.stdout.write("".join(choice["text"] for choice in event["choices"]))
-                    sys.stdout.flush()
+        async for _, event in stream_answer(url, given, "/v1/completions", {"prompt": prompt, "max_tokens": 128}):
+            text = "".join(choice["text"] for choice in event["choices"])
+            print(text if shown else prompt + text, end="", flush=True)
+            shown = True
     finally:
         print()
 
@@ -46,15 +38,8 @@ def run(parser: Parser, arguments: list[str]) -> int:
     if prompt == "":
         raise ValueError("prompt='': must not be empty")
     with server_url(given, quiet=given.quiet) as url:
-        if prompt is not None:
+        if prompt is None:
+            answer_lines(lambda line: asyncio.run(_complete(url, given, line)) is None)
+        else:
             asyncio.run(_complete(url, given, prompt))
-            return 0
-        while True:
-            try:
-                line = input("> ")
-                if line:
-                    asyncio.run(_complete(url, given, line))
-            except EOFError:
-                return 0
-            except KeyboardInterrupt:
-                print()
+    return 0

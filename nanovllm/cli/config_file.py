@@ -10,23 +10,22 @@ from nanovllm.cli.options import Parser
 
 
 def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """What `parser` makes of the arguments, where the file of --config has its defaults. Ends with an error that names
-    the option, or the file, that is wrong."""
+    """Parses the arguments, and after them the options of the file of --config that they do not have. Ends with an
+    error that names the wrong option, or the file."""
     given = parser.parse_args(arguments)
     if given.config is None:
         return given
     entries = _read(parser, given.config)
     model = entries.pop("model", None)
-    defaults: dict[str, Any] = {} if model is None else {"model": str(model)}
+    words = [*arguments] if model is None or given.model is not None else [str(model), *arguments]
     for key, value in entries.items():
         name = "--" + str(key).replace("_", "-")
         action = parser.action(name)
         if action is None or name in ("--config", "--help"):
             parser.refuse_unknown(name, f"{given.config}: ")
         if value is not None and getattr(given, action.dest, action.default) == action.default:
-            defaults[action.dest] = _as_default(parser, action, name, value, given.config)
-    parser.set_defaults(**defaults)
-    return parser.parse_args(arguments)
+            words += _as_typed(parser, action, name, value, given.config)
+    return parser.parse_args(words)
 
 
 def _read(parser: Parser, path: str) -> dict[Any, Any]:
@@ -43,14 +42,16 @@ def _read(parser: Parser, path: str) -> dict[Any, Any]:
     return content or {}
 
 
-def _as_default(parser: Parser, action: argparse.Action, name: str, value: Any, path: str) -> Any:
-    """A value of the file as a default of its option; argparse reads one that is a text as if it had been typed."""
+def _as_typed(parser: Parser, action: argparse.Action, name: str, value: Any, path: str) -> list[str]:
+    """An entry of the file as the words that one would type for it."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             parser.error(f"{path}: {name[2:]}: {str(value)[:100]!r} is not true or false")
-        return value != name.startswith("--no-")
-    if action.nargs == "+" or isinstance(action, argparse._AppendAction):
-        return list(map(str, value if isinstance(value, list) else [value]))
-    if isinstance(value, list):
+        is_on = value != name.startswith("--no-")
+        return [f"--{'' if is_on else 'no-'}{name[2:].removeprefix('no-')}"]
+    values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+    if action.nargs == "+":
+        return [name, *map(str, values)]
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
         parser.error(f"{path}: {name[2:]}: takes one value, not a list")
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return [f"{name}={each}" for each in values]

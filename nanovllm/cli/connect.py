@@ -1,27 +1,33 @@
-"""What `chat`, `complete` and `run-batch` share: a server that is there (--url), or one started for a model."""
+"""Shared parts of `chat`, `complete` and `run-batch`: their options, a server for them, lines typed at a terminal."""
 
 import argparse
+import contextlib
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.cli.options import Parser, add_fields, chosen, json_object
+from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object
 from nanovllm.cli.serve import DEMO_NAME, add_model, check_engine, demo_model
 from nanovllm.config import EngineConfig
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "repetition_penalty")
-"""Fields of requests that are options of `chat` and `complete`."""
+_SAMPLING = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
+    "repetition_penalty": float,
+}  # fmt: skip
+"""Fields of requests that are options of `chat` and `complete`, beside `stop`."""
 
 
 def add_server_options(parser: Parser, model_option: bool = False) -> None:
-    """`model_option`: --model MODEL in place of an argument."""
+    """Adds the options that name a server or a model. `model_option`: --model MODEL in place of an argument."""
     group = parser.add_argument_group("server")
     if model_option:
         group.add_argument("--model", help="a folder or a hub id; none: the small demo model")
     else:
         add_model(parser)
-    group.add_argument("--url", help="of a server that is running, in place of a model; unix:PATH for a socket")
+    group.add_argument("--url", help="a running server, in place of a model; unix:PATH for a socket")
     group.add_argument("--api-key", default=os.environ.get("NANOVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"))
     add_fields(parser, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
     parser.epilog = "With a model, the engine options of `nanovllm serve` are taken too."
@@ -30,19 +36,47 @@ def add_server_options(parser: Parser, model_option: bool = False) -> None:
 def add_sampling_options(parser: Parser) -> None:
     parser.add_argument("--model-name", metavar="NAME", help="the name to ask a server for; its first model if none")
     group = parser.add_argument_group("sampling")
-    for name in SAMPLING:
-        kind: Any = float if name in ("temperature", "top_p", "min_p", "repetition_penalty") else int
-        if name == "stop":
-            group.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end an answer")
-        else:
-            group.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N")
+    for name, kind in _SAMPLING.items():
+        group.add_argument(dashed(name), type=kind, metavar="N")
+    group.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end an answer")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
     parser.add_argument("-q", "--quiet", action="store_true", help="the answer and nothing else")
 
 
-def sampling_fields(given: argparse.Namespace) -> dict[str, Any]:
-    found = {name: getattr(given, name) for name in SAMPLING if getattr(given, name) is not None}
-    return found | given.extra_body
+async def stream_answer(
+    url: str, given: argparse.Namespace, path: str, body: dict[str, Any]
+) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """Sends a request with the sampling options that were given. Yields (seconds since then, event). Raises
+    ServerError."""
+    from nanovllm.cli.http_client import Client
+
+    sampling = {name: value for name in (*_SAMPLING, "stop") if (value := getattr(given, name)) is not None}
+    body = {"stream": True, **body, **sampling}
+    async with Client(url, given.api_key) as client:
+        body["model"] = given.model_name or await client.model()
+        begin = time.perf_counter()
+        async with client.stream(path, body | given.extra_body) as events:
+            async for now, event in events:
+                yield now - begin, event
+
+
+def answer_lines(answer: Callable[[str], bool]) -> None:
+    """Calls `answer` with each line typed at the terminal, until it returns False or the input ends. Ctrl-C drops a
+    line; an error of the server is printed."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() edits lines with it)
+    while True:
+        try:
+            line = input("> ").strip()
+            if line and not answer(line):
+                return
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+        except OSError as error:
+            print(error, file=sys.stderr)
 
 
 @contextmanager
@@ -54,7 +88,7 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
     names = getattr(given, "served_model_name", None)
     if given.url is not None:
         if model is not None or engine or names:
-            name = "MODEL" if model is not None else "--" + next(iter(engine), "served-model-name").replace("_", "-")
+            name = "MODEL" if model is not None else dashed(next(iter(engine), "served-model-name"))
             raise ValueError(f"{name}: not together with --url")
         yield given.url
         return

@@ -1,20 +1,18 @@
-"""`nanovllm env`: what this machine has, what the engine would use of it, and what is missing."""
+"""`nanovllm env`: versions, GPUs, the attention backend that the engine would use, and missing packages."""
 
 import importlib.metadata
 import json
 import os
 import platform
-import re
-import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 import nanovllm
 from nanovllm.cli.options import Parser
 
-SUMMARY = "versions, GPUs, the attention backend, what is missing"
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "flash-attn-4")
 _BLOCK_SIZE = 128
 
@@ -35,27 +33,21 @@ def _version(package: str) -> str | None:
 def missing_of(extra: str) -> list[str]:
     """Packages of one of our extras that are not installed."""
     try:
-        required = importlib.metadata.requires("nanovllm") or []
+        required = [*map(Requirement, importlib.metadata.requires("nanovllm") or [])]
     except importlib.metadata.PackageNotFoundError:  # run from a clone
         return []
-    wanted = [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    names = [re.match(r"[\w.-]+", line) for line in wanted]
-    return [name[0] for name in names if name is not None and name[0] != "nanovllm" and _version(name[0]) is None]
+    wanted = [each.name for each in required if each.marker is not None and each.marker.evaluate({"extra": extra})]
+    return [name for name in wanted if name != "nanovllm" and _version(name) is None]
 
 
 def _driver() -> str | None:
     """The version of NVIDIA's driver; None where there is none."""
-    path = Path("/proc/driver/nvidia/version")
-    if path.is_file() and (found := re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())):
-        return found[1]
-    if (program := shutil.which("nvidia-smi")) is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
+    return done.stdout.split("\n")[0].strip() or None
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -89,11 +81,11 @@ def _attention() -> dict[str, str]:
 
 
 def gather() -> dict[str, Any]:
-    """All of it."""
+    """Gathers all facts, in JSON's types."""
     import torch
 
     gpus = _gpus()
-    missing = {extra: names for extra in ("serve", "structured", "completion") if (names := missing_of(extra))}
+    missing = {extra: names for extra in ("serve", "structured") if (names := missing_of(extra))}
     if gpus and gpus[0]["compute_capability"].split(".")[0] in ("9", "10") and _version("flash-attn-4") is None:
         missing["flash"] = ["flash-attn-4"]
     return {

@@ -103,7 +103,7 @@ class Response:
 
 
 def error_of(status: int, body: bytes) -> ServerError:
-    """What a response that is not a 200 says."""
+    """Error that says what a response without status 200 says."""
     try:
         error = json.loads(body)
         message = error["error"]["message"] if isinstance(error.get("error"), dict) else error.get("message", error)
@@ -120,7 +120,7 @@ def _checked(event: Any, status: int) -> dict[str, Any]:
 
 
 class Client:
-    """Of one server. Use it in an `async with`."""
+    """Client of one server. Use it in an `async with`."""
 
     def __init__(self, url: str, api_key: str | None = None, headers: dict[str, str] | None = None) -> None:
         """`url`: http://host:port, https://..., with a path before /v1 or none, or unix:/path/of/socket."""

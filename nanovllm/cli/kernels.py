@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from nanovllm.cli.options import Parser
 from nanovllm.config import EngineConfig
 
-SUMMARY = "which kernel runs for every operation of a model"
 ROWS = [1, 8, 64, 256, 4096]
 
 

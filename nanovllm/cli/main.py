@@ -1,6 +1,5 @@
 """`nanovllm COMMAND`: each command's module is imported when it is called for."""
 
-import argparse
 import difflib
 import os
 import sys
@@ -12,17 +11,16 @@ import nanovllm
 from nanovllm.cli.options import Parser
 
 COMMANDS = {
-    "serve": "nanovllm.cli.serve",
-    "chat": "nanovllm.cli.chat",
-    "complete": "nanovllm.cli.complete",
-    "run-batch": "nanovllm.cli.run_batch",
-    "bench": "nanovllm.cli.bench",
-    "kernels": "nanovllm.cli.kernels",
-    "plan": "nanovllm.cli.plan",
-    "env": "nanovllm.cli.env",
-    "completion": "nanovllm.cli.completion",
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a model in the terminal",
+    "complete": "continue a text",
+    "run-batch": "answer a file of requests",
+    "bench": "measure a server, or the engine alone",
+    "kernels": "which kernel runs for every operation of a model",
+    "plan": "what a model takes of a GPU, and how many users fit",
+    "env": "versions, GPUs, the attention backend, what is missing",
 }
-"""Each a module with SUMMARY, make_parser() and run(parser, arguments)."""
+"""Each command, and what it does; its module has make_parser() and run(parser, arguments)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,22 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command(name: str) -> ModuleType:
-    return import_module(COMMANDS[name])
-
-
-def make_parser() -> Parser:
-    """All commands in one parser: for `--help`, and for the shells' completion."""
-    parser = Parser(prog="nanovllm", description=nanovllm.__doc__)
-    parser.add_argument("--version", action="version", version=nanovllm.__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser)
-    for name in COMMANDS:
-        module = command(name)
-        commands.add_parser(name, help=module.SUMMARY, parents=[module.make_parser()], add_help=False)
-    return parser
+    """The module of a command."""
+    return import_module(f"nanovllm.cli.{name.replace('-', '_')}")
 
 
 def _without_command(words: list[str]) -> int:
-    parser = make_parser()
+    parser = Parser(prog="nanovllm", description=nanovllm.__doc__)
+    parser.add_argument("--version", action="version", version=nanovllm.__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
     parser.parse_args(words)
     parser.print_help(sys.stderr)
     return 2

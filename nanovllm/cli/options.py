@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def action(self, option: str) -> argparse.Action | None:
-        """What an option such as --port does."""
+        """The action of an option such as --port; None for an unknown one."""
         return self._option_string_actions.get(option)
 
 
@@ -147,7 +147,7 @@ def _help(option: "Field[Any]", text: str) -> str:
 
 
 def _how(option: "Field[Any]") -> dict[str, Any]:
-    """How argparse reads a field's values."""
+    """Arguments of add_argument that read a field's values."""
     kind = str(option.type)
     if option.type is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -16,7 +16,6 @@ from nanovllm.models.registry import is_hub_id, read_model_config
 if TYPE_CHECKING:
     from nanovllm.runner.memory_plan import Gpu, RankPlan
 
-SUMMARY = "what a model takes of a GPU, and how many users fit"
 _GIB = 1 << 30
 _LENGTHS = (4096, 32768)
 

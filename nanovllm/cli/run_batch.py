@@ -15,7 +15,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from nanovllm.cli.connect import add_server_options, server_url
 from nanovllm.cli.options import Parser, count
@@ -23,8 +25,6 @@ from nanovllm.cli.options import Parser, count
 if TYPE_CHECKING:
     from nanovllm.cli.http_client import Client
 
-SUMMARY = "answer a file of requests"
-_PATHS = ("/v1/chat/completions", "/v1/completions")
 _RETRY_SECONDS = 0.5
 _PREFIX = "batch_req_"
 
@@ -52,32 +52,28 @@ def seed_of(custom_id: str) -> int:
     return int.from_bytes(hashlib.sha256(custom_id.encode()).digest()[:8]) >> 1
 
 
-class BrokenLine(ValueError):
-    """A line of the input that is no request."""
+class Line(msgspec.Struct):
+    """One request of the input."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+    method: Literal["POST"] = "POST"
 
 
-def read_request(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """(custom_id, path, body) of a line. Raises BrokenLine."""
+def read_request(line: bytes) -> tuple[str, dict[str, Any]]:
+    """(path, body) of a line of the input. Raises ValueError."""
     try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise BrokenLine(f"not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(entry, dict):
-        raise BrokenLine("not a JSON object")
-    custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise BrokenLine("custom_id: must be a text that is not empty")
-    if entry.get("method", "POST") != "POST":
-        raise BrokenLine(f"method={str(entry['method'])[:20]!r}: must be 'POST'")
-    if path not in _PATHS:
-        raise BrokenLine(f"url={str(path)[:100]!r}: must be one of {', '.join(_PATHS)}")
-    if not isinstance(body, dict):
-        raise BrokenLine("body: must be an object")
-    if body.get("stream"):
-        raise BrokenLine("body.stream: answers go to a file and are not streamed")
-    if body.get("seed") is None:
-        body = {**body, "seed": seed_of(custom_id)}
-    return custom_id, path, body
+        request = msgspec.json.decode(line, type=Line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
+    if request.body.get("stream"):
+        raise ValueError("body.stream: answers go to a file and are not streamed")
+    if request.body.get("seed") is None:
+        request.body["seed"] = seed_of(request.custom_id)
+    return request.url, request.body
 
 
 def _custom_id(line: bytes) -> str | None:
@@ -104,7 +100,7 @@ class Results:
         self.finished: dict[int, str | None] = {}
         """custom_id by the number of the line in the input, from 1."""
         self.num_answered = 0
-        """Of these, with an answer that is no error."""
+        """Finished requests whose answer is no error."""
         self._size = self._take_in()
         self._file.truncate(self._size)
 
@@ -153,45 +149,30 @@ class Results:
         self._file.close()
 
 
-class Progress:
-    """A bar on a terminal's standard error; else nothing but a last line."""
+class Batch:
+    """One run over the file. Shows a bar on a terminal, and a last line."""
 
-    def __init__(self, total: int, done: int, quiet: bool) -> None:
+    def __init__(self, client: "Client", results: Results, total: int, given: argparse.Namespace) -> None:
         from tqdm import tqdm
 
-        self.num_tokens, self.num_errors, self._quiet, self._begin = 0, 0, quiet, time.monotonic()
-        self._first_error = ""
-        hidden = quiet or not sys.stderr.isatty()
-        self._bar = tqdm(total=total, initial=done, unit="req", disable=hidden, dynamic_ncols=True)
-        self.done = done
+        self._client, self._results, self._quiet = client, results, given.quiet
+        self._slots = asyncio.Semaphore(given.max_concurrency)
+        self._num_tokens, self._begin = 0, time.monotonic()
+        self._errors: list[str] = []
+        options: dict[str, Any] = {"unit": "req", "disable": given.quiet or not sys.stderr.isatty()}
+        self._bar = tqdm(total=total, initial=len(results.finished), dynamic_ncols=True, **options)
 
     @property
-    def rate(self) -> str:
-        return f"{self.num_tokens / max(time.monotonic() - self._begin, 1e-9):.0f} tok/s"
-
-    def add(self, num_tokens: int, error: str | None) -> None:
-        self.done += 1
-        self.num_tokens += num_tokens
-        if error is not None:
-            self.num_errors += 1
-            self._first_error = self._first_error or error
-        self._bar.set_postfix_str(self.rate, refresh=False)
-        self._bar.update()
+    def _rate(self) -> str:
+        return f"{self._num_tokens / max(time.monotonic() - self._begin, 1e-9):.0f} tok/s"
 
     def close(self) -> None:
         self._bar.close()
         if not self._quiet:
-            errors = f", {self.num_errors} of them errors" if self.num_errors else ""
-            text = f"{self.done} of {self._bar.total} requests{errors}, {self.num_tokens} tokens, {self.rate}"
-            print(text + (f"\nthe first error: {self._first_error}" if errors else ""), file=sys.stderr)
-
-
-class Batch:
-    """One run over the file."""
-
-    def __init__(self, client: "Client", results: Results, progress: Progress, concurrency: int) -> None:
-        self._client, self._results, self._progress = client, results, progress
-        self._slots = asyncio.Semaphore(concurrency)
+            errors = f", {len(self._errors)} of them errors" if self._errors else ""
+            text = f"{len(self._results.finished)} of {self._bar.total} requests{errors}, {self._num_tokens} tokens"
+            first = f"\nthe first error: {self._errors[0]}" if self._errors else ""
+            print(f"{text}, {self._rate}{first}", file=sys.stderr)
 
     async def run(self, path: str) -> None:
         """Raises OSError where server or disk fail."""
@@ -209,22 +190,23 @@ class Batch:
         from nanovllm.cli.http_client import error_of
 
         record: dict[str, Any] = {"id": f"{_PREFIX}{number}", "custom_id": _custom_id(line)}
-        num_tokens, failure = 0, None
         try:
             try:
-                _, path, body = read_request(line)
-            except BrokenLine as error:
-                failure = f"line {number}: {error}"
+                path, body = read_request(line)
+            except ValueError as error:
+                self._errors.append(f"line {number}: {error}")
                 record |= {"response": None, "error": {"code": "invalid_line", "message": str(error)}}
             else:
                 status, data = await self._post(path, body, record["id"])
                 answer = json.loads(data)
-                failure = None if status == 200 else f"line {number}: {error_of(status, data)}"
+                if status != 200:
+                    self._errors.append(f"line {number}: {error_of(status, data)}")
                 response = {"status_code": status, "request_id": record["id"], "body": answer}
                 record |= {"response": response, "error": None}
-                num_tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
+                self._num_tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
             self._results.append(record)
-            self._progress.add(num_tokens, failure)
+            self._bar.set_postfix_str(self._rate, refresh=False)
+            self._bar.update()
         finally:
             self._slots.release()
 
@@ -247,10 +229,9 @@ class Batch:
 async def _run(given: argparse.Namespace, url: str, results: Results, total: int) -> None:
     from nanovllm.cli.http_client import Client
 
-    progress = Progress(total, len(results.finished), given.quiet)
-    with contextlib.closing(progress):
-        async with Client(url, given.api_key) as client:
-            await Batch(client, results, progress, given.max_concurrency).run(given.input)
+    async with Client(url, given.api_key) as client:
+        with contextlib.closing(Batch(client, results, total, given)) as batch:
+            await batch.run(given.input)
 
 
 def _files(given: argparse.Namespace) -> tuple[str, str]:

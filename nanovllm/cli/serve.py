@@ -13,7 +13,6 @@ from nanovllm.models.registry import is_hub_id
 from nanovllm.serve.options import ServeOptions
 from nanovllm.vllm_options import FIXED, translated
 
-SUMMARY = "serve a model over HTTP"
 ENGINE_GROUPS = {
     "tokenizer": "model and device",
     "max_model_len": "what a step may hold",

@@ -16,7 +16,6 @@ import nanovllm
 from nanovllm.cli import serve
 from nanovllm.cli.config_file import parse_with_config
 from nanovllm.cli.main import COMMANDS, command, main
-from nanovllm.cli.main import make_parser as make_whole_parser
 from nanovllm.cli.options import chosen, count, field_docs, has_text
 from nanovllm.config import EngineConfig
 from nanovllm.serve.options import ServeOptions
@@ -214,20 +213,6 @@ def test_version_and_help_of_the_program() -> None:
     assert subprocess.run(run, capture_output=True, check=False).returncode == 2
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab")
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "max-num-batched-tokens" in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-def test_the_whole_parser_has_every_command() -> None:
-    assert all(name in make_whole_parser().format_help() for name in COMMANDS)
-
-
 def documented() -> list[list[str]]:
     """Arguments of every `nanovllm ...` line in README and docs."""
     root = Path(__file__).resolve().parents[2]
@@ -241,14 +226,12 @@ def documented() -> list[list[str]]:
 
 @pytest.mark.parametrize("arguments", documented(), ids=" ".join)
 def test_commands_of_the_docs_are_understood(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = make_whole_parser() if arguments[0] == "--help" else command(arguments[0]).make_parser()
-    words = arguments if arguments[0] == "--help" else arguments[1:]
-    if "--help" in words:
+    if "--help" in arguments:
         with pytest.raises(SystemExit):
-            parser.parse_args(words)
+            main(arguments)
         assert "usage" in capsys.readouterr().out
     else:
-        parser.parse_args(words)
+        command(arguments[0]).make_parser().parse_args(arguments[1:])
 
 
 @pytest.mark.parametrize("option", ["--api-key", "--admin-api-key"])

@@ -5,7 +5,6 @@ import argparse
 from nanovllm.cli.bench import engine, serve
 from nanovllm.cli.options import Parser
 
-SUMMARY = "measure a server, or the engine alone"
 _KINDS = {
     "serve": "any OpenAI server: first token, time per token, throughput",
     "engine": "the engine alone, in the modes that are asked for",

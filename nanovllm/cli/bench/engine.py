@@ -182,7 +182,7 @@ def print_engine(name: str, values: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that decide the speed, as far as they are installed."""
+    """Versions of the installed packages that decide the speed, by name."""
     names = {"triton", "flash-attn-4", "transformers"}
     return {package.name: package.version for package in importlib.metadata.distributions() if package.name in names}
 

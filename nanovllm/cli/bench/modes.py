@@ -179,5 +179,6 @@ class Bench:
 
 
 def against(limit: float | None, seconds: float, unit: str, scale: float) -> str:
-    """What follows a time on its line: the limit and the share reached; nothing where no limit is known."""
+    """Text that follows a time on its line: the limit and the share of it that is reached; "" where no limit is
+    known."""
     return "" if limit is None else f"; limit {limit * scale:.3g} {unit}, {limit / seconds:.0%} of it reached"

@@ -1,4 +1,4 @@
-"""From what was measured of each request to the table and the JSON that `vllm bench serve` gives."""
+"""Report of `bench serve`: measured requests -> the table and the JSON that `vllm bench serve` gives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Measured:
     num_prompt_tokens: int
     begin: float = 0.0
     times: list[float] = field(default_factory=list)
-    """Of each piece of the answer."""
+    """Arrival times of the pieces of the answer."""
     num_output_tokens: int = 0
     error: str = ""
 

@@ -17,15 +17,15 @@ from nanovllm.model_config import ModelConfig, Quantization
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What one device reaches in practice, which is less than its data sheet says."""
+    """Speeds that one device reaches in practice, lower than its data sheet's."""
 
     read_bytes_per_second: float
     flops_per_second: float
     """Dense GEMMs in the 16-bit type that the weights have."""
     link_bytes_per_second: float = math.inf
-    """To the other ranks, each way."""
+    """Speed of the link to the other ranks, each way."""
     fp8_speedup: float = 2.0
-    """Of arithmetic on FP8 weights and activations: what the data sheet says of both types."""
+    """Factor on arithmetic for FP8 weights and activations, by the data sheet."""
 
 
 KNOWN_DEVICES: dict[str, DeviceFigures] = {
@@ -41,7 +41,7 @@ def device_figures(name: str) -> DeviceFigures | None:
 
 @dataclass
 class StepWork:
-    """What one step computes, in counts that do not depend on the model."""
+    """Work of one step, in counts that do not depend on the model."""
 
     tokens: int = 0
     """Tokens that go through the layers."""
@@ -69,7 +69,7 @@ class StepWork:
 
 
 def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
-    """Of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
+    """Bytes of one weight of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
     if held is None:
         return element_bytes
     return 1.0 if held.method == "fp8" else 0.5 + (2 / held.group if held.group else 0)
@@ -105,7 +105,7 @@ class Roofline:
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
         self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
         self.expert_work, self.expert_bytes = 0.0, 0.0
-        """Of one expert, in all layers together."""
+        """Work and bytes of one expert, in all layers together."""
         if self.moe is not None:
             count = num_moe * 3 * hidden * self.moe.intermediate_size // size
             held = next(layer.precision("experts") for layer in model.layers if layer.mlp == "moe")

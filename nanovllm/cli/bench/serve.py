@@ -124,7 +124,7 @@ class Bench:
         return list(measured), time.perf_counter() - begin
 
     async def _arrivals(self, samples: Sequence[Sample]) -> AsyncIterator[Sample]:
-        """At moments fixed before the start, so that a late one does not move all others."""
+        """Yields the requests at moments fixed before the start, so that a late one does not move all others."""
         given, rng = self._given, random.Random(self._given.seed)
         moment = time.perf_counter()
         for sample in samples:

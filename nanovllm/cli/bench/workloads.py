@@ -1,4 +1,4 @@
-"""What bench.py measures: requests drawn from a seed, arrivals of long prompts, and the sampling options to compare."""
+"""Workloads of bench.py: requests drawn from a seed, arrivals of long prompts, and the sampling options to compare."""
 
 import random
 from dataclasses import dataclass
