@@ -14,7 +14,7 @@ from nanovllm.llm import LLM
 from nanovllm.logprobs import LogprobsList
 from nanovllm.outputs import StepOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import StreamedText
+from nanovllm.text.stops import VisibleText
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class AsyncLLM:
         try:
             while running:
                 for gained in await stream.take():
-                    yield self._delta(gained, texts[gained.index], params)
+                    yield self._delta(gained, texts[gained.index])
                     running -= gained.finished
         finally:
             self._drop(number)
@@ -90,7 +90,7 @@ class AsyncLLM:
 
         def rendered() -> list[int]:
             tokenizer = self.llm.engine.tokenizer
-            return tokenizer.encode(tokenizer.apply_chat_template(messages, **template_options), False)
+            return tokenizer.own.encode(tokenizer.render_chat(messages, **template_options), False)
 
         async with aclosing(self.generate(await self._in_thread(rendered), sampling_params)) as deltas:
             async for delta in deltas:
@@ -123,7 +123,7 @@ class AsyncLLM:
 
     def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> int:
         if isinstance(prompt, str):
-            prompt = self.llm.engine.tokenizer.encode(prompt)
+            prompt = self.llm.engine.tokenizer.own.encode(prompt)
         with self._lock:  # none of its tokens is handed out before the stream is known
             if self._failure is not None:
                 raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure
@@ -162,26 +162,25 @@ class AsyncLLM:
                 if (stream := self._streams.get(number)) is not None:
                     stream.tell(outputs)
 
-    def _text(self, params: SamplingParams) -> StreamedText | None:
+    def _text(self, params: SamplingParams) -> VisibleText | None:
         tokenizer = self.llm.engine.tokenizer
         if not params.detokenize or not tokenizer.is_there:
             return None
-        return StreamedText(
-            tokenizer.detokenizer(params.skip_special_tokens), [*params.stop], params.include_stop_str_in_output
-        )
+        include = params.include_stop_str_in_output
+        eos = () if params.ignore_eos else self.llm.model_config.eos_token_ids
+        hidden = frozenset() if include else frozenset([*eos, *params.stop_token_ids])
+        return VisibleText(tokenizer.own.detokenizer(params.skip_special_tokens), [*params.stop], include, hidden)
 
-    def _delta(self, gained: StepOutput, text: StreamedText | None, params: SamplingParams) -> TextDelta:
-        ids = gained.new_token_ids
+    def _delta(self, gained: StepOutput, text: VisibleText | None) -> TextDelta:
+        ids, pieces = gained.new_token_ids, []
         if text is not None:
-            eos = () if params.ignore_eos else self.llm.model_config.eos_token_ids
-            by_token = gained.finish_reason == "stop" and ids[-1:] and ids[-1] in {*eos, *params.stop_token_ids}
-            for token_id in ids[:-1] if by_token else ids:
-                text.push(token_id)
-            if by_token and params.include_stop_str_in_output:
-                text.push(ids[-1], watch=False)
+            pieces = [text.push(token_id) for token_id in (ids[:-1] if gained.finished else ids)]
+            if gained.finished:
+                last = ids[-1] if ids else None
+                pieces.append(text.end(last, gained.finish_reason or "abort", gained.stop_reason))
         return TextDelta(
-            "" if text is None else text.take(gained.finished), ids, gained.index, gained.finished,
-            gained.finish_reason, gained.stop_reason, gained.logprobs,
+            "".join(pieces), ids, gained.index, gained.finished, gained.finish_reason, gained.stop_reason,
+            gained.logprobs,
         )  # fmt: skip
 
 

@@ -65,8 +65,7 @@ class LLM:
         self.engine = engine
         self._turns = Turns(engine, self)
         try:
-            if engine.tokenizer.is_there:
-                _ = engine.tokenizer.hf  # has been loading meanwhile; raises where it cannot be loaded
+            _ = engine.tokenizer.own  # has been loading meanwhile; raises where it cannot be loaded
         except BaseException:
             self.close()
             raise
@@ -166,15 +165,15 @@ class LLM:
         if not (chats := as_chats(messages)):
             return []
         tokenizer = self.engine.tokenizer
-        texts = [tokenizer.apply_chat_template(chat, **template_options) for chat in chats]
-        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        texts = [tokenizer.render_chat(chat, **template_options) for chat in chats]
+        prompts = [tokenizer.own.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(prompts, sampling_params, use_tqdm)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         return outputs
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        return self.engine.tokenizer.own.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
         unfinished = set(request_ids)
@@ -221,7 +220,7 @@ class LLM:
             return text.finish()
         if by_token and not params.include_stop_str_in_output:
             ids = ids[:-1]
-        return self.engine.tokenizer.decode(ids, params.skip_special_tokens)
+        return self.engine.tokenizer.own.decode(ids, params.skip_special_tokens)
 
     # -- a caller's own loop ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.host import wire
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Client
-from nanovllm.text.visible import VisibleText
+from nanovllm.text.stops import VisibleText
 
 _DONE = b"data: [DONE]\n\n"
 _PING = b": still here\n\n"
@@ -22,8 +22,7 @@ class Completion:
         *("reader", "state", "weight_versions", "kept"),
     )
 
-    def __init__(self, request: "Request", index: int, prompt_index: int, text: Any) -> None:
-        """`text`: a Detokenizer, or a VisibleText where there are stop strings."""
+    def __init__(self, request: "Request", index: int, prompt_index: int, text: VisibleText) -> None:
         self.request, self.index, self.prompt_index = request, index, prompt_index
         self.row = -1
         """The engine's number of it."""
@@ -54,19 +53,12 @@ class Completion:
 
     def finish(self, end: wire.Finish) -> None:
         """Takes in the completion's end and its last token."""
-        request, token = self.request, end.token
+        token = end.token
         if token is not None:
             self.num_tokens += 1
             if self.ids is not None:
                 self.ids.append(token)
-        by_text = isinstance(end.stop_reason, str) and end.reason == "stop"
-        hidden = end.reason == "stop" and not by_text and token in request.hidden_ids
-        if by_text and isinstance(self.text, VisibleText) and token is not None:
-            self.pieces.append(self.text.stop(token))
-        else:
-            if token is not None and not hidden:
-                self.pieces.append(self.push(token))
-            self.pieces.append(self.text.flush())
+        self.pieces.append(self.text.end(token, end.reason, end.stop_reason))
         self.finish_reason, self.stop_reason = end.reason, end.stop_reason
         self.weight_versions = end.weight_versions
 
@@ -87,8 +79,6 @@ class Request:
         """Index of the API key that it came with, if the server asks for keys."""
         self.prompts = prompts
         self.completions: list[Completion] = []
-        self.hidden_ids: frozenset[int] = frozenset()
-        """Tokens that end the text before themselves."""
         self.num_prompt_tokens = sum(map(len, prompts))
         self.num_cached_tokens = 0
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template, read from its files with `tokenizers` and `jinja2` alone.
+"""A checkpoint's tokenizer and chat templates, read from its files with `tokenizers` and `jinja2` alone.
 
 Its ids and rendered chats equal those of transformers' AutoTokenizer. From any thread; `encode` lets go of the GIL.
 """
@@ -23,7 +23,7 @@ _STAND_IN = 0xF0000
 
 
 class CheckpointTokenizer:
-    """Text to token ids and back, for the front process."""
+    """Text to token ids and back, and chats to text."""
 
     def __init__(self, folder: str | Path, chat_template: str | Path | None = None) -> None:
         """Reads a checkpoint's folder; `chat_template` names a file that takes the place of its templates. Raises
@@ -36,22 +36,36 @@ class CheckpointTokenizer:
             self.backend_tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more special
             raise ValueError(f"{path}: cannot be read: {error}") from error
-        self.backend_tokenizer.no_truncation()
-        self.backend_tokenizer.no_padding()
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
         self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
         """By role, as templates name them: bos_token, eos_token, ..."""
         self._add_missing_tokens(config)
+        self._settle(_template_sources(folder, config, chat_template))
+
+    @classmethod
+    def of_transformers(cls, given: Any) -> "CheckpointTokenizer":
+        """The same of a transformers tokenizer, whose backend it takes over. Raises ValueError where that is not one
+        of `tokenizers`."""
+        self = cls.__new__(cls)
+        if not isinstance(backend := getattr(given, "backend_tokenizer", None), Tokenizer):
+            raise ValueError(f"{type(given).__name__}: must be a fast tokenizer, of the library tokenizers")
+        self.backend_tokenizer = backend
+        named = {name: getattr(given, name, None) for name in _SPECIAL_NAMES}
+        self.special_tokens = {name: str(token) for name, token in named.items() if token is not None}
+        sources = given.chat_template or {}
+        self._settle({"default": sources} if isinstance(sources, str) else dict(sources))
+        return self
+
+    def _settle(self, templates: Mapping[str, str]) -> None:
+        """What follows from the backend. `templates`: sources by name."""
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
         self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
-        self.all_special_ids = [self.backend_tokenizer.token_to_id(token) for token in self.special_tokens.values()]
-        # A clean-up after decoding is for word pieces; the model types of today's checkpoints do without.
-        self.clean_up_tokenization_spaces = False
         self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
-        self._token_bytes = TokenBytes(self)
-        sources = _template_sources(folder, config, chat_template)
-        self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in sources.items()}
+        self._token_bytes = TokenBytes(self.backend_tokenizer)
+        self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in templates.items()}
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
         """Special tokens that tokenizer_config.json names and tokenizer.json does not mark as such."""
@@ -79,6 +93,10 @@ class CheckpointTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str | None:
+        """One token's own text, special or not."""
+        return self.decode([token_id], skip_special_tokens=False)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """For one output, token by token; the same text in the end as `decode` gives."""

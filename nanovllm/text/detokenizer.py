@@ -1,9 +1,15 @@
-"""Token ids to text as they come: never half a character, linear in the output, the same text as decoding all at
-once."""
+"""Token ids to text as they come: never half a character, linear in the output, the same text as decoding all at once.
+
+tokenizers.decoders.DecodeStream does not: it decodes a run of half characters again with each token (4,000 of them take
+seconds), fails on some outputs of byte-fallback tokenizers or changes their text, and cannot say what it holds back at
+the end.
+"""
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenizers import Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -29,10 +35,10 @@ class TokenBytes:
 
     _BYTE_OF = byte_of_character()
 
-    def __init__(self, hf_tokenizer: Any) -> None:
-        self._token_of: Callable[[int], str | None] = hf_tokenizer.backend_tokenizer.id_to_token
-        added = hf_tokenizer.added_tokens_decoder.items()  # decode() skips those that are special without a role, too
-        self.special_ids = frozenset([*hf_tokenizer.all_special_ids, *(i for i, token in added if token.special)])
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_of = tokenizer.id_to_token
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -45,12 +51,6 @@ class TokenBytes:
                 found = token.encode()
             self._known[token_id] = found
         return found
-
-    @staticmethod
-    def suits(hf_tokenizer: Any) -> bool:
-        """Whether decoding is nothing but joining bytes."""
-        decoder = getattr(getattr(hf_tokenizer, "backend_tokenizer", None), "decoder", None)
-        return type(decoder).__name__ == "ByteLevel" and not hf_tokenizer.clean_up_tokenization_spaces
 
 
 class ByteDetokenizer:
@@ -118,71 +118,3 @@ class WindowDetokenizer:
         self._ids = context + self._ids[end:]
         self._num_context = len(context)
         self._context_text = self._decode(context)
-
-
-def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str] | None:
-    """Finds the stop string that the last `num_fresh` characters of the text complete: (where it begins, which one). Of
-    several, the one that begins first; at the same place, the first in the list."""
-    found = []
-    for order, stop in enumerate(stops):
-        at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
-        if at >= 0:
-            found.append((at, order))
-    if not found:
-        return None
-    at, order = min(found)
-    return at, stops[order]
-
-
-class StreamedText:
-    """The text of one output as it grows, watched for stop strings."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False) -> None:
-        self._detokenizer = detokenizer
-        self._stops, self._include = tuple(stops), include_stop
-        self._overlap = max((len(stop) for stop in stops), default=1) - 1
-        """Characters at the end that a stop string may still take back."""
-        self._settled: list[str] = []
-        self._num_taken = 0
-        self._tail = ""
-        self.stopped_by: str | None = None
-
-    @property
-    def text(self) -> str:
-        """All text so far; some of its end may still turn out to begin a stop string."""
-        return "".join(self._settled) + self._tail
-
-    def push(self, token_id: int, watch: bool = True) -> bool:
-        """Takes in a token; True where its text completes a stop string. `watch` False: none is looked for."""
-        fresh = self._detokenizer.push(token_id)
-        if not fresh:
-            return False
-        self._tail += fresh
-        if self._stops and watch:
-            found = find_stop(self._tail, self._stops, len(fresh))
-            if found is not None:
-                at, self.stopped_by = found
-                self._tail = self._tail[: at + (len(self.stopped_by) if self._include else 0)]
-                return True
-        if len(self._tail) > 64 + 2 * self._overlap:
-            end = len(self._tail) - self._overlap
-            self._settled.append(self._tail[:end])
-            self._tail = self._tail[end:]
-        return False
-
-    def take(self, ended: bool = False) -> str:
-        """Returns text that is final and was not taken before. `ended`: no more tokens come."""
-        if ended:
-            self.finish()
-        end = len(self._tail) - (0 if ended else self._overlap)
-        if end > 0:
-            self._settled.append(self._tail[:end])
-            self._tail = self._tail[end:]
-        fresh, self._num_taken = "".join(self._settled[self._num_taken :]), len(self._settled)
-        return fresh
-
-    def finish(self) -> str:
-        """No more tokens: the whole text, an incomplete character in it as U+FFFD."""
-        if self.stopped_by is None:
-            self._tail += self._detokenizer.flush()
-        return self.text

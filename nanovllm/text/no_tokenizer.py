@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from nanovllm.text.checkpoint import CheckpointTokenizer
 from nanovllm.text.template import ChatTemplate
 
-_NEEDED = "must be token ids: the server has no tokenizer (skip_tokenizer_init)"
+_NEEDED = "must be token ids: there is no tokenizer (skip_tokenizer_init=True)"
 
 
 class NoText:
@@ -36,6 +36,9 @@ class NoTokenizer(CheckpointTokenizer):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_text(self, token_id: int) -> None:
+        return None
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Any:
         return NoText()

@@ -76,9 +76,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        seconds: float = RENDER_SECONDS,
     ) -> str:
         """The chat as text. Raises ValueError as `check_kwargs`, with what the template says where it refuses the
-        messages, and where it takes longer than RENDER_SECONDS."""
+        messages, and where it takes longer than `seconds`."""
         if not messages:
             raise ValueError("messages: must hold at least one message")
         if continue_final_message and add_generation_prompt:
@@ -87,13 +89,13 @@ class ChatTemplate:
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
         values = {**self._special_tokens, **self.check_kwargs(chat_template_kwargs or {})}
-        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
+        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": documents}
         values["add_generation_prompt"] = add_generation_prompt
         try:
-            with self._environment.deadline(RENDER_SECONDS):
+            with self._environment.deadline(seconds):
                 text = self._template.render(values)
         except TimeoutError as error:
-            raise ValueError(f"messages: the chat template takes longer than {RENDER_SECONDS} s") from error
+            raise ValueError(f"messages: the chat template takes longer than {seconds} s") from error
         except Exception as error:  # whatever a template raises about what it is given
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
         return _cut(text) if continue_final_message else text
@@ -111,7 +113,7 @@ def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]
             message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
         content = message.get("content")
         if isinstance(content, list) and not template.takes_parts:
-            message["content"] = "\n".join(part["text"] for part in content)
+            message["content"] = "\n".join(map(_text_of, content))
         elif isinstance(content, str) and template.needs_parts:
             message["content"] = [{"type": "text", "text": content}]
         if message.get("role") == "developer" and "developer" not in template.source:
@@ -120,6 +122,12 @@ def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]
             message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
         out.append(message)
     return out
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise ValueError("messages: the parts of a content must be {'type': 'text', 'text': ...}")
+    return str(part["text"])
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

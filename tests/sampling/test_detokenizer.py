@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from sampling_engines import DEMO
 from transformers import AutoTokenizer
 
-from nanovllm.text.detokenizer import ByteDetokenizer, StreamedText, TokenBytes, WindowDetokenizer, find_stop
+from nanovllm.text.checkpoint import CheckpointTokenizer
+from nanovllm.text.detokenizer import ByteDetokenizer, WindowDetokenizer
+from nanovllm.text.stops import StreamedText, VisibleText, find_stop
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +23,9 @@ def hf() -> Any:
 @pytest.fixture(scope="module", params=["bytes", "window"])
 def make(request: pytest.FixtureRequest, hf: Any) -> Callable[[bool], Any]:
     if request.param == "bytes":
-        assert TokenBytes.suits(hf)
-        return lambda skip: ByteDetokenizer(TokenBytes(hf), skip)
+        ours = CheckpointTokenizer(DEMO)
+        assert isinstance(ours.detokenizer(), ByteDetokenizer)
+        return ours.detokenizer
     return lambda skip: WindowDetokenizer(lambda ids: hf.decode(ids, skip_special_tokens=skip))
 
 
@@ -91,10 +94,13 @@ def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str]
             expected = text[: begin + (len(stopped) if include else 0)]
             break
     streamed = StreamedText(Letters(pieces), stops, include)
-    for index in range(len(pieces)):
-        if streamed.push(index, watch=index >= first):
-            break
+    last = next((n for n in range(len(pieces)) if streamed.push(n, watch=n >= first)), None)
     assert (streamed.finish(), streamed.stopped_by) == (expected, stopped)
+    visible, seen = VisibleText(Letters(pieces), stops, include), ""
+    for index in range(len(pieces) if last is None else last):
+        seen += visible.push(index)
+        assert expected.startswith(seen), "what a client has seen is not taken back"
+    assert seen + visible.end(last, "length" if last is None else "stop", stopped) == expected
 
 
 def test_the_first_in_the_list_wins_a_tie() -> None:

@@ -211,7 +211,7 @@ def test_without_a_way_out(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("eos_ids", [[1023], [1021, 1023, 5000]])
 def test_every_end_of_text_ends_a_grammar(llm: LLM, eos_ids: list[int]) -> None:
     """Also where the model names several, some that it has no logits for; masks are filled side by side."""
-    constraints = StructuredOutputs(llm.tokenizer, 1024, eos_ids)
+    constraints = StructuredOutputs(llm.engine.tokenizer.own, 1024, eos_ids)
     token = llm.tokenizer.encode("a")[0]
     matchers = [constraints.matcher(StructuredOutput(regex="a{1,3}")) for _ in range(3)]
     matchers[1].accept(token)

@@ -12,6 +12,7 @@ from nanovllm.serve.errors import ApiError, engine_dead
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 from nanovllm.serve.streams import Streams
+from nanovllm.text.stops import VisibleText
 
 
 class Connection:
@@ -62,8 +63,8 @@ class Room:
         self.metrics = Metrics()
         self.streams = Streams(self.metrics, self.aborted.append)
         self.request = Stream("id", [[1, 2]] * prompts, 0.0)
-        indices = range(n * prompts)
-        self.request.completions = [Completion(self.request, index, index // n, Text()) for index in indices]
+        texts = [VisibleText(Text()) for _ in range(n * prompts)]
+        self.request.completions = [Completion(self.request, i, i // n, text) for i, text in enumerate(texts)]
         self.streams.add(self.request)
         self.connection = Connection()
         self.streams.open(self.request, self.connection, 0.0)  # type: ignore[arg-type]

@@ -91,6 +91,20 @@ tools = st.none() | st.lists(
 )
 
 
+def test_a_tokenizer_of_transformers_becomes_one_of_ours(tmp_path: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(DEMO)
+    theirs.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    theirs.chat_template = "{{ eos_token }}{{ messages[0].content }}"
+    ours = CheckpointTokenizer.of_transformers(theirs)
+    ids = theirs.encode("one<stop> two")
+    assert ours.encode("one<stop> two") == ids and ours.decode(ids) == "one two"
+    detokenizer = ours.detokenizer()
+    assert "".join(map(detokenizer.push, ids)) == "one two"
+    assert ours.render_chat([{"role": "user", "content": "hi"}]) == f"{theirs.eos_token}hi"
+    with pytest.raises(ValueError, match="int: must be a fast tokenizer"):
+        CheckpointTokenizer.of_transformers(1)
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=words, special=st.booleans())
 def test_ids_and_texts_equal_transformers(pair: tuple[CheckpointTokenizer, Any], text: str, special: bool) -> None:
@@ -277,7 +291,7 @@ def test_a_template_that_looks_for_images_sees_texts(apart: bool, tmp_path: Path
     chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
     assert CheckpointTokenizer(tmp_path).render_chat(chat) == "user:hi;user:you;"
     library = Tokenizer(EngineConfig(str(tmp_path)))
-    assert library.apply_chat_template(chat) == "user:hi;user:you;"
+    assert library.render_chat(chat) == "user:hi;user:you;"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])

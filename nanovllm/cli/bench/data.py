@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.text.checkpoint import CheckpointTokenizer
+
 Prompt = str | list[int]
 
 
@@ -19,23 +21,22 @@ class Sample:
 
 
 class PromptTokenizer:
-    """Of tokenizer.json: as much of a tokenizer as drawing prompts needs."""
+    """What drawing prompts needs of a tokenizer."""
 
     def __init__(self, folder: str) -> None:
-        from tokenizers import Tokenizer
+        """`folder`: of a checkpoint, or the hub id of one. Raises FileNotFoundError without a tokenizer.json."""
+        if not Path(folder).exists() and folder.count("/") == 1 and not folder.startswith(("/", ".")):
+            from huggingface_hub import snapshot_download
 
-        path = Path(folder) / "tokenizer.json" if Path(folder).is_dir() else Path(folder)
-        if path.is_file():
-            self._tokenizer = Tokenizer.from_file(str(path))
-        elif folder.count("/") == 1 and not folder.startswith(("/", ".")):
-            self._tokenizer = Tokenizer.from_pretrained(folder)
-        else:
-            raise FileNotFoundError(f"tokenizer={folder[:200]!r}: no tokenizer.json there")
-        special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        self.usable = [number for number in range(self._tokenizer.get_vocab_size(False)) if number not in special]
+            folder = snapshot_download(folder, allow_patterns=["tokenizer*.json", "special_tokens_map.json"])
+        self._tokenizer = CheckpointTokenizer(folder)
+        added = self._tokenizer.added_tokens_decoder
+        special = {number for number, token in added.items() if token.special}
+        size = self._tokenizer.backend_tokenizer.get_vocab_size(False)
+        self.usable = [number for number in range(size) if number not in special]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def text_of_length(self, ids: list[int]) -> tuple[str, int]:
         """A text that becomes about as many tokens as `ids` has, and how many it becomes: text does not keep ids apart

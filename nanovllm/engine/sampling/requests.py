@@ -11,7 +11,7 @@ from nanovllm.engine.sampling.structured import StructuredOutputs
 from nanovllm.errors import shown
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import StreamedText
+from nanovllm.text.stops import StreamedText
 from nanovllm.text.tokenizer import Tokenizer
 
 
@@ -90,18 +90,18 @@ class RequestSampling:
             params, stop_ids=stop_ids, vocab_size=self._model.vocab_size,
             text=self._text(params) if params.stop else None, bad_words=bad_words,
             matcher=None if wanted is None else self._constraints().matcher(wanted),
-            token_text=self._tokenizer.token_text,
+            token_text=self._tokenizer.own.token_text,
             is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
         )  # fmt: skip
 
     def _text(self, params: SamplingParams) -> StreamedText:
-        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
+        detokenizer = self._tokenizer.own.detokenizer(params.skip_special_tokens)
         return StreamedText(detokenizer, tuple(params.stop), params.include_stop_str_in_output)
 
     def _words(self, text: str) -> list[tuple[int, ...]]:
         """A bad word's tokens at the start of a text and after a blank."""
         bare = text.lstrip() or text
-        both = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in (bare, " " + bare))
+        both = (tuple(self._tokenizer.own.encode(form, add_special_tokens=False)) for form in (bare, " " + bare))
         return [word for word in dict.fromkeys(both) if word]
 
     def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
@@ -112,5 +112,5 @@ class RequestSampling:
         with self._lock:
             if self._structured is None:
                 eos = self._model.eos_token_ids
-                self._structured = StructuredOutputs(self._tokenizer.hf, self._model.vocab_size, eos)
+                self._structured = StructuredOutputs(self._tokenizer.own, self._model.vocab_size, eos)
             return self._structured

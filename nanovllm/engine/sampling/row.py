@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.logprobs import KeptIds, LogprobRows
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import StreamedText
+from nanovllm.text.stops import StreamedText
 from nanovllm.wire.sampling import CHANGED, COPIED, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, UNCHANGED, mask_words
 
 if TYPE_CHECKING:

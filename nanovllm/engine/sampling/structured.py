@@ -16,6 +16,7 @@ import numpy as np
 from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, LargeStackThread, check_masks, check_text
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
+from nanovllm.text.checkpoint import CheckpointTokenizer
 from nanovllm.wire.sampling import mask_words
 
 _MAX_CACHED = 128
@@ -51,11 +52,10 @@ class Matcher:
 class StructuredOutputs:
     """Compiles constraints for one tokenizer. From any thread."""
 
-    def __init__(self, hf_tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: CheckpointTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises ValueError where the library is missing or cannot read the tokenizer."""
         try:
             import llguidance
-            import llguidance.hf
         except ImportError:
             raise ValueError("structured_outputs: needs llguidance: pip install 'nanovllm[structured]'") from None
         self._library = llguidance
@@ -65,11 +65,12 @@ class StructuredOutputs:
         self._thread = LargeStackThread()
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._executor = llguidance.LLExecutor()
-        size = max(vocab_size, len(hf_tokenizer))
+        size = max(vocab_size, len(tokenizer))
         self._words = mask_words(size)
         try:
             ends = [token_id for token_id in eos_ids if token_id < size] or None
-            self._tokenizer = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=size, eos_token=ends)
+            form = tokenizer.backend_tokenizer.to_str()
+            self._tokenizer = llguidance.LLTokenizer(form, n_vocab=size, eos_token=ends)
         except Exception as error:
             raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {short(error)}") from error
 

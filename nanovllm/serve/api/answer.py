@@ -13,7 +13,7 @@ from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion, Request
-from nanovllm.text.visible import VisibleText
+from nanovllm.text.stops import VisibleText
 
 if TYPE_CHECKING:
     from nanovllm.serve.front import Front
@@ -48,18 +48,17 @@ class Answer(Request):
         self.show = shower(front.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
         self.model = fields.model or front.name
         self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['
-        if not params.get("include_stop_str_in_output"):
-            eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
-            self.hidden_ids = frozenset([*params.get("stop_token_ids", ()), *eos])
+        includes = params.get("include_stop_str_in_output", False)
+        eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
+        hidden = frozenset(() if includes else [*params.get("stop_token_ids", ()), *eos])
+        stop = params.get("stop") or ()
+        stops = [stop] if isinstance(stop, str) else stop
         for index in range(len(prompts) * params.get("n", 1)):
-            self.completions.append(self._completion(index, index // params.get("n", 1), params))
+            detokenizer = self.detokenizer(params.get("skip_special_tokens", True))
+            text = VisibleText(detokenizer, stops, includes, hidden)
+            self.completions.append(self._completion(index, index // params.get("n", 1), text))
 
-    def _completion(self, index: int, prompt_index: int, params: dict[str, Any]) -> Completion:
-        text = self.detokenizer(params.get("skip_special_tokens", True))
-        stop = params.get("stop")
-        if stop:
-            stops = [stop] if isinstance(stop, str) else stop
-            text = VisibleText(text, stops, params.get("include_stop_str_in_output", False))
+    def _completion(self, index: int, prompt_index: int, text: VisibleText) -> Completion:
         completion = Completion(self, index, prompt_index, text)
         if self.fields.return_token_ids or self.needs_ids:
             completion.ids = []

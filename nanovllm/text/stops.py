@@ -1,0 +1,116 @@
+"""The text of one output and the strings that stop it: in the engine, which decides where it ends, and for its clients,
+who see nothing that may yet turn out to begin a stop string."""
+
+from collections.abc import Callable, Sequence
+
+from nanovllm.text.detokenizer import Detokenizer
+
+
+def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str] | None:
+    """Finds the stop string that the last `num_fresh` characters of the text complete: (where it begins, which one). Of
+    several, the one that begins first; at the same place, the first in the list."""
+    found = []
+    for order, stop in enumerate(stops):
+        at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
+        if at >= 0:
+            found.append((at, order))
+    if not found:
+        return None
+    at, order = min(found)
+    return at, stops[order]
+
+
+class StreamedText:
+    """The text of one output as it grows, watched for stop strings."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False) -> None:
+        self._detokenizer = detokenizer
+        self._stops, self._include = tuple(stops), include_stop
+        self._overlap = max((len(stop) for stop in stops), default=1) - 1
+        """Characters at the end that a stop string may still take back."""
+        self._settled: list[str] = []
+        self._tail = ""
+        self.stopped_by: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far; some of its end may still turn out to begin a stop string."""
+        return "".join(self._settled) + self._tail
+
+    def push(self, token_id: int, watch: bool = True) -> bool:
+        """Takes in a token; True where its text completes a stop string. `watch` False: none is looked for."""
+        fresh = self._detokenizer.push(token_id)
+        if not fresh:
+            return False
+        self._tail += fresh
+        if self._stops and watch:
+            found = find_stop(self._tail, self._stops, len(fresh))
+            if found is not None:
+                at, self.stopped_by = found
+                self._tail = self._tail[: at + (len(self.stopped_by) if self._include else 0)]
+                return True
+        if len(self._tail) > 64 + 2 * self._overlap:
+            end = len(self._tail) - self._overlap
+            self._settled.append(self._tail[:end])
+            self._tail = self._tail[end:]
+        return False
+
+    def finish(self) -> str:
+        """No more tokens: the whole text, an incomplete character in it as U+FFFD."""
+        if self.stopped_by is None:
+            self._tail += self._detokenizer.flush()
+        return self.text
+
+
+class VisibleText:
+    """The text of one output as a client may see it, token by token. The engine decides where it ends."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False,
+        hidden_ids: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`hidden_ids`: tokens that end the text before themselves."""
+        self._detokenizer, self._stops, self._include = detokenizer, stops, include_stop
+        self._hidden = hidden_ids
+        self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
+        self._longest = max(map(len, self._prefixes), default=0)
+        self._last_characters = {prefix[-1] for prefix in self._prefixes}
+        self._held = ""
+
+    @property
+    def push(self) -> Callable[[int], str]:
+        """Takes a token in; returns the text that is certain now and was not before."""
+        return self._push if self._prefixes else self._detokenizer.push
+
+    def _push(self, token_id: int) -> str:
+        fresh = self._detokenizer.push(token_id)
+        return self._release(self._held + fresh) if fresh else ""
+
+    def _release(self, text: str) -> str:
+        held = 0
+        if text[-1] in self._last_characters:
+            for length in range(min(self._longest, len(text)), 0, -1):
+                if text[-length:] in self._prefixes:
+                    held = length
+                    break
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self, token_id: int | None, reason: str, stop_reason: int | str | None) -> str:
+        """Takes the end of the output in, with its last token if it has one; returns the rest of the text."""
+        by_stop = reason == "stop"
+        if token_id is not None and by_stop and isinstance(stop_reason, str) and self._stops:
+            return self._cut(token_id)
+        is_hidden = by_stop and not isinstance(stop_reason, str) and token_id in self._hidden
+        last = "" if token_id is None or is_hidden else self.push(token_id)
+        return last + self._held + self._detokenizer.flush()
+
+    def _cut(self, token_id: int) -> str:
+        """The rest of a text whose last token completes a stop string."""
+        fresh = self._detokenizer.push(token_id)
+        text = self._held + fresh
+        found = find_stop(text, self._stops, len(fresh))
+        if found is None:
+            return text
+        at, stop = found
+        return text[: at + (len(stop) if self._include else 0)]

@@ -1,0 +1,43 @@
+"""What the process of an engine imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = f"""
+import sys
+from array import array
+sys.path.insert(0, {str(ROOT)!r})
+from nanovllm.host import wire
+from nanovllm.host.program import run
+
+class Intake:
+    frames = [
+        wire.Start({str(ROOT / "assets" / "demo-qwen3")!r}, {{"device": "cpu", "num_kvcache_blocks": 64}}),
+        wire.Add(0, array("i", [5, 6, 7]).tobytes(), {{"max_tokens": 3, "bad_words": ["red"]}}),
+        wire.Add(1, array("i", [5, 6, 7]).tobytes(), {{"max_tokens": 3, "stop": ["zzz"], "logprobs": 1}}),
+    ]
+    done = 0
+
+    def next(self, seconds):
+        if self.done == 2:
+            raise EOFError
+        return self.frames.pop(0) if self.frames else None
+
+    def wake(self):
+        pass
+
+def say(frame):
+    assert not isinstance(frame, (wire.Refused, wire.Failed)), frame
+    if isinstance(frame, wire.Step):
+        Intake.done += len(frame.done)
+
+code = run(say, Intake())
+print(code, Intake.done, [name for name in ("transformers", "ray", "llguidance") if name in sys.modules])
+"""
+
+
+def test_an_engine_imports_no_transformers_for_its_tokenizer() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 2 []\n", done.stderr
