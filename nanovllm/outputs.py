@@ -95,6 +95,7 @@ class Ending:
 @dataclass
 class StepColumns:
     """Results of one step, a list for each fact: entry i is about completion indices[i] of request request_ids[i].
+    A completion that gained several tokens has as many entries, one after another.
 
     One object for a whole step, so that a server can send it on as one message.
     """
@@ -136,16 +137,20 @@ class StepColumns:
                 self.logprobs[new] = other.logprobs[entry]
 
     def outputs(self) -> "list[StepOutput]":
-        """Returns the results as one StepOutput for each entry."""
-        outputs = []
+        """Returns the results as one StepOutput for each completion that has entries one after another."""
+        outputs: list[StepOutput] = []
         for entry, token_id in enumerate(self.token_ids):
-            output = StepOutput(self.request_ids[entry], [token_id] if token_id >= 0 else [], index=self.indices[entry])
+            request_id, index = self.request_ids[entry], self.indices[entry]
+            if not outputs or (output := outputs[-1]).request_id != request_id or output.index != index:
+                output = StepOutput(request_id, [], index=index)
+                outputs.append(output)
+            if token_id >= 0:
+                output.new_token_ids.append(token_id)
             if (ending := self.endings.get(entry)) is not None:
                 output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
             if (found := self.logprobs.get(entry)) is not None:
-                rows, position = found
-                output.logprobs = rows.view(range(position, position + len(output.new_token_ids)))
-            outputs.append(output)
+                rows, last = found
+                output.logprobs = rows.view(range(last + 1 - len(output.new_token_ids), last + 1))
         return outputs
 
 

@@ -26,8 +26,9 @@ _STEPS_IN_FLIGHT = 2
 class Lookahead:
     """What was seen of the lengths of outputs, and what it says of the future."""
 
-    def __init__(self, memory: RowMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: RowMemory, tokens_per_step: int = 1) -> None:
+        """tokens_per_step: most tokens that a row gains in one step."""
+        self._memory, self._in_flight = memory, _STEPS_IN_FLIGHT * tokens_per_step
         self._most_blocks = 0
         """What all that run would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
@@ -83,8 +84,9 @@ class Lookahead:
         if memory.num_tables > memory.num_full_tables:
             held += size * np.array([memory.window_blocks(seq.max_total_tokens) for seq in running], np.int64)
         return Forecast(
-            memory.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running), memory.num_full_tables
-        )
+            memory.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running), memory.num_full_tables,
+            self._in_flight,
+        )  # fmt: skip
 
     def held_tokens(self, seq: Sequence, num_shared_blocks: int) -> int:
         """What `Forecast.add_if_it_fits` counts as held by a row that begins with so many blocks of other rows."""
@@ -104,21 +106,22 @@ class Forecast:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray, num_tables: int = 1
-    ) -> None:
+        self, num_blocks: int, block_size: int, held: np.ndarray, to_come: np.ndarray, num_tables: int = 1,
+        in_flight: int = _STEPS_IN_FLIGHT,
+    ) -> None:  # fmt: skip
         """held: int64 [R], tokens that each row holds by itself, counted once for each table. to_come: int64 [R], those
-        that it will add to each of `num_tables`."""
-        self._growth = num_tables
+        that it will add to each of `num_tables`. in_flight: tokens that others add until an ended row's are free."""
+        self._growth, self._in_flight = num_tables, in_flight
         self._num_tokens, self._empty = num_blocks * block_size, block_size // 2
         order = np.argsort(-to_come)
-        self._held, self._to_come = held[order] + self._empty, to_come[order] + _STEPS_IN_FLIGHT
+        self._held, self._to_come = held[order] + self._empty, to_come[order] + in_flight
         last = np.searchsorted(-self._to_come, -self._to_come, side="right")  # rows that end no earlier are before it
         self._used = np.append(0, np.cumsum(self._held))[last] + last * self._to_come * num_tables
         """int64 [R]: tokens held when the blocks of row k become free. Rows that ended before have none."""
 
     def add_if_it_fits(self, held: int, to_come: int) -> bool:
         """Adds one more row where there is room for all rows until they have ended; False where there is not."""
-        held, to_come = held + self._empty, to_come + _STEPS_IN_FLIGHT
+        held, to_come = held + self._empty, to_come + self._in_flight
         others = self._held[self._to_come >= to_come]
         at_its_end = int(others.sum()) + held + (len(others) + 1) * to_come * self._growth
         more = np.where(self._to_come <= to_come, held + self._to_come * self._growth, 0)

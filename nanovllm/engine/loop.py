@@ -56,7 +56,7 @@ class EngineLoop:
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
-        """Tokens computed so far by rows that had one to compute."""
+        """Tokens computed so far by rows that decode."""
         self._num_generated = 0
         self._num_finished = {"stop": 0, "length": 0, "abort": 0}
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
@@ -130,7 +130,7 @@ class EngineLoop:
         self.executor.launch(packed)
         self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
-        self.num_decode_tokens += plan.num_old_rows
+        self.num_decode_tokens += plan.num_old_tokens
         self.num_prefill_tokens += plan.num_prefill_tokens
         if self._trace is not None:
             self._trace.launched(plan, now)
@@ -140,12 +140,13 @@ class EngineLoop:
 
     def _collect(self, columns: StepColumns) -> None:
         """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
-        token_ids, scores = self.executor.collect()
+        tokens, scores = self.executor.collect()
         plan, sampling = self._launched.popleft()
-        gained = self.scheduler.apply(plan, token_ids)
+        gained = self.scheduler.apply(plan, tokens)
+        scored: dict[Sequence, int] = {}
         if scores is not None:
             assert sampling is not None
-            take_scores(sampling, gained, scores)
+            scored = take_scores(sampling, gained, scores)
         now = time.perf_counter()
         if self._trace is not None:
             self._trace.collected(now, self.stats())
@@ -157,7 +158,8 @@ class EngineLoop:
             seq.metrics.token_times.append(now)
             entry = columns.add(seq.request_id, seq.index, token_id)
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
-                columns.logprobs[entry] = rows, len(rows) - 1
+                columns.logprobs[entry] = rows, scored[seq]
+                scored[seq] += 1
             if seq.status is finished:
                 if seq.params.max_tokens == 0:
                     columns.token_ids[entry] = -1

@@ -21,9 +21,12 @@ class RowMemory:
 
     def __init__(
         self, num_blocks: int, block_size: int, groups: tuple[PageGroup, ...] = _ONE_GROUP,
-        enable_prefix_caching: bool = True, table_width: int = 0,
+        enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1,
     ) -> None:  # fmt: skip
-        """table_width: blocks of one block table on the device; needed where rows have several tables."""
+        """table_width: blocks of one block table on the device; needed where rows have several tables.
+        tokens_per_step: most tokens that a row gains in one step."""
+        self._margin = 2 * (tokens_per_step - 1)
+        """Tokens between the least and the most that a row has computed after a step in flight and one more."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
         self.pool = BlockPool(num_blocks, self.cache.forget)
@@ -50,7 +53,7 @@ class RowMemory:
         """Most blocks that a row of up to `num_tokens` holds for layers with windows while it decodes."""
         most = self.num_blocks_for(num_tokens)
         return sum(
-            min(most, -(-(window - 1) // self.block_size) + 1) * num_tables
+            min(most, -(-(window - 1 + self._margin) // self.block_size) + 1) * num_tables
             for window, num_tables in self._groups if window is not None
         )  # fmt: skip
 
@@ -140,10 +143,12 @@ class RowMemory:
     def _note_reserved(self, seq: Sequence) -> None:
         seq.num_reserved_tokens = self.block_size * min(map(len, seq.pages))
 
-    def can_grow(self, seq: Sequence) -> bool:
-        """Whether a row that decodes can have one more block in each table; what its windows have left goes first."""
-        self._leave_behind(seq, seq.num_computed_tokens)
-        return self.num_free_blocks >= self.num_tables
+    def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether a row that decodes can have blocks for so many tokens in each table; what its windows have left goes
+        first."""
+        self._leave_behind(seq, seq.num_least_computed)
+        more = self.num_blocks_for(num_tokens) - seq.num_reserved_tokens // self.block_size
+        return self.num_free_blocks >= more * self.num_tables
 
     def num_updates(self, seq: Sequence, prefix: CachedPrefix, count: int) -> int:
         """Blocks of a row that is admitted so."""
@@ -164,8 +169,8 @@ class RowMemory:
         return self._within_windows(start, count, num_blocks, self.num_free_blocks)
 
     def reserve(self, seq: Sequence, count: int) -> list[int]:
-        """Gives a running row blocks for its next `count` tokens, for which `prepare` found room. Returns block
-        updates: flat triples slot, index, block."""
+        """Gives a running row blocks for its next `count` tokens, for which `prepare` or `can_grow` found room. Returns
+        block updates: flat triples slot, index, block."""
         updates: list[int] = []
         for group, table in enumerate(seq.pages):
             first = len(table)
@@ -222,5 +227,5 @@ class RowMemory:
             held = [page for table in seq.pages for page in table if page is not None]
             assert seq.num_held_blocks == sum(len(page.blocks) for page in held), seq
             for group, table in enumerate(seq.pages):
-                kept = self.cache.first_kept(group, seq.num_computed_tokens)
+                kept = self.cache.first_kept(group, seq.num_least_computed)
                 assert all(page is not None and page.group == group for page in table[kept:]), seq

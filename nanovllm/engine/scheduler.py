@@ -6,10 +6,12 @@ to compute, a prompt chunk one with many, a preempted request one whose computed
 
 Steps are scheduled one ahead of their results. The scheduler therefore works with counts: a sampled token that is still
 on the device counts as an inflight token, and its value is needed only to see whether the text has ended. A row that
-turns out to have ended computed one token too many in the step already launched; it is dropped when it arrives.
+turns out to have ended computed too much in the step already launched; what that brings is dropped when it arrives.
+Where a step may bring a row several tokens, its lengths are bounds until they arrive (Sequence).
 """
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.lookahead import Forecast, Lookahead
@@ -20,7 +22,7 @@ from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
 from nanovllm.wire.state import PageGroup
-from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
+from nanovllm.wire.step import UPDATE_SIZE, StepTokens, most_block_updates
 
 _Chunk = tuple[Sequence, int]
 """A row and how many tokens of its prompt a step computes."""
@@ -44,16 +46,19 @@ class Scheduler:
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True,
-        groups: tuple[PageGroup, ...] = (PageGroup(),),
+        groups: tuple[PageGroup, ...] = (PageGroup(),), tokens_per_step: int = 1,
     ) -> None:  # fmt: skip
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `groups`: of its layers, by the
-        tokens that they need."""
+        tokens that they need. `tokens_per_step`: most tokens that a row gains in one step."""
         self.config, self._is_dense = config, is_dense
         table_width = -(-(config.max_model_len or 0) // block_size)
-        self.memory = RowMemory(num_blocks, block_size, groups, config.enable_prefix_caching, table_width)
+        self._tokens_per_step = tokens_per_step
+        self.memory = RowMemory(
+            num_blocks, block_size, groups, config.enable_prefix_caching, table_width, tokens_per_step
+        )
         self._most_updates = most_block_updates(num_blocks, config.max_num_seqs, self.memory.num_tables)
-        self.lookahead = Lookahead(self.memory)
+        self.lookahead = Lookahead(self.memory, tokens_per_step)
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
         self.waiting = WaitingQueues(config.long_prefill_threshold)
@@ -91,6 +96,8 @@ class Scheduler:
         """Queues `seq`."""
         assert seq.status is SequenceStatus.WAITING and seq.arrival is None, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
+        if seq.sampling is None or not seq.sampling.has_edits:  # whose edits are those of one position
+            seq.most_gained = self._tokens_per_step
         seq.arrival = self._num_added
         self._num_added += 1
         self.waiting.append(seq)
@@ -142,36 +149,55 @@ class Scheduler:
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
-        """Adds the rows that have one token to compute, oldest first; makes room by preempting the newest."""
-        seqs, starts, epochs = plan.seqs, plan.starts, plan.epochs
+        """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
+        seqs, starts, epochs, left = plan.seqs, plan.starts, plan.epochs, budget
+        several, count, gained = self._tokens_per_step > 1, 1, 1
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
-            if budget == 0:
+            if left == 0:
                 break
             total = seq.num_tokens + seq.num_inflight_tokens
-            if not seq.last_token_on_device or total >= seq.max_total_tokens:
+            if not seq.last_token_on_device or (
+                total >= seq.max_total_tokens and seq.num_least_tokens >= seq.max_total_tokens
+            ):
                 continue  # a prompt, or a row whose last token is on its way
             if seq.needs_last_token and seq.num_inflight_tokens:
                 continue  # what it may sample next depends on a token that is not here yet
             start = seq.num_computed_tokens
-            if start == seq.num_reserved_tokens and not self._grow(plan, seq):
+            end = start + 1
+            if several:
+                start, end = self._bounds(seq, left)
+                count, gained = end - start, seq.most_gained
+            if end > seq.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
             starts.append(start)
             epochs.append(seq.epoch)
-            seq.num_computed_tokens = start + 1
-            seq.num_inflight_tokens += 1
-            budget -= 1
-        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
-        plan.counts = [1] * len(seqs)
-        return budget
+            seq.num_computed_tokens = end
+            seq.num_inflight_tokens += gained
+            left -= count
+            if several:
+                plan.counts.append(count)
+        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
+        plan.num_old_tokens = plan.num_tokens = budget - left
+        plan.counts = plan.counts or [1] * len(seqs)
+        return left
 
-    def _grow(self, plan: StepPlan, seq: Sequence) -> bool:
-        """Gives `seq` one more block in each table. False: `seq` itself was preempted, being the newest."""
-        while not self.memory.can_grow(seq):
+    @staticmethod
+    def _bounds(seq: Sequence, budget: int) -> tuple[int, int]:
+        """Where a row that may gain several tokens begins at the latest, and where it surely ends: before the last
+        token of all, which needs no KV."""
+        most = seq.max_total_tokens - 1
+        count = min(seq.most_gained, budget, most - seq.num_least_computed)
+        end = min(seq.num_computed_tokens + count, most)
+        return end - count, end
+
+    def _grow(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
+        """Gives `seq` blocks for its tokens up to `end`. False: `seq` itself was preempted, being the newest."""
+        while not self.memory.can_grow(seq, end):
             self.num_preemptions += 1
             if self._preempt_newest() is seq:
                 return False
-        plan.block_updates += self.memory.reserve(seq, 1)
+        plan.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
         return True
 
     def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
@@ -304,7 +330,7 @@ class Scheduler:
         seq.num_computed_tokens = start + count
         if not seq.num_tokens_to_compute:
             plan.num_sample_rows += 1
-            seq.num_inflight_tokens += 1
+            seq.num_inflight_tokens += seq.most_gained
             seq.last_token_on_device = True
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
@@ -316,22 +342,27 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
-        """Takes in a step's sampled tokens (one for each of its first rows); returns who gained which."""
-        block_size = self.memory.block_size
-        self._publish_written(
-            plan, (row for row in range(plan.num_old_rows) if (plan.starts[row] + 1) % block_size == 0)
-        )
+    def apply(self, plan: StepPlan, tokens: StepTokens) -> list[tuple[Sequence, int]]:
+        """Takes in what a step's first rows gained; returns who gained which tokens, in order. Those that a row gained
+        behind its end are dropped."""
         self._publish_written(plan, range(plan.num_old_rows, plan.num_rows))
         gained: list[tuple[Sequence, int]] = []
+        rows, counts = plan.seqs[: plan.num_sample_rows], tokens.counts
+        block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
-        for seq, token_id in zip(plan.seqs[: plan.num_sample_rows], token_ids, strict=True):
-            if seq.status is not running:
-                if seq.status is finished:
-                    continue
-                self.waiting.num_tokens += 1  # preempted while this token was on the device
-            seq.append(token_id)
+        owners = rows if counts is None else chain.from_iterable(map(repeat, rows, counts))
+        for seq, token_id in zip(owners, tokens.ids, strict=True):
+            status = seq.status
+            if status is finished:
+                continue
+            seq.num_inflight_tokens -= 1
+            seq.token_ids.append(token_id)
+            seq.num_tokens = num_tokens = seq.num_tokens + 1
             gained.append((seq, token_id))
+            if status is not running:
+                self.waiting.num_tokens += 1  # preempted while this token was on the device
+            elif (num_tokens - 1) % block_size == 0:  # all but this token are written, and fill a block
+                publish(seq, num_tokens - 1)
             if token_id in seq.stop_token_ids:
                 self._finish(seq, "stop")
             elif (
@@ -341,10 +372,14 @@ class Scheduler:
             ):
                 self._finish(seq, ended.reason)
                 seq.stop_reason = ended.why
-            elif seq.num_tokens >= seq.max_total_tokens:
+            elif num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
                 if seq.params.max_tokens == 0:
                     seq.drop_output()
+        if counts is not None:
+            for seq, count in zip(rows, counts, strict=True):
+                if seq.status is not finished:
+                    seq.note_gained(count)
         return gained
 
     def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:

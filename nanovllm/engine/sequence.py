@@ -29,6 +29,10 @@ class Sequence:
 
     `num_computed_tokens` advances when a step is scheduled, not when it ends: everything on the device happens in the
     order of launches, so what a launched step writes is there for every later one.
+
+    A step may bring a row that decodes several tokens (`most_gained`), and only the device knows how many until they
+    are read. Computed and total are then the most that they can be: memory is kept for these. What has left a window,
+    and whether the row has ended, goes by the least (`num_least_tokens`): each step in flight brings one at least.
     """
 
     request_id: int
@@ -58,7 +62,10 @@ class Sequence:
     may_stop: bool = field(init=False)
     """Whether anything but its length ends the output."""
     num_tokens: int = field(init=False)
+    most_gained: int = field(default=1, init=False)
+    """Most tokens that one step brings."""
     num_inflight_tokens: int = field(default=0, init=False)
+    """`most_gained` for each launched step whose tokens are not read yet."""
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_prompt_cached_tokens: int | None = field(default=None, init=False)
@@ -102,8 +109,18 @@ class Sequence:
 
     @property
     def num_total_tokens(self) -> int:
-        """Tokens of the row, those not yet read from the device included."""
+        """Most tokens of the row, those not yet read from the device included."""
         return self.num_tokens + self.num_inflight_tokens
+
+    @property
+    def num_least_tokens(self) -> int:
+        """Fewest of them, unless the row has ended."""
+        return self.num_tokens + self.num_inflight_tokens // self.most_gained
+
+    @property
+    def num_least_computed(self) -> int:
+        """Fewest tokens whose keys and values are there when the next step begins."""
+        return min(self.num_computed_tokens, self.num_least_tokens - 1)
 
     @property
     def num_tokens_to_compute(self) -> int:
@@ -131,11 +148,11 @@ class Sequence:
         ends = [*(start for _, start in self.version_starts[1:]), self.num_output_tokens]
         return [(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True) if end > start]
 
-    def append(self, token_id: int) -> None:
-        """A sampled token has arrived from the device."""
-        self.num_inflight_tokens -= 1
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
+    def note_gained(self, num_tokens: int) -> None:
+        """A step has brought so many tokens, all here by now: what it might have brought beyond will not come."""
+        self.num_inflight_tokens -= self.most_gained - num_tokens
+        if self.last_token_on_device:
+            self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 
     def drop_output(self) -> None:
         """For max_tokens=0: forgets the token that came with computing the prompt."""

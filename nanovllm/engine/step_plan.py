@@ -12,18 +12,20 @@ from nanovllm.wire.step import pack_step
 class StepPlan:
     """Rows of a step, in the order of the device: decodes, prompts that finish, prompt chunks that do not.
 
-    The first two kinds, `num_sample_rows` together, gain a token.
+    The first two kinds, `num_sample_rows` together, gain tokens: prompts one, decodes up to their count.
     """
 
     seqs: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """First position that is computed, by row."""
+    """First position that is computed, by row; of a decode the last that this can be, since the device knows it."""
     counts: list[int] = field(default_factory=list)
-    """Tokens that are computed, by row."""
+    """Tokens that are computed, by row; of a decode at most: it ends at start + count."""
     epochs: list[int] = field(default_factory=list)
     """Sequence.epoch when the row was scheduled."""
     num_old_rows: int = 0
-    """Decodes of rows that had begun before."""
+    """Decodes of rows that had begun before,"""
+    num_old_tokens: int = 0
+    """and their tokens."""
     num_decode_rows: int = 0
     """These first, then rows that begin with all but one token cached."""
     num_sample_rows: int = 0
@@ -43,7 +45,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_old_rows
+        return self.num_tokens - self.num_old_tokens
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
@@ -52,7 +54,8 @@ class StepPlan:
             num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
             slot_records=[
-                (seq.slot, seq.params.temperature, seq.seed, seq.token_ids[-1]) for seq in self.new_slots
+                (seq.slot, seq.params.temperature, seq.seed, seq.token_ids[-1], seq.num_cached_tokens)
+                for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies,
         )  # fmt: skip

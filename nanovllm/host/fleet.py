@@ -8,6 +8,7 @@ before is left out.
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -228,26 +229,31 @@ class Fleet:
 
     def _without_known(self, step: wire.Step) -> wire.Step:
         """A step without the tokens that were there before their request's first engine was lost."""
-        skips, known = self._skips, set()
+        skips, known = self._skips, Counter[int]()
+        """known: tokens left out of each row."""
         found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
         for row, token in zip(step.rows, step.tokens, strict=True):
             if (count := skips.get(row)) is None:
                 found.rows.append(row)
                 found.tokens.append(token)
                 continue
-            known.add(row)
+            known[row] += 1
             if count == 1:
                 del skips[row]
             else:
                 skips[row] = count - 1
         for end in step.finishes:
             if (count := skips.pop(end.row, None)) is not None:
-                known.add(end.row)
+                known[end.row] += end.token is not None
                 if count > _ENDED // 2:
                     continue
                 end.token = None  # it ends with a token that is known
             found.finishes.append(end)
-        found.logprobs = [each for each in step.logprobs if each[0] not in known]
+        for row, line in step.logprobs:  # the first lines of a row are those of the tokens that are left out
+            if known[row]:
+                known[row] -= 1
+            else:
+                found.logprobs.append((row, line))
         return found
 
     def _finish(self, number: int, flight: Flight) -> None:

@@ -42,7 +42,9 @@ class FleetRows:
     def _take_step(self, step: wire.Step, columns: StepColumns) -> None:
         """A loop over all rows of a step: kept lean."""
         now, plain = time.perf_counter(), self._plain
-        lines = dict(step.logprobs)
+        lines: dict[int, list[bytes]] = {}
+        for number, line in step.logprobs:
+            lines.setdefault(number, []).append(line)
         for request_id, words in step.prompts:
             self._take_prompt(request_id, words)
         done = {each.request_id: each for each in step.done}
@@ -52,7 +54,7 @@ class FleetRows:
             if seq is None:
                 if (seq := self._live.get(number)) is None:
                     continue
-                self._gain(seq, token, lines.get(number), now)
+                self._gain(seq, token, lines, now)
                 entry = columns.add(seq.request_id, seq.index, token)
                 if seq.sampling is None:
                     plain[number] = seq
@@ -72,7 +74,7 @@ class FleetRows:
                 continue
             token = -1 if end.token is None else end.token
             if token >= 0:
-                self._gain(seq, token, lines.get(end.row), now)
+                self._gain(seq, token, lines, now)
             entry = columns.add(seq.request_id, seq.index, token)
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and token >= 0:
                 columns.logprobs[entry] = rows, len(rows) - 1
@@ -82,7 +84,8 @@ class FleetRows:
         for seq, entry, end in ended:
             self._end(seq, entry, end, columns, now)
 
-    def _gain(self, seq: Sequence, token_id: int, line: bytes | None, now: float) -> None:
+    def _gain(self, seq: Sequence, token_id: int, lines: dict[int, list[bytes]], now: float) -> None:
+        """lines: of log-probabilities, by row, those that are not taken yet."""
         metrics = seq.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
@@ -92,8 +95,8 @@ class FleetRows:
         self.num_generated += 1
         if (row := seq.sampling) is None:
             return
-        if line is not None and row.logprob_rows is not None:
-            row.logprob_rows.append(np.frombuffer(line, np.int32)[None], 0)
+        if row.logprob_rows is not None and (own := lines.get(seq.number)):
+            row.logprob_rows.append(np.frombuffer(own.pop(0), np.int32)[None], 0)
         if row.text is not None and token_id not in seq.stop_token_ids:
             row.text.push(token_id, watch=seq.num_output_tokens >= seq.params.min_tokens)
 

@@ -42,6 +42,6 @@ class StepClock:
             size, seconds = self._running // _ROWS, now - self._begin
             before = self._seconds.get(size, seconds)
             self._seconds[size] = min(seconds, before + _FORGETTING * (seconds - before))
-        decodes_only = plan is not None and plan.num_decode_rows == plan.num_tokens
+        decodes_only = plan is not None and not plan.host_token_ids
         self._running = plan.num_decode_rows if plan is not None and decodes_only else None
         self._begin = now

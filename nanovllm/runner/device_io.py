@@ -13,6 +13,7 @@ from nanovllm.errors import StepTimeout
 from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.runner.mailbox import RING, Mailbox
 from nanovllm.wire.sampling import StepScores
+from nanovllm.wire.step import StepTokens
 
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
 _LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause (Ctrl-Z) this process stood still itself
@@ -130,7 +131,7 @@ class DeviceIO:
         event = self._launched[0].event
         return event is None or event.query()
 
-    def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[list[int], StepScores | None]:
+    def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[StepTokens, StepScores | None]:
         """Tokens of the oldest step not yet collected, and what it brings beside them, if anything. `check` is called
         while waiting: it may raise, or return True where the wait has a reason that does not count. Raises StepTimeout
         after `timeout` seconds that do.
@@ -140,7 +141,7 @@ class DeviceIO:
             self._wait(event, timeout, check)
         token_ids = tokens.tolist()
         del token_ids[padding]
-        return token_ids, None if scores is None else scores.copy()  # other steps will have that memory
+        return StepTokens(token_ids), None if scores is None else scores.copy()  # other steps will have that memory
 
     @staticmethod
     def _wait(event: torch.cuda.Event, timeout: float, check: Callable[[], bool]) -> None:

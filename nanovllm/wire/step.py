@@ -13,11 +13,13 @@
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9.. reserved
-    slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, 3 reserved
+    slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
+                 2 reserved
 
-Decode rows come first and have one token. Its id is the last of the slot: that of its record, where it has one in this
-step, else the one sampled last, which only the device need know. Within a step each (slot, index) and each slot record
-appears once.
+Decode rows come first. Their ids are the slot's: first its last token, that of its record, where it has one in this
+step, else the one sampled last, which only the device need know. A decode row of several tokens begins where the slot
+is, again by its record or by the step before; it computes `count` tokens at most, and none from `start + count` on. Of
+one token `start` is that place. Within a step each (slot, index) and each slot record appears once.
 """
 
 import struct
@@ -34,7 +36,7 @@ COPIES_WORD = 8
 UPDATE_SIZE = 3
 COPY_SIZE = 2
 RECORD_SIZE = 8
-_RECORD = struct.Struct("<ifqi12x")
+_RECORD = struct.Struct("<ifqii8x")
 assert _RECORD.size == 4 * RECORD_SIZE
 
 
@@ -54,6 +56,15 @@ class StepCounts(NamedTuple):
         return cls(*packed[: len(cls._fields)].tolist())
 
 
+class StepTokens(NamedTuple):
+    """What the first rows of a step gained."""
+
+    ids: list[int]
+    """Row after row."""
+    counts: list[int] | None = None
+    """Of each row; None: one."""
+
+
 def most_block_updates(num_blocks: int, max_num_seqs: int, num_tables: int = 1) -> int:
     """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that
     rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
@@ -69,10 +80,10 @@ def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
-    slot_records: Iterable[tuple[int, float, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
+    slot_records: Iterable[tuple[int, float, int, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
 ) -> np.ndarray:  # fmt: skip
-    """The int32 array of the drawing. slot_records: (slot, temperature, seed, last token id) of each row that
-    took a slot; block_copies: flat pairs."""
+    """The int32 array of the drawing. slot_records: (slot, temperature, seed, last token id, tokens computed) of
+    each row that took a slot; block_copies: flat pairs."""
     records = [_RECORD.pack(*record) for record in slot_records]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     longest = max(counts, default=0)

@@ -5,13 +5,17 @@ each KV position it stores which text, token by token, the entry was computed fr
 of its own prefix is an error at once, so that wrong sharing, blocks that are hits before their data is there, stale
 blocks, slots used twice and weights changed under a cache all show. The sampled token depends on the whole prefix and
 on the slot's seed: each request's output has exactly one right value.
+
+A row that decodes may gain several tokens in a step. The device then plays one whose drafts were right up to somewhere:
+it writes what wrong drafts would have written behind the tokens that it keeps.
 """
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, block_copies
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, StepTokens, block_copies
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text
@@ -29,10 +33,15 @@ def extend_digest(digest: int, token_id: int) -> int:
 class FakeDevice:
     """State by slot, block tables and a KV store, fed by packed steps."""
 
-    def __init__(self, max_num_seqs: int, num_blocks: int, block_size: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(
+        self, max_num_seqs: int, num_blocks: int, block_size: int, gain: Callable[[int], int] | None = None
+    ) -> None:
+        """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many."""
+        self.max_num_seqs, self._gain = max_num_seqs, gain
         self.block_size = block_size
         self.last_token: list[int | None] = [None] * max_num_seqs
+        self.num_computed: list[int] = [0] * max_num_seqs
+        """Where the slot's next decode begins."""
         self.seed: list[int | None] = [None] * max_num_seqs
         self.temperature: list[float | None] = [None] * max_num_seqs
         self.block_table: list[dict[int, int]] = [{} for _ in range(max_num_seqs)]
@@ -56,8 +65,8 @@ class FakeDevice:
             node = self._parent[node]
         return tokens[::-1]
 
-    def execute(self, packed: np.ndarray) -> tuple[list[int], list[int]]:
-        """Runs one step; returns the sampled tokens and, by row, the text its last computed position stands for."""
+    def execute(self, packed: np.ndarray) -> tuple[StepTokens, list[int]]:
+        """Runs one step; returns what its first rows gained and, by row, the text its last position stands for."""
         assert packed.dtype == np.int32 and packed.ndim == 1
         data = packed.tolist()
         num_rows, num_decodes, num_samples, num_tokens, num_updates, num_records, max_count = data[:7]
@@ -76,28 +85,52 @@ class FakeDevice:
 
         slots, starts, counts = columns
         assert len(set(slots)) == num_rows, "two rows in one slot"
-        assert sum(counts) == num_tokens and max(counts) == max_count and counts[:num_decodes] == [1] * num_decodes
-        assert len(prompt_tokens) == num_tokens - num_decodes
+        assert sum(counts) == num_tokens and max(counts) == max_count and min(counts) > 0
+        assert len(prompt_tokens) == num_tokens - sum(counts[:num_decodes])
+        for row, slot in enumerate(slots[:num_decodes]):
+            end, starts[row] = starts[row] + counts[row], self.num_computed[slot]
+            counts[row] = max(0, min(counts[row], end - starts[row]))
+            assert self._gain or counts[row] == 1
         # Layer by layer, all rows write before any row reads; a row therefore must not read what another writes now.
         nodes = [self._prefix(slot, start) for slot, start in zip(slots, starts, strict=True)]
         written: set[tuple[int, int]] = set()
+        gained: list[list[int]] = []
         for row, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
             if row < num_decodes:
-                last = self.last_token[slot]
-                assert last is not None, f"slot {slot} decodes before it sampled"
-                tokens = [last]
+                gained.append(self._draw(slot, nodes[row], count))
+                tokens = [self.last_token[slot], *gained[row][:-1]][: len(gained[row])]
+                assert None not in tokens, f"slot {slot} decodes before it sampled"
             else:
                 tokens, prompt_tokens = prompt_tokens[:count], prompt_tokens[count:]
-            for position, token in enumerate(tokens, start):
-                nodes[row] = self._descend(nodes[row], token)
+            self.num_computed[slot] = start + len(tokens)
+            wrong = [VOCAB_SIZE] * (count - len(tokens))
+            node = nodes[row]
+            for position, token in enumerate(tokens + wrong, start):
+                node = self._descend(node, token)
+                if position < self.num_computed[slot]:
+                    nodes[row] = node
                 place = self._place(slot, position)
                 assert place not in written, f"two rows write {place}"
                 written.add(place)
-                self.kv[place[0]][place[1]] = (self.weights_version, nodes[row])
-        for slot, start, _ in zip(slots, starts, counts, strict=True):
+                self.kv[place[0]][place[1]] = (self.weights_version, node)
+            if num_decodes <= row < num_samples:
+                gained.append([self._sample(slot, nodes[row])])
+        for slot, start in zip(slots, starts, strict=True):
             self._prefix(slot, start)  # still intact after everybody's writes
-        sampled = [self._sample(slots[row], nodes[row]) for row in range(num_samples)]
-        return sampled, nodes
+        for slot, tokens in zip(slots, gained, strict=False):
+            self.last_token[slot] = tokens[-1] if tokens else self.last_token[slot]
+        ids = [token for tokens in gained for token in tokens]
+        return StepTokens(ids, [*map(len, gained)] if self._gain else None), nodes
+
+    def _draw(self, slot: int, node: int, most: int) -> list[int]:
+        """What a row that decodes gains, at most so many."""
+        token, tokens = self.last_token[slot], []
+        for _ in range(self._gain(most) if self._gain and most else most):
+            assert token is not None
+            node = self._descend(node, token)
+            token = self._sample(slot, node)
+            tokens.append(token)
+        return tokens
 
     def _update_block_tables(self, updates: list[int]) -> None:
         for slot, index, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):
@@ -108,6 +141,7 @@ class FakeDevice:
         self.temperature[slot] = float(record[1:2].view(np.float32)[0])
         self.seed[slot] = int(record[2:4].copy().view(np.int64)[0])
         self.last_token[slot] = int(record[4])
+        self.num_computed[slot] = int(record[5])
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
@@ -137,6 +171,4 @@ class FakeDevice:
     def _sample(self, slot: int, node: int) -> int:
         seed = self.seed[slot]
         assert seed is not None, f"slot {slot} has no record"
-        token = next_token(self._digest[node], seed)
-        self.last_token[slot] = token
-        return token
+        return next_token(self._digest[node], seed)

@@ -1,18 +1,35 @@
 """A scheduler and a fake device, run as the engine runs them, with every documented limit checked at each step."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
-from nanovllm.wire.step import most_block_updates, packed_capacity
+from nanovllm.wire.step import StepTokens, most_block_updates, packed_capacity
+
+
+class Watcher:
+    """A row's `sampling` that ends the output after two tokens in a row: as a stop string, or as a grammar would, which
+    lets the row go on only when the host knows what it has."""
+
+    num_prompt_logprobs_missing = 0
+    watches = True
+
+    def __init__(self, last_two: tuple[int, int], is_grammar: bool) -> None:
+        self.last_two, self.needs_last_token, self.has_edits = last_two, is_grammar, is_grammar
+
+    def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
+        is_end = num_output_tokens > 1 and tuple(token_ids[-2:]) == self.last_two
+        return Ended("stop", "the two") if is_end else None
 
 
 def make_sequence(
@@ -25,6 +42,7 @@ def make_sequence(
     capacity: int = 10**9,
     temperature: float = 0.0,
     salt: str | None = None,
+    watcher: Watcher | None = None,
 ) -> Sequence:
     return Sequence(
         request_id,
@@ -35,6 +53,7 @@ def make_sequence(
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
+        sampling=watcher,  # type: ignore[arg-type]
     )
 
 
@@ -62,7 +81,8 @@ class Request:
         """The output and the reason of its end."""
         output = self.text_alone(self.seq.max_total_tokens)[len(self.prompt) :]
         for index, token in enumerate(output):
-            if token in self.seq.stop_token_ids:
+            watcher = self.seq.sampling
+            if token in self.seq.stop_token_ids or (watcher and watcher.accept(output[: index + 1], index + 1)):
                 return output[: index + 1], "stop"
         return output, "length"
 
@@ -70,12 +90,16 @@ class Request:
 class Simulation:
     """`depth` steps may be launched whose results the scheduler has not seen: 2 as in the engine, 1 without overlap."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, **options: object) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, tokens_per_step: int = 1,
+        gain: Callable[[int], int] | None = None, **options: object,
+    ) -> None:  # fmt: skip
+        """`gain`: see FakeDevice."""
         self.config = EngineConfig.from_options("model", **options)
-        self.scheduler = Scheduler(self.config, num_blocks, block_size)
-        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size)
+        self.scheduler = Scheduler(self.config, num_blocks, block_size, tokens_per_step=tokens_per_step)
+        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain)
         self.depth = depth
-        self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
+        self.pipeline: deque[tuple[StepPlan, StepTokens]] = deque()
         self.requests: dict[int, Request] = {}
         self.num_preemptions = 0
 
@@ -86,11 +110,13 @@ class Simulation:
         stop: frozenset[int] = frozenset(),
         seed: int = 0,
         temperature: float = 0.0,
+        watcher: Watcher | None = None,
     ) -> Request:
         capacity = self.scheduler.capacity_tokens
         seq = make_sequence(
-            len(self.requests), prompt, max_tokens, stop=stop, seed=seed, capacity=capacity, temperature=temperature
-        )
+            len(self.requests), prompt, max_tokens, stop=stop, seed=seed, capacity=capacity, temperature=temperature,
+            watcher=watcher,
+        )  # fmt: skip
         self.requests[seq.request_id] = Request(seq, list(prompt))
         self.scheduler.add(seq)
         return self.requests[seq.request_id]
@@ -125,10 +151,15 @@ class Simulation:
         self._check_limits(plan, waiting_before)
         self._check_order_of_admission(plan)
         tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
-        for seq, start, count, node in zip(plan.seqs, plan.starts, plan.counts, nodes, strict=True):
-            expected = self.requests[seq.request_id].text_alone(start + count)
+        for row, (seq, start, count, node) in enumerate(
+            zip(plan.seqs, plan.starts, plan.counts, nodes, strict=True)
+        ):
+            length = self.device.num_computed[seq.slot]
+            expected = self.requests[seq.request_id].text_alone(length)
             assert self.device.text(node) == expected, f"{seq} computed another text"
             assert self.device.seed[seq.slot] == seq.seed
+            assert length <= start + count and (length == start + count or row < plan.num_old_rows)
+            assert length >= seq.num_least_computed - 1 or length == seq.max_total_tokens - 1
         self.pipeline.append((plan, tokens))
         return plan
 
@@ -140,7 +171,8 @@ class Simulation:
             request = self.requests[seq.request_id]
             assert not request.aborted, "a token arrives after an abort"
             request.gained.append(token)
-            self._check_outcome(request)
+        for seq in {seq for seq, _ in gained}:
+            self._check_outcome(self.requests[seq.request_id])
         self.check()
         return gained
 
@@ -220,10 +252,10 @@ class Simulation:
         for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
             assert start + count == seq.num_computed_tokens <= seq.num_total_tokens
             assert seq.last_token_on_device == (row < plan.num_sample_rows)
-            if row < plan.num_sample_rows:  # computed all there was, and gained a token that nobody has seen yet
-                assert start + count == seq.num_total_tokens - 1
-            assert count == 1 or row >= plan.num_decode_rows
-            assert seq.num_total_tokens <= seq.max_total_tokens, "sampled past the end"
+            if row < plan.num_sample_rows:  # computed all there was, and gained tokens that nobody has seen yet
+                assert seq.num_least_tokens - 1 <= start + count <= seq.num_total_tokens - 1
+            assert 1 <= count <= seq.most_gained or row >= plan.num_decode_rows
+            assert start + count < seq.max_total_tokens >= seq.num_least_tokens, "sampled past the end"
         half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
         assert len(half_computed) <= config.max_num_partial_prefills
         if any(not self._is_long(seq) for seq in self._waiting_for_room(plan)):

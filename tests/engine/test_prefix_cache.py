@@ -168,7 +168,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.rows))
         num_empty = self.memory.num_free_blocks - len(self.free_hits)
         seq.num_computed_tokens = seq.num_reserved_tokens
-        assert self.memory.can_grow(seq)
+        assert self.memory.can_grow(seq, seq.num_computed_tokens + 1)
         [_, index, block] = self.memory.reserve(seq, 1)
         assert blocks_of(seq)[index:] == [block]
         self.took([block], num_empty)

@@ -3,11 +3,12 @@
 The properties themselves are asserted by Simulation at each step; the machine here only thinks up what could happen.
 """
 
+import random
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulation import Request, Simulation
+from simulation import Request, Simulation, Watcher
 
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -36,13 +37,18 @@ options = st.fixed_dictionaries(
 class SchedulerMachine(RuleBasedStateMachine):
     simulation: Simulation
     highest_num_blocks = 14
+    tokens_per_step = st.just(1)
 
     @initialize(data=st.data(), chosen=options)
     def start(self, data: Any, chosen: dict[str, Any]) -> None:
+        several = data.draw(self.tokens_per_step, "tokens_per_step")
+        choose = random.Random(data.draw(st.integers(0, 99), "gains"))
         self.simulation = Simulation(
             num_blocks=data.draw(st.integers(1, self.highest_num_blocks), "num_blocks"),
             block_size=BLOCK_SIZE,
             depth=data.draw(st.integers(1, 2), "depth"),
+            tokens_per_step=several,
+            gain=(lambda most: choose.randint(1, most)) if several > 1 else None,
             **chosen,
         )
 
@@ -51,10 +57,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 14),
         stop=st.sampled_from([frozenset(), frozenset(), frozenset({0, 1, 2})]),
         seed=st.integers(-(2**63), 2**63 - 1) | st.just(0),
+        watcher=st.none() | st.builds(Watcher, st.tuples(st.integers(0, 15), st.integers(0, 15)), st.booleans()),
     )
-    def add(self, prompt: list[int], max_tokens: int, stop: frozenset[int], seed: int) -> None:
+    def add(
+        self, prompt: list[int], max_tokens: int, stop: frozenset[int], seed: int, watcher: Watcher | None = None
+    ) -> None:
         longest = self.simulation.scheduler.capacity_tokens
-        self.simulation.add(prompt[:longest], max_tokens, stop, seed)
+        self.simulation.add(prompt[:longest], max_tokens, stop, seed, watcher=watcher)
 
     @rule(prompt=prompts, count=st.integers(2, 5))
     def add_equal_ones(self, prompt: list[int], count: int) -> None:
@@ -99,5 +108,13 @@ class RoomySchedulerMachine(SchedulerMachine):
     highest_num_blocks = 60
 
 
+class SeveralTokensMachine(SchedulerMachine):
+    """Rows that decode gain 1 to k tokens in a step, as a device pleases: with every k the same outputs."""
+
+    highest_num_blocks = 20
+    tokens_per_step = st.integers(2, 9)
+
+
 TestTinyMemory = SchedulerMachine.TestCase
+TestSeveralTokens = SeveralTokensMachine.TestCase
 TestRoomyMemory = RoomySchedulerMachine.TestCase

@@ -22,7 +22,7 @@ class Device:
         early, idle = self.end - self.time, max(0.0, self.time - self.end)
         self.time = max(self.time, self.end)
         self.end = self.time + seconds
-        self.clock.note(StepPlan(num_decode_rows=rows, num_tokens=rows + prompt_tokens))
+        self.clock.note(StepPlan(num_decode_rows=rows, host_token_ids=[0] * prompt_tokens))
         return early, idle
 
 

@@ -84,6 +84,22 @@ def test_tokens_of_several_completions_are_computed_again_and_left_out() -> None
     assert [(end.row, end.token) for step in steps for end in step.finishes] == [(5, 63)]
 
 
+def test_a_step_may_bring_tokens_that_are_known_and_others() -> None:
+    engines = Engines(2)
+    first = engines.add(4, n=2)
+    engines.fleet.take(first, wire.Step([4, 4, 5], [50, 51, 60]))
+    engines.out()
+    engines.fleet.lose(first, "died")
+    [(second, _)] = engines.take_sent()
+    lines = [(4, b"a"), (4, b"b"), (4, b"c"), (4, b"d"), (5, b"e"), (5, b"f")]
+    ends = [wire.Finish(4, 53, "length", None), wire.Finish(5, 61, "length", None)]
+    engines.fleet.take(second, wire.Step([4, 4, 4, 5], [50, 51, 52, 60], ends, [wire.Done(4)], lines))
+    [step] = engines.out()
+    assert isinstance(step, wire.Step)
+    assert (step.rows, step.tokens, step.logprobs) == ([4], [52], [(4, b"c"), (4, b"d"), (5, b"f")])
+    assert [(end.row, end.token) for end in step.finishes] == [(4, 53), (5, 61)]
+
+
 def test_an_abort_ends_a_request_wherever_it_is() -> None:
     engines = Engines(2)
     bound = engines.add(0)

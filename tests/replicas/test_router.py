@@ -11,6 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.step import StepTokens
 
 BLOCK = 128
 Work = list[tuple[list[int], int]]  # prompt, tokens to generate
@@ -49,7 +50,7 @@ class Fleet:
                     continue
                 self.work[replica] += plan.num_tokens
                 self.computed[replica] += plan.num_prefill_tokens
-                for seq, _ in scheduler.apply(plan, [7] * plan.num_sample_rows):
+                for seq, _ in scheduler.apply(plan, StepTokens([7] * plan.num_sample_rows)):
                     if seq.finish_reason is not None:
                         del live[seq.request_id]
                         if self.route is None:

@@ -1,8 +1,10 @@
 """Rank 0's part of a step's sampling: the section that goes out with it, and what comes back beside the tokens. No
 torch."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -30,7 +32,7 @@ class StepSampling:
     scored: list[list[Row]]
     """Rows whose log-probabilities are wanted, in the order of SCORES and of their lines."""
     kept: list[Row]
-    """Rows whose ids that could be sampled are wanted."""
+    """Rows whose ids that could be sampled are wanted, in the order of their lines."""
     prompt_parts: list[list[PromptPart]]
     """Prompt parts of rows that want few likeliest ids, and of those that want many."""
 
@@ -139,22 +141,29 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPar
     return parts
 
 
-def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> None:
-    """Hands what a step brings beside its tokens to the rows that asked. `gained`: who gained which token in it; others
-    have ended meanwhile."""
-    alive = {seq for seq, _ in gained}
+def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> dict[Row, int]:
+    """Hands what a step brings beside its tokens to the rows that asked: a table has `most_gained` lines for each.
+    `gained`: who gained which token in it; others have ended meanwhile. Returns the first new position of rows that
+    want log-probabilities."""
+    num_gained, firsts = Counter(seq for seq, _ in gained), {}
     for seqs, table in zip(step.scored, found.scored, strict=True):
-        for line, seq in enumerate(seqs):
-            if seq in alive:
-                assert table is not None
-                seq.sampling.logprob_rows.append(table, line)  # type: ignore[union-attr]
-    for line, seq in enumerate(step.kept):
-        if seq in alive:
-            assert found.kept is not None
-            seq.sampling.kept_ids.append(found.kept, line)  # type: ignore[union-attr]
+        for seq, line in zip(seqs, _first_lines(seqs), strict=False):
+            assert table is not None and seq.sampling is not None and seq.sampling.logprob_rows is not None
+            firsts[seq] = len(seq.sampling.logprob_rows)
+            for each in range(line, line + num_gained[seq]):
+                seq.sampling.logprob_rows.append(table, each)
+    for seq, line in zip(step.kept, _first_lines(step.kept), strict=False):
+        assert found.kept is not None and seq.sampling is not None and seq.sampling.kept_ids is not None
+        for each in range(line, line + num_gained[seq]):
+            seq.sampling.kept_ids.append(found.kept, each)
     for parts, table in zip(step.prompt_parts, found.prompt, strict=True):
         begin = 0
         for part in parts:
             assert table is not None and part.seq.sampling is not None
             part.seq.sampling.take_prompt_logprobs(part.first_position, table, range(begin, begin + part.count))
             begin += part.count
+    return firsts
+
+
+def _first_lines(seqs: Sequence[Row]) -> Iterator[int]:
+    return accumulate((seq.most_gained for seq in seqs), initial=0)

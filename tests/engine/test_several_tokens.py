@@ -1,0 +1,155 @@
+"""Rows that gain several tokens in a step: what comes behind an end is dropped, and memory serves the bounds. The same
+outputs whatever a step brings: SeveralTokensMachine of test_scheduler_machine.py."""
+
+import random
+
+import numpy as np
+import pytest
+from simulation import Simulation, make_sequence
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.sampling.plan import PromptPart, StepSampling, take_scores
+from nanovllm.engine.sampling.row import SamplingRow
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.logprobs import LogprobRows
+from nanovllm.outputs import Ending, RequestMetrics, StepColumns
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.sampling import StepScores
+from nanovllm.wire.state import PageGroup
+from nanovllm.wire.step import StepTokens
+
+STOP = 7
+
+
+def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **options: object) -> Scheduler:
+    config = EngineConfig.from_options("model", max_num_seqs=4, max_model_len=400, **options)
+    return Scheduler(config, num_blocks, 4, groups=groups or (PageGroup(),), tokens_per_step=tokens_per_step)
+
+
+def begin(scheduler: Scheduler, seq: Sequence) -> None:
+    """Its first token is there, and no step in flight."""
+    scheduler.add(seq)
+    plan = scheduler.schedule()
+    scheduler.apply(plan, StepTokens([1], [1]))
+    assert seq.last_token_on_device
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_what_comes_behind_an_end_is_dropped(place: int) -> None:
+    scheduler = scheduler_of(20, 5)
+    seq = make_sequence(0, [3] * 6, 30, stop=frozenset({STOP}))
+    begin(scheduler, seq)
+    step, late = scheduler.schedule(), scheduler.schedule()
+    brought = [STOP if at == place else 2 for at in range(5)]
+    gained = scheduler.apply(step, StepTokens([*brought], [5]))
+    assert [token for _, token in gained] == brought[: place + 1]
+    assert seq.output_token_ids == [1, *brought[: place + 1]] and seq.finish_reason == "stop"
+    assert scheduler.apply(late, StepTokens([2] * 5, [5])) == []
+    scheduler.check_integrity()
+    assert scheduler.memory.num_free_blocks == 20 and not scheduler.has_unfinished()
+
+
+def test_max_tokens_holds_within_a_step_and_no_key_is_written_behind_it() -> None:
+    scheduler = scheduler_of(3, 8)
+    seq = make_sequence(0, [3] * 6, 6, capacity=scheduler.capacity_tokens)
+    begin(scheduler, seq)
+    step = scheduler.schedule()
+    assert (step.starts, step.counts) == ([6], [5]), "of 12 tokens the last needs no key"
+    assert scheduler.schedule().counts == [4], "each step in flight brings one at least"
+    assert len(scheduler.apply(step, StepTokens([2] * 5, [5]))) == 5
+    assert seq.finish_reason == "length" and seq.num_output_tokens == 6
+
+
+def test_bounds_come_together_as_results_arrive() -> None:
+    scheduler = scheduler_of(40, 4)
+    seq = make_sequence(0, [3] * 6, 90)
+    begin(scheduler, seq)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.starts, second.starts) == ([6], [10])
+    assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 15, 14)
+    scheduler.apply(first, StepTokens([2], [1]))
+    assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 12, 11)
+    scheduler.apply(second, StepTokens([2, 2, 2], [3]))
+    assert seq.num_least_tokens == seq.num_total_tokens == 11 and seq.num_computed_tokens == 10
+
+
+def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
+    """Alone in as many blocks as `row_blocks` says, it is never preempted, whatever each step brings."""
+    chosen = random.Random(3)
+    for window in (1, 4, 5, 8, 11):
+        for tokens_per_step in (1, 2, 5, 9):
+            groups = PageGroup(), PageGroup(window)
+            most = scheduler_of(1, tokens_per_step, *groups).memory.row_blocks(120)
+            scheduler = scheduler_of(most, tokens_per_step, *groups, max_num_batched_tokens=16)
+            assert scheduler.capacity_tokens >= 120
+            seq = make_sequence(0, [3] * 4, 117)
+            begin(scheduler, seq)
+            launched = [scheduler.schedule()]
+            while seq.status is SequenceStatus.RUNNING:
+                if (plan := scheduler.schedule()) is not None:
+                    launched.append(plan)
+                [most_now] = (step := launched.pop(0)).counts
+                count = chosen.randint(1, most_now)
+                scheduler.apply(step, StepTokens([2] * count, [count]))
+                scheduler.check_integrity()
+            assert seq.num_output_tokens == 117 and scheduler.num_preemptions == 0
+
+
+def test_rows_whose_edits_count_tokens_gain_one_at_a_time() -> None:
+    scheduler = scheduler_of(40, 4)
+    params = SamplingParams(min_tokens=5, stop_token_ids=(STOP,), max_tokens=9)
+    row = SamplingRow(params, stop_ids=frozenset({STOP}), vocab_size=16, text=None, bad_words=(), matcher=None)
+    seq = Sequence(
+        0, [3] * 6, params, num_prompt_tokens=6, seed=0, stop_token_ids=frozenset({STOP}), max_total_tokens=15,
+        metrics=RequestMetrics(0.0), sampling=row,
+    )  # fmt: skip
+    begin(scheduler, seq)
+    assert scheduler.schedule().counts == [1]
+
+
+def test_log_probabilities_of_several_tokens_go_to_their_rows() -> None:
+    """A table has as many lines for a row as it may gain; those of tokens that it did not gain are left out."""
+    first, second = (make_sequence(number, [3], 9) for number in range(2))
+    for seq in (first, second):
+        row = SamplingRow(
+            SamplingParams(logprobs=0), stop_ids=frozenset(), vocab_size=16, text=None, bad_words=(), matcher=None
+        )
+        assert row.logprob_rows is not None
+        row.logprob_rows.append_missing()
+        seq.sampling, seq.most_gained = row, 3
+    table = np.array([[10 * line, 1, 0] for line in range(6)], np.int32)
+    parts: list[list[PromptPart]] = [[], []]
+    step = StepSampling(table, [[first, second], [], [], []], [], parts)
+    gained = [(first, 0), (second, 30), (second, 40)]
+    scores = StepScores([table, None, None, None], [None, None], None)
+    assert take_scores(step, gained, scores) == {first: 1, second: 1}
+    assert [logprob_ids(seq) for seq in (first, second)] == [[0], [30, 40]]
+
+
+def logprob_ids(seq: Sequence) -> list[int]:
+    """Tokens that there are log-probabilities of."""
+    assert seq.sampling is not None and seq.sampling.logprob_rows is not None
+    words = map(seq.sampling.logprob_rows.words, range(len(seq.sampling.logprob_rows)))
+    return [int(line[0]) for line in words if line is not None]
+
+
+def test_tokens_of_one_step_are_one_output() -> None:
+    columns, rows = StepColumns(), LogprobRows(0, str)
+    for token in (5, 6, 7):
+        rows.append(np.array([[token, 1, 0]], np.int32), 0)
+        columns.logprobs[columns.add(4, 1, token)] = rows, len(rows) - 1
+    columns.add(4, 0, 8)
+    columns.endings[columns.add(4, 0, 9)] = Ending("length", None, 1, 0, 2, RequestMetrics(0.0))
+    first, second = columns.outputs()
+    assert (first.request_id, first.index, first.new_token_ids, first.finished) == (4, 1, [5, 6, 7], False)
+    assert [next(iter(entry or {})) for entry in first.logprobs or ()] == [5, 6, 7]
+    assert (second.new_token_ids, second.finish_reason) == ([8, 9], "length")
+
+
+def test_preempted_with_several_tokens_in_flight() -> None:
+    simulation = Simulation(num_blocks=10, tokens_per_step=4, gain=lambda most: most, disable=("lookahead",))
+    requests = [simulation.add([1] * 4, 30, seed=number) for number in range(2)]
+    simulation.run_to_end()
+    assert simulation.num_preemptions > 0
+    assert all(len(request.gained) == 30 for request in requests)
