@@ -70,11 +70,6 @@ def captured_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
     return sorted(shapes, key=lambda shape: -sum(shape))
 
 
-def usual_graph_bytes(shapes: list[StepShape]) -> int:
-    """Bytes that graphs of these shapes usually take outside of torch's allocator."""
-    return _FIRST_GRAPH + len(shapes) * _GRAPH
-
-
 class StepGraphs:
     """Graphs by shape, sharing one memory pool."""
 
@@ -102,7 +97,7 @@ class StepGraphs:
     @property
     def usual_bytes(self) -> int:
         """Bytes that all graphs usually take outside of torch's allocator."""
-        return usual_graph_bytes(self._shapes)
+        return _FIRST_GRAPH + len(self._shapes) * _GRAPH
 
     @property
     def shapes(self) -> list[StepShape]:
