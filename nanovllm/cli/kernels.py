@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from nanovllm.cli.options import Parser
+from nanovllm.cli.options import Parser, add_fields, chosen
 from nanovllm.config import EngineConfig
 
 ROWS = [1, 8, 64, 256, 4096]
@@ -25,13 +25,9 @@ def make_parser() -> Parser:
     parser = Parser(prog="nanovllm kernels", description=text)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a published name such as Qwen3-8B")
     parser.add_argument("--rows", type=numbers, default=ROWS, metavar="LIST", help="numbers of rows [1,8,64,256,4096]")
-    parser.add_argument("--device", metavar="NAME", help="a GPU such as H200, cpu, or a JSON file [this one]")
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="ranks [1]")
-    parser.add_argument("--dtype", default="auto", help="of activations [auto]")
-    parser.add_argument("--quantization", choices=("fp8", "int4"), help="of a checkpoint that is not quantised")
-    parser.add_argument("--lm-head-dtype", choices=("auto", "fp8"), default="auto", help="of the output head [auto]")
-    parser.add_argument("--exact-bits", choices=("batch", "tp"), help="as the engine's option")
-    parser.add_argument("--kernel-choices", metavar="FILE", help="a table of scripts/tune_steps.py")
+    parser.add_argument("--device", dest="gpu", metavar="NAME", help="a GPU such as H200, cpu, or a JSON file [this one]")
+    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
+    parser.epilog = "The engine's options that choose kernels are taken too, such as -tp, --quantization, --exact-bits."
     return parser
 
 
@@ -47,17 +43,14 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
     from nanovllm.runner.kernel_choice import rules_of
 
     published = given.model in PUBLISHED_SHAPES
-    config = EngineConfig(
-        given.model, load_format="dummy", tensor_parallel_size=given.tensor_parallel_size, dtype=given.dtype,
-        quantization=given.quantization, lm_head_dtype=given.lm_head_dtype, exact_bits=given.exact_bits,
-        kernel_choices=given.kernel_choices, skip_tokenizer_init=True,
-    )  # fmt: skip
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, **chosen(given, EngineConfig)}
+    config = EngineConfig(**options)
     model = read_model_config(config if published else resolve_model_folder(config))
-    if given.device is not None:
-        device = Device.named(given.device)
+    if given.gpu is not None:
+        device = Device.named(given.gpu)
     else:
         device = Device.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = given.dtype
+    dtype = config.dtype
     if dtype == "auto":
         dtype = model.torch_dtype if device.is_cuda else "float32"
     for line in lines(model, rules_of(config, model, device, device.is_cuda), dtype, given.rows):

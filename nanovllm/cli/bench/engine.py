@@ -10,16 +10,17 @@ Several modes in one call share the engine. Prompts are token ids, so no tokeniz
 """
 
 import argparse
-import ast
 import importlib.metadata
 import json
 import os
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from nanovllm.cli.bench.modes import Bench
 from nanovllm.cli.bench.roofline import DeviceFigures, Roofline, device_figures
@@ -56,28 +57,12 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def parse_stall(pairs: Sequence[str]) -> StallWorkload:
-    values, known = parse_assignments(pairs), {item.name: item.type for item in fields(StallWorkload)}
-    for name, value in values.items():
-        if name not in known:
-            raise ValueError(f"--decode-stall {name}: must be one of {', '.join(known)}")
-        kinds, least = ((int,), 1) if known[name] is int else ((int, float), 0)
-        if type(value) not in kinds or value < least:
-            raise ValueError(f"--decode-stall {name}={value!r}: must be a number >= {least}")
-    return StallWorkload(**values)
-
-
-def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
-    """["enforce_eager=True", "device=cpu"] -> {"enforce_eager": True, "device": "cpu"}."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{pair!r}: expected key=value")
-        try:
-            values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[name] = text
-    return values
+    """["decodes=4"] -> the workload with these values. Raises ValueError for an unknown name or a wrong value."""
+    values = dict(pair.partition("=")[::2] for pair in pairs)
+    try:
+        return msgspec.convert(values, StallWorkload, strict=False)
+    except ValueError as error:
+        raise ValueError(f"--decode-stall: {error}") from None
 
 
 def add_engine_options(parser: Parser, model: str = "0.6B") -> None:
@@ -112,7 +97,7 @@ def add_options(parser: Parser) -> None:
     modes.add_argument("--throughput", action="store_true", help="all requests at once")
     modes.add_argument("--latency", action="store_true", help="one request alone, 128 tokens in, 512 out")
     modes.add_argument("--sampling-options", action="store_true", help="throughput by option, 128 tokens in, 129 out")
-    stall = ", ".join(f"{item.name}={item.default}" for item in fields(StallWorkload))
+    stall = ", ".join(f"{name}={value}" for name, value in msgspec.structs.asdict(StallWorkload()).items())
     modes.add_argument("--decode-stall", nargs="*", metavar="KEY=VALUE", help=f"long prompts arrive; defaults: {stall}")
     modes.add_argument("--start-up", action="store_true", help="nothing after the first token, which every mode times")
     work = parser.add_argument_group("workload")

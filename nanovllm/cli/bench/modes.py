@@ -8,9 +8,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from nanovllm.cli.bench.roofline import Roofline
 from nanovllm.cli.bench.workloads import SAMPLING_ROWS, StallWorkload, Workload, draw_workload, random_prompt, sampling

@@ -199,9 +199,8 @@ def run(given: argparse.Namespace) -> int:
 def _save(given: argparse.Namespace, found: dict[str, Any], measured: list[Measured], model: str) -> Path:
     moment = datetime.now().strftime("%Y%m%d-%H%M%S")
     rate = given.request_rate if given.request_rate != float("inf") else "inf"
-    entry: dict[str, Any] = {"date": moment, "backend": given.backend, "model_id": model}
-    entry |= {"num_prompts": given.num_prompts, "request_rate": rate, "burstiness": given.burstiness}
-    entry |= {"max_concurrency": given.max_concurrency, **found}
+    same = {name: getattr(given, name) for name in ("backend", "num_prompts", "burstiness", "max_concurrency")}
+    entry: dict[str, Any] = {"date": moment, "model_id": model, "request_rate": rate, **same, **found}
     if given.save_detailed:
         good = [each for each in measured if not each.error]
         entry |= {

@@ -2,7 +2,9 @@
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
@@ -37,19 +39,22 @@ class Workload:
         return [len(prompt) for prompt in self.prompts]
 
 
-@dataclass(frozen=True)
-class StallWorkload:
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StallWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decodes that run from the start, and long prompts that arrive one by one while they do."""
 
-    decodes: int = 64
-    decode_input: int = 256
-    decode_output: int = 600
-    prompts: int = 22
-    prompt_len: int = 4096
-    prompt_output: int = 1
-    first_at: float = 1.0
+    decodes: _Count = 64
+    decode_input: _Count = 256
+    decode_output: _Count = 600
+    prompts: Annotated[int, msgspec.Meta(ge=0)] = 22
+    prompt_len: _Count = 4096
+    prompt_output: _Count = 1
+    first_at: _Seconds = 1.0
     """Seconds after the decodes' arrival."""
-    interval: float = 0.25
+    interval: _Seconds = 0.25
 
 
 def draw_workload(
