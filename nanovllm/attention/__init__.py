@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.errors import refuse
 
-__all__ = ["BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "Selection", "select_backend"]
+__all__ = [
+    "BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "KVCache", "Selection", "select_backend",
+]  # fmt: skip
 
 # Imported on demand: Triton and FlashAttention need not be installed where they are not used.
 BACKENDS: dict[str, tuple[str, str]] = {

@@ -10,7 +10,21 @@ import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec", "KVCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """A layer's part of the paged cache."""
+
+    k: torch.Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim], as v; the last dimension is contiguous."""
+    v: torch.Tensor
+    scales: torch.Tensor | None = None
+    """bfloat16 [num_blocks, num_kv_heads, block_size, 2]: what each token's key and value are multiplied with, where
+    they are e4m3."""
+    table: int = 0
+    """Which of a row's block tables says which blocks are its own."""
 
 
 @dataclass
@@ -34,8 +48,9 @@ class AttentionMetadata:
     """int32 [R]: computed tokens + tokens of this step; 0 for padding."""
     cu_seqlens_q: torch.Tensor
     """int32 [R + 1]: where each row's tokens start; padding rows of the chunk part have none."""
-    block_table: torch.Tensor
-    """int32 [max_num_seqs, max_blocks], indexed by slot."""
+    block_tables: tuple[torch.Tensor, ...]
+    """int32 [max_num_seqs, max_blocks] each, indexed by slot; by KVCache.table. What a window has passed may name any
+    block."""
     max_seqlen_q: int
     """Host-side bound on the tokens of a row."""
     max_context_len: int
@@ -59,10 +74,9 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Causal attention over a paged cache. One object serves all layers of a rank, in stream order.
 
-    Cache layout: k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous. Token n
-    of a row is in block block_table[slot, n // block_size] at offset n % block_size. What a row cannot see (past its
-    end, before its window, in others' blocks) may be anything, keys NaN too; values are finite everywhere, for 0 x NaN
-    would reach it (qk_norm_rope_store sees to that).
+    Token n of a row is in block block_tables[cache.table][slot, n // block_size] of a KVCache, at offset n %
+    block_size. What a row cannot see (past its end, before its window, in others' blocks) may be anything, keys NaN
+    too; values are finite everywhere, for 0 x NaN would reach it (qk_norm_rope_store sees to that).
     """
 
     name: str
@@ -103,18 +117,15 @@ class AttentionBackend(ABC):
         that start behind it."""
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out.
 
-        spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. kv_scales bfloat16
-        [num_blocks, num_kv_heads, block_size, 2]: where the caches are e4m3, what each token's key and value are
-        multiplied with; q may be float16 then beside an out of bfloat16. The step's own keys and values are in the
-        cache already. Rows of padding leave their part of out as it was.
+        spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. Where the cache is e4m3,
+        q may be float16 beside an out of bfloat16. The step's own keys and values are in the cache already. Rows of
+        padding leave their part of out as it was.
         """
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,  # noqa: B027 (a backend may have nothing to compile)
-               kv_scales: torch.Tensor | None = None) -> None:
+    def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:  # noqa: B027 (a backend may have nothing to compile)
         """Compiles every kernel variant that a step can need for layers of `spec`, so that none is compiled during
-        capture or serving. Reads the caches (any contents), writes nothing of them."""
+        capture or serving. Reads the cache (any contents), writes nothing of it."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.attention import flash_import
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
 from nanovllm.errors import refuse
 
@@ -21,8 +21,8 @@ if not flash_import.installed():
 class _PagedRows(NamedTuple):
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    block_tables: torch.Tensor
-    """Their lines of the step's block table, side by side."""
+    block_tables: list[torch.Tensor]
+    """Their lines of each of the step's block tables, side by side."""
 
 
 class FlashBackend(TritonBackend):
@@ -82,16 +82,16 @@ class FlashBackend(TritonBackend):
         n = metadata.num_decode_rows
         context_lens = metadata.context_lens[n:]
         slots = metadata.row_slot[n:].clamp(min=0)
-        return _PagedRows(context_lens, metadata.cu_seqlens_q[n:], metadata.block_table.index_select(0, slots))
+        block_tables = [table.index_select(0, slots) for table in metadata.block_tables]
+        return _PagedRows(context_lens, metadata.cu_seqlens_q[n:], block_tables)
 
-    def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
-                         sinks: torch.Tensor | None, kv_scales: torch.Tensor | None) -> None:
+    def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                         spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows = metadata.workspace
         if isinstance(rows, PrefillRows):
-            return super()._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
+            return super()._forward_prefill(q, cache, metadata, out, spec, sinks)
         # As FlashAttention names it, [blocks, tokens, heads, head_dim]: the same memory under other strides.
-        k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)
         options: dict[str, Any] = {}
         if spec.window:
             options |= {"window_size_left": spec.window - 1, "window_size_right": 0}
@@ -101,5 +101,5 @@ class FlashBackend(TritonBackend):
             options["learnable_sink"] = sinks
         self._forward(
             q, k, v, cu_seqlens_q=rows.cu_seqlens_q, seqused_k=rows.context_lens, max_seqlen_q=metadata.max_seqlen_q,
-            max_seqlen_k=metadata.max_context_len, page_table=rows.block_tables, softmax_scale=spec.scale,
+            max_seqlen_k=metadata.max_context_len, page_table=rows.block_tables[cache.table], softmax_scale=spec.scale,
             causal=not spec.window, num_splits=1, out=out, **options)

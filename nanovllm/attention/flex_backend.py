@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.errors import refuse
 
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
@@ -55,12 +55,22 @@ class _Tiles(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A step: its tiles, those of decode rows apart, and the pages that a CPU gathers for them first."""
+    """What layers of one block table and window share: tiles, those of decode rows apart, each with its mask, and the
+    pages that a CPU gathers for them first."""
 
-    tiles: list[_Tiles]
+    tiles: list[tuple[_Tiles, BlockMask]]
     pages: torch.Tensor | None
-    masks: dict[tuple[int, int | None], BlockMask]
-    """Block masks by tile and window."""
+
+
+class _Step(NamedTuple):
+    """A step's lengths on the host, and what was made of them."""
+
+    starts: np.ndarray
+    lens: np.ndarray
+    cuts: dict[int, list[tuple[int, int]]]
+    """By queries of a tile: (row, number of its first token within the row's) of each tile."""
+    works: dict[tuple[int, int | None], _Work]
+    """By table and window."""
 
 
 class FlexBackend(AttentionBackend):
@@ -99,30 +109,41 @@ class FlexBackend(AttentionBackend):
         starts, lens = metadata.cu_seqlens_q.cpu().numpy(), metadata.context_lens.cpu().numpy()
         counts, n = np.diff(starts), metadata.num_decode_rows
         real = (metadata.row_slot.cpu().numpy() >= 0) & (lens > 0) & (counts > 0)
-        pages = int(-(-lens.max(initial=1) // self.block_size))
-        block_table, gathered = metadata.block_table[:, :pages], None
-        num_pages = int(metadata.block_table.max()) + 1
+        cuts = {}
+        for size, rows in ((1, np.arange(n)), (_CPU_TILE if self._on_cpu else _QUERY_BLOCK, np.arange(n, len(lens)))):
+            rows = rows[real[rows]]
+            if len(rows):
+                cuts[size] = [(row, cut) for row in rows for cut in range(0, counts[row], size)]
+        metadata.workspace = _Step(starts, lens, cuts, {})
+
+    def _work(self, metadata: AttentionMetadata, table: int, window: int | None, num_places: int) -> _Work:
+        step: _Step = metadata.workspace
+        pages = int(-(-step.lens.max(initial=1) // self.block_size))
+        block_table, gathered = metadata.block_tables[table][:, :pages], None
+        num_pages = num_places // self.block_size
         if self._on_cpu:  # uncompiled, it computes with every page that it is given
-            slots = metadata.row_slot[real].long()
-            held = torch.arange(pages) * self.block_size < metadata.context_lens[real, None]
+            rows = torch.tensor(sorted({row for cuts in step.cuts.values() for row, _ in cuts}), dtype=torch.long)
+            slots, lens = metadata.row_slot[rows].long(), metadata.context_lens[rows]
+            held = self._held(pages, lens - metadata.cu_seqlens_q.diff()[rows], lens, window)
             gathered = block_table[slots][held].unique()
             within = torch.searchsorted(gathered, block_table[slots]).int()
             block_table = torch.zeros_like(block_table).index_copy(0, slots, within.where(held, 0))
             num_pages = len(gathered)
-        tiles = []
-        for size, rows in ((1, np.arange(n)), (_CPU_TILE if self._on_cpu else _QUERY_BLOCK, np.arange(n, len(lens)))):
-            rows = rows[real[rows]]
-            if len(rows):
-                cuts = [(row, cut) for row in rows for cut in range(0, counts[row], size)]
-                tiles.append(self._tiles(size, cuts, starts, lens, metadata.row_slot, block_table, num_pages))
-        metadata.workspace = _Work(tiles, gathered, {})
+        tiles = [self._tiles(size, step, metadata.row_slot, block_table, window, num_pages) for size in step.cuts]
+        return _Work([(each, self._block_mask(each, window, num_pages * self.block_size)) for each in tiles], gathered)
 
-    def _tiles(self, size: int, cuts: list[tuple[int, int]], starts: np.ndarray, lens: np.ndarray,
-               row_slot: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> _Tiles:
-        """cuts: (row, number of its first token within the row's) of each tile."""
-        row, cut = (torch.tensor(part, device=self.device) for part in zip(*cuts, strict=True))
+    def _held(self, pages: int, first: torch.Tensor, ends: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Which of so many pages queries at `first` .. `ends` - 1 reach, bool [B, pages]; a row's table names others'
+        pages, too, where its window has passed."""
+        begins = torch.arange(pages, device=self.device) * self.block_size
+        held = begins < ends[:, None]
+        return held if window is None else held & (begins + self.block_size > first[:, None] - window + 1)
+
+    def _tiles(self, size: int, step: _Step, row_slot: torch.Tensor, block_table: torch.Tensor, window: int | None,
+               num_pages: int) -> _Tiles:
+        row, cut = (torch.tensor(part, device=self.device) for part in zip(*step.cuts[size], strict=True))
         begin, end, context = (torch.from_numpy(x.astype(np.int64)).to(self.device)[row]
-                               for x in (starts[:-1], starts[1:], lens))
+                               for x in (step.starts[:-1], step.starts[1:], step.lens))
         steps = torch.arange(size, device=self.device)
         tokens = (begin + cut)[:, None] + steps
         is_real = tokens < end[:, None]
@@ -130,29 +151,27 @@ class FlexBackend(AttentionBackend):
         ends = first + is_real.sum(1)
         slots = row_slot[row].long()
         table = block_table[slots]
-        held = torch.arange(table.shape[1], device=self.device) * self.block_size < ends[:, None]
+        held = self._held(table.shape[1], first, ends, window)
         numbers = torch.zeros(num_pages + 1, dtype=torch.int32, device=self.device)  # the last: of what is not held
         pages = torch.where(held, table, num_pages).long()
         numbers[pages] = torch.arange(table.shape[1], dtype=torch.int32, device=self.device).expand_as(table)
         tokens = torch.where(is_real, tokens, tokens[:, :1])
         return _Tiles(size, tokens, is_real, slots, first, ends, table, numbers)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        work: _Work = metadata.workspace
-        if work.pages is not None:
-            k_cache, v_cache = k_cache[work.pages.long()], v_cache[work.pages.long()]
+    def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        works, key = metadata.workspace.works, (cache.table, spec.window)
+        if key not in works:
+            works[key] = self._work(metadata, *key, num_places=cache.k.shape[0] * self.block_size)
+        work: _Work = works[key]
+        pages = slice(None) if work.pages is None else work.pages.long()
         # [pages, heads, tokens, D] as [1, heads, pages x tokens, D]: a view of a cache that has the tokens first
-        k, v = (cache.transpose(0, 1).flatten(1, 2)[None] for cache in (k_cache, v_cache))
+        k, v = (part[pages].transpose(0, 1).flatten(1, 2)[None] for part in (cache.k, cache.v))
         attend: Any = flex_attention if self._on_cpu else _compiled
-        for number, tiles in enumerate(work.tiles):
-            key = (number, spec.window)
-            if key not in work.masks:
-                work.masks[key] = self._block_mask(tiles, spec.window, k.shape[2])
+        for tiles, mask in work.tiles:
             with torch._dynamo.config.patch(_COMPILING):
                 found = attend(q[tiles.tokens].transpose(1, 2), k, v, score_mod=self._scores(tiles, spec.softcap),
-                               block_mask=work.masks[key], scale=spec.scale, enable_gqa=spec.group_size > 1)
+                               block_mask=mask, scale=spec.scale, enable_gqa=spec.group_size > 1)
             out[tiles.tokens[tiles.is_real]] = found.transpose(1, 2)[tiles.is_real]
         return out
 

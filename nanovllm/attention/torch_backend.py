@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 
 
@@ -17,8 +17,9 @@ class _Row(NamedTuple):
     tokens: slice
     keys: slice
     """Within the gathered blocks."""
-    blocks: torch.Tensor
-    """int64 [blocks that hold the keys]."""
+    slot: int
+    blocks: slice
+    """Of the slot's line of a block table: those that hold the keys."""
     mask: torch.Tensor | None
     """bool [group size * tokens, keys], True where visible; None for a single token, which sees all of `keys`."""
 
@@ -47,14 +48,14 @@ class TorchBackend(AttentionBackend):
                 continue
             for tokens, end in self._at_once(slice(starts[r], starts[r + 1]), context):
                 for (window, group_size), found in rows.items():
-                    found.append(self._row(metadata.block_table[slot], tokens, end, window, group_size))
+                    found.append(self._row(slot, tokens, end, window, group_size))
         metadata.workspace = rows
 
     def _at_once(self, tokens: slice, context: int) -> list[tuple[slice, int]]:
         """Which of a row's tokens are computed together, each part with the keys that its last one sees."""
         return [(tokens, context)]
 
-    def _row(self, table: torch.Tensor, tokens: slice, context: int, window: int | None, group_size: int) -> _Row:
+    def _row(self, slot: int, tokens: slice, context: int, window: int | None, group_size: int) -> _Row:
         count = tokens.stop - tokens.start
         first = max(0, context - count + 1 - window) if window else 0
         first_block, end_block = first // self.block_size, -(-context // self.block_size)
@@ -66,13 +67,13 @@ class TorchBackend(AttentionBackend):
                 mask = mask.triu(before - window + 1)
             mask = mask.repeat(group_size, 1)
         offset = first_block * self.block_size
-        return _Row(tokens, slice(first - offset, context - offset), table[first_block:end_block].long(), mask)
+        return _Row(tokens, slice(first - offset, context - offset), slot, slice(first_block, end_block), mask)
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        table = metadata.block_tables[cache.table]
         for row in metadata.workspace[spec.window, spec.group_size]:
-            k, v = keys_and_values(k_cache, v_cache, row.blocks, row.keys, kv_scales)
+            k, v = keys_and_values(cache.k, cache.v, table[row.slot, row.blocks].long(), row.keys, cache.scales)
             out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v, row.mask, spec, sinks)
         return out
 

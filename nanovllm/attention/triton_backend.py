@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
@@ -81,15 +82,15 @@ class TritonBackend(AttentionBackend):
                 plan.make(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata,
-                out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
         n = metadata.num_decode_rows
         if metadata.num_prefill_rows:
-            self._forward_prefill(q, k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
+            self._forward_prefill(q, cache, metadata, out, spec, sinks)
         if n:
-            self.decode[spec](q[:n], k_cache, v_cache, metadata.block_table, metadata.max_context_len, out[:n], sinks,
-                              merge_first=metadata.merge_first, kv_scales=kv_scales)
+            table = metadata.block_tables[cache.table]
+            self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
+                              merge_first=metadata.merge_first, kv_scales=cache.scales)
         return out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
@@ -100,40 +101,37 @@ class TritonBackend(AttentionBackend):
         tiles = {block_m: each.plan(cu_seqlens_q, context_lens, num_tokens) for block_m, each in planners.items()}
         return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
 
-    def _forward_prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                         metadata: AttentionMetadata, out: torch.Tensor, spec: AttentionSpec,
-                         sinks: torch.Tensor | None, kv_scales: torch.Tensor | None) -> None:
+    def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
+                         spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
-        prefill = self.prefill[spec]
-        prefill(q, k_cache, v_cache, metadata.block_table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
-                rows.tiles[prefill.config.block_m], out, sinks, kv_scales)
+        prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
+        prefill(q, cache.k, cache.v, table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
+                rows.tiles[prefill.config.block_m], out, sinks, cache.scales)
 
-    def warmup(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,
-               kv_scales: torch.Tensor | None = None) -> None:
+    def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:
         """Both kernels, and every size class of the decode plan."""
         for rows in self.plans[spec].size_classes():
-            self._warmup_step(k_cache, v_cache, spec, kv_scales, num_decode=rows, num_prefill=0)
-        self._warmup_step(k_cache, v_cache, spec, kv_scales, num_decode=0, num_prefill=1)
+            self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
+        self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
 
-    def _warmup_step(self, k_cache: torch.Tensor, v_cache: torch.Tensor, spec: AttentionSpec,
-                     kv_scales: torch.Tensor | None, num_decode: int, num_prefill: int) -> None:
+    def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int) -> None:
         rows = num_decode + num_prefill
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
-            block_table=torch.zeros(self.max_num_seqs, max_blocks, **integers), max_seqlen_q=1,
+            block_tables=(torch.zeros(self.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
             max_context_len=self.max_model_len, num_tokens=rows)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        narrow = kv_scales is not None and self.dtype == torch.bfloat16
+        narrow = cache.scales is not None and self.dtype == torch.bfloat16
         q_dtype = torch.float16 if narrow else self.dtype
         qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
         out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
         self.prepare(metadata)
-        self.forward(qkv[:, : spec.num_heads], k_cache, v_cache, metadata, out, spec, sinks, kv_scales)
+        self.forward(qkv[:, : spec.num_heads], replace(cache, table=0), metadata, out, spec, sinks)
 
 
 class FixedOrderTritonBackend(TritonBackend):

@@ -120,9 +120,9 @@ def _heading(
     weights = f"weights in {', '.join(held) or settled.dtype}"
     yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {notes[0]}"
     yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"
-    for (window, heads, head_dim), (layers, nbytes) in plan.token_bytes.items():
-        seen = "all keys" if window is None else f"a window of {window}"
-        shape = f"{heads} x {head_dim} on a rank of {plan.ranks}"
+    for pages, (layers, nbytes) in plan.token_bytes.items():
+        seen = "all keys" if pages.window is None else f"a window of {pages.window}"
+        shape = f"{pages.heads} x {pages.head_dim} on a rank of {plan.ranks}"
         yield f"KV cache: {layers} layers that see {seen}, {shape}: {nbytes / 1024:.1f} KiB a token"
     most = f"{config.max_num_seqs} requests at once, steps of {config.max_num_batched_tokens:,} tokens"
     yield f"{most}, contexts of up to {settled.max_model_len:,}"
@@ -149,9 +149,12 @@ def _refused(refused: dict[int, str]) -> Iterator[str]:
 
 def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:
     groups = [
-        {"window": window, "kv_heads": heads, "head_dim": head_dim, "layers": layers, "token_bytes": nbytes}
-        for (window, heads, head_dim), (layers, nbytes) in plan.token_bytes.items()
-    ]
+        {
+            "window": pages.window, "kv_heads": pages.heads, "head_dim": pages.head_dim, "layers": layers,
+            "token_bytes": nbytes,
+        }
+        for pages, (layers, nbytes) in plan.token_bytes.items()
+    ]  # fmt: skip
     return {
         "tensor_parallel_size": plan.ranks, "weights": plan.weights, "libraries": plan.used - plan.weights,
         **plan.reserved, "kv_cache": groups, "num_kvcache_blocks": plan.blocks, "tokens": plan.tokens,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from nanovllm.engine.block_pool import BlockPool
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
 
 _ONE_GROUP = (PageGroup(),)
 
@@ -25,8 +25,9 @@ class RowMemory:
     ) -> None:  # fmt: skip
         """table_width: blocks of one block table on the device; needed where rows have several tables.
         tokens_per_step: most tokens that a row gains in one step."""
-        self._margin = 2 * (tokens_per_step - 1)
-        """Tokens between the least and the most that a row has computed after a step in flight and one more."""
+        margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
+        self._held = tuple(group.widened(margin) for group in groups)
+        """What rows hold of each group while they decode."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
         self.pool = BlockPool(num_blocks, self.cache.forget)
@@ -51,26 +52,16 @@ class RowMemory:
 
     def window_blocks(self, num_tokens: int) -> int:
         """Most blocks that a row of up to `num_tokens` holds for layers with windows while it decodes."""
-        most = self.num_blocks_for(num_tokens)
-        return sum(
-            min(most, -(-(window - 1 + self._margin) // self.block_size) + 1) * num_tables
-            for window, num_tables in self._groups if window is not None
-        )  # fmt: skip
+        return row_blocks((self._held[group] for group in self._windows), num_tokens, self.block_size)
 
     def row_blocks(self, num_tokens: int) -> int:
         """Most blocks that such a row holds while it decodes."""
-        return self.num_full_tables * self.num_blocks_for(num_tokens) + self.window_blocks(num_tokens)
+        return row_blocks(self._held, num_tokens, self.block_size)
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens of the longest row that fits alone."""
-        low, high = 0, (self.num_blocks + 1) * self.block_size
-        if not self._full and self.window_blocks(high) <= self.num_blocks:
-            return 1 << 40  # windows alone: as long as it likes
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.row_blocks(middle) <= self.num_blocks else (low, middle)
-        return low
+        return capacity_tokens(self._held, self.num_blocks, self.block_size)
 
     # -- rows ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import softplus
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
@@ -15,6 +15,7 @@ from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.memory import Pages
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
@@ -25,8 +26,8 @@ class ForwardStep:
 
     positions: torch.Tensor
     """int32 [T]"""
-    slot_mapping: torch.Tensor
-    """int32 [T]: where each token's key and value go in the flat cache; -1: nowhere."""
+    slot_mappings: tuple[torch.Tensor, ...]
+    """int32 [T] each, by KVCache.table: where a token's key and value go in the flat cache; -1: nowhere."""
     attention: AttentionMetadata
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
@@ -35,8 +36,8 @@ class ForwardStep:
         """The first `cut` tokens, and the others; see attention_halves."""
         first, second = attention_halves(self.attention, cut)
         return (
-            ForwardStep(self.positions[:cut], self.slot_mapping[:cut], first),
-            ForwardStep(self.positions[cut:], self.slot_mapping[cut:], second),
+            ForwardStep(self.positions[:cut], tuple(places[:cut] for places in self.slot_mappings), first),
+            ForwardStep(self.positions[cut:], tuple(places[cut:] for places in self.slot_mappings), second),
         )
 
 
@@ -86,7 +87,7 @@ class Attention(WeightedModule):
         self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
-        self._dtype, self._device = dtype, device = context.dtype, context.device
+        dtype, device = context.dtype, context.device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
@@ -118,23 +119,11 @@ class Attention(WeightedModule):
             self._k_shares = counted / (heads.num_kv_heads * head_dim)
         if layer.has_sinks:
             self.sinks = parameter(heads.local_heads, dtype=dtype, device=device)
-        self.unbind_cache()
+        self.memory = (Pages(self.spec.num_kv_heads, self.spec.head_dim, self.spec.window),)
 
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
-        return self.spec.num_kv_heads, self.spec.head_dim
-
-    def bind_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-        """Takes its part of the KV cache, [num_blocks, kv heads, block_size, head_dim] each, and where they are e4m3
-        kv_scales bfloat16 [num_blocks, kv heads, block_size, 2]."""
-        self.k_cache, self.v_cache, self.kv_scales = k_cache, v_cache, kv_scales
-
-    def unbind_cache(self) -> None:
-        """Lets go of the KV cache."""
-        heads, head_dim = self.cache_shape
-        none = torch.empty(0, heads, 1, head_dim, dtype=self._dtype, device=self._device)
-        self.bind_cache(none, none, None)
+    def bind(self, *memory: KVCache) -> None:
+        """Takes its part of the KV cache; see layers/memory.py."""
+        (self.cache,) = memory
 
     def forward(
         self, x: torch.Tensor | FP8Rows, step: ForwardStep, *, norm: Norm | None = None,
@@ -152,16 +141,15 @@ class Attention(WeightedModule):
 
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
+        cache = self.cache
         q = self.kernels.qk_norm_rope_store(
-            qkv, self.norm_rope, step.positions, step.slot_mapping, self.k_cache, self.v_cache, cos_sin=self.cos_sin,
-            q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
+            qkv, self.norm_rope, step.positions, step.slot_mappings[cache.table], cache.k, cache.v,
+            cos_sin=self.cos_sin, q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
             mean_squares=self._mean_squares(qkv) if self.norm_rope.norm == "width" else None, bias=self.qkv_proj.bias,
-            query_scale=self.query_scale, kv_scales=self.kv_scales,
+            query_scale=self.query_scale, kv_scales=cache.scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        self.backend.forward(
-            q, self.k_cache, self.v_cache, step.attention, out, self.spec, self.sinks, self.kv_scales
-        )
+        self.backend.forward(q, cache, step.attention, out, self.spec, self.sinks)
         return out.view(out.shape[0], -1)
 
     def _gated(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

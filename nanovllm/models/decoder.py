@@ -7,7 +7,7 @@ residual stream), and a layer communicates exactly twice.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.heads import heads_of
+from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
@@ -124,7 +125,7 @@ def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, pl
 
 OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
 """Builders of a layer's mixer by LayerSpec.mixer. A mixer is a module with `operations`, (rows [T, hidden], step) ->
-[wanted, hidden], a partial sum, that keeps keys and values as Attention does. plugins.MIXERS has more."""
+[wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). plugins.MIXERS has more."""
 
 
 def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
@@ -329,8 +330,12 @@ class DecoderForCausalLM(WeightedModule):
         """Number of weights on this rank that a token is multiplied by, in all layers."""
         return sum(one.num_weights for layer in self.layers for one in layer.operations)
 
-    def attention_layers(self) -> list[Attention]:
+    def mixers(self) -> Sequence[Mixer]:
+        """What remembers something of a row."""
         return [layer.self_attn for layer in self.layers]
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, Attention)]
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

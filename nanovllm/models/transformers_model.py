@@ -7,9 +7,9 @@ model alone: it stores a step's keys and values in the cache and attends there. 
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.attention.base import AttentionBackend, AttentionSpec, KVCache
 from nanovllm.errors import refuse
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
 from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.memory import Pages
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import check_overrides, end_of_text
@@ -61,23 +62,12 @@ class PagedAttention:
     """One call of the attention function in a forward pass: a layer with keys of its own."""
 
     spec: AttentionSpec
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    kv_scales: torch.Tensor | None = None
+    memory: tuple[Pages]
+    cache: KVCache = field(init=False)
 
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """(kv heads, head_dim): what a token takes of k_cache, and as much of v_cache."""
-        return self.spec.num_kv_heads, self.spec.head_dim
-
-    def bind_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-        """Takes the KV cache, with the arguments of Attention.bind_cache (layers/attention.py)."""
-        self.k_cache, self.v_cache, self.kv_scales = k_cache, v_cache, kv_scales
-
-    def unbind_cache(self) -> None:
-        """Lets go of the KV cache."""
-        none = self.k_cache.new_empty(0, self.cache_shape[0], 1, self.cache_shape[1])
-        self.bind_cache(none, none, None)
+    def bind(self, *memory: KVCache) -> None:
+        """Takes its part of the KV cache; see layers/memory.py."""
+        (self.cache,) = memory
 
 
 class TransformersModel(WeightedModule):
@@ -98,14 +88,16 @@ class TransformersModel(WeightedModule):
         """Windows of the masks that the module has asked for."""
         self._register()
         self._try()
-        none = torch.empty(0, dtype=module.dtype, device=module.device)
-        self._layers = [PagedAttention(spec, none, none) for spec in self._found]
-        for layer in self._layers:
-            layer.unbind_cache()
+        kinds = ((spec, Pages(spec.num_kv_heads, spec.head_dim, spec.window)) for spec in self._found)
+        self._layers = [PagedAttention(spec, (pages,)) for spec, pages in kinds]
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(dict.fromkeys(self._found))
+
+    def mixers(self) -> Sequence[PagedAttention]:
+        """What remembers something of a row."""
+        return self._layers
 
     def attention_layers(self) -> list[PagedAttention]:
         return self._layers
@@ -121,11 +113,11 @@ class TransformersModel(WeightedModule):
             assert layer.spec == spec and self.backend is not None
             qkv = torch.cat((q, k, v), dim=1).flatten(1)
             how = QKNormRope(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary_dim=0)
-            caches, scales, out = (layer.k_cache, layer.v_cache), layer.kv_scales, torch.empty_like(q)
+            cache, out = layer.cache, torch.empty_like(q)
             q = self.kernels.qk_norm_rope_store(
-                qkv, how, step.positions, step.slot_mapping, *caches, kv_scales=scales
+                qkv, how, step.positions, step.slot_mappings[cache.table], cache.k, cache.v, kv_scales=cache.scales
             )
-            return self.backend.forward(q, *caches, step.attention, out, spec, sinks, scales)
+            return self.backend.forward(q, cache, step.attention, out, spec, sinks)
 
         rows = {} if wanted is None or not self._rounds_rows else {"logits_to_keep": wanted}
         with self._attending(attend):

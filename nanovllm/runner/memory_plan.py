@@ -6,6 +6,7 @@ libraries when it starts; here they follow from the widest part of a layer and f
 H200 within 250 MiB for models of 0.6B to 30B, which is 0.4 % of the KV cache: tests/gpu/test_gpu_plan.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Product, Rules
+from nanovllm.layers.memory import Pages
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
@@ -28,10 +30,12 @@ from nanovllm.parallel.two_batch import Overlap
 from nanovllm.processes.machine import usable_memory
 from nanovllm.runner.cuda_graphs import captured_shapes
 from nanovllm.runner.kernel_choice import rules_of
-from nanovllm.runner.kv_cache import block_bytes, blocks_that_fit
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
+from nanovllm.runner.state_layout import StateLayout, layout_of
+from nanovllm.runner.state_memory import blocks_that_fit
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
+from nanovllm.wire.state import capacity_tokens, row_blocks
 
 _STAGES = 2
 """Stages of a start in which kernels are loaded."""
@@ -76,17 +80,15 @@ class RankPlan:
     """With the CUDA context."""
     reserved: Mapping[str, int]
     """Bytes kept free, by name: "step", "graphs" and "filters"."""
-    token_bytes: Mapping[tuple[int | None, int, int], tuple[int, int]]
-    """(window, KV heads of a rank, head_dim) -> (layers, bytes that a token takes in them)."""
+    token_bytes: Mapping[Pages, tuple[int, int]]
+    """By kind of layers: how many there are, and bytes that a token takes in them."""
+    layout: StateLayout
+    block_bytes: int
     block_size: int
     share: int
     """Bytes of the GPU that all of this has to fit into."""
     option: str
     """Option that sets `share`, written out with its value."""
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * sum(nbytes for _, nbytes in self.token_bytes.values())
 
     @cached_property
     def blocks(self) -> int:
@@ -105,11 +107,13 @@ class RankPlan:
 
     @property
     def tokens(self) -> int:
-        return self.blocks * self.block_size
+        """Of the longest request that fits alone, or that the blocks hold where windows alone bound a request."""
+        longest = capacity_tokens(self.layout.groups, self.blocks, self.block_size)
+        return min(longest, self.blocks * self.block_size)
 
     def users(self, length: int) -> int:
-        """Requests of `length` tokens that fit at once."""
-        return self.blocks // -(-length // self.block_size)
+        """Requests of `length` tokens that fit at once while they decode."""
+        return self.blocks // row_blocks(self.layout.groups, length, self.block_size)
 
 
 def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -151,16 +155,16 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
         "graphs": 0 if config.enforce_eager else _graph_bytes(layers, rules, config, dtype),
         "filters": option_bytes(model.vocab_size, config.tensor_parallel_size, rows, dtype),
     }
-    token_bytes: dict[tuple[int | None, int, int], tuple[int, int]] = {}
-    for one, count in zip(layers.attention_layers(), counts, strict=True):
-        key = (one.spec.window, *one.cache_shape)
-        number, nbytes = token_bytes.get(key, (0, 0))
-        token_bytes[key] = (number + count, nbytes + count * block_bytes([one], 1, kv_dtype))
+    mixers = zip(layers.mixers(), counts, strict=True)
+    pages = [one for mixer, count in mixers for _ in range(count) for one in mixer.memory]
+    layout = layout_of(pages, config.max_model_len, config.kvcache_block_size, kv_dtype, by_window=False)
+    token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
     return RankPlan(
         config.tensor_parallel_size, _weights(layers, counts), _table_bytes(model, config.max_model_len),
-        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
-        config.kvcache_block_size, share, f"gpu_memory_utilization={config.gpu_memory_utilization}",
+        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout,
+        layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
+        f"gpu_memory_utilization={config.gpu_memory_utilization}",
     )  # fmt: skip
 
 

@@ -34,11 +34,12 @@ from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
-from nanovllm.runner.kv_cache import bind_kv_cache, block_bytes, blocks_that_fit
 from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
+from nanovllm.runner.state_layout import layout_of
+from nanovllm.runner.state_memory import StateMemory, blocks_that_fit
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.sum_order import check_order
 from nanovllm.runner.weight_commands import WeightCommands
@@ -144,6 +145,15 @@ class ModelRunner(WeightCommands):
             self.memory.release_cached()
         self.weights = list(self.model.checkpoint_weights())
         self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
+        mixers = self.model.mixers()
+        layout = layout_of(
+            [pages for mixer in mixers for pages in mixer.memory], self.max_model_len, self.block_size, self.kv_dtype,
+            by_window=False,
+        )  # fmt: skip
+        self.state_memory = StateMemory(
+            mixers, layout, self.block_size, self.kv_dtype, self.device, self.kernels,
+            self.backend.token_major_cache, self.sleepable,
+        )
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
@@ -192,8 +202,7 @@ class ModelRunner(WeightCommands):
     @torch.inference_mode()
     def measure_kv_cache(self) -> int:
         """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
-        config = self.config
-        per_block = block_bytes(self.model.attention_layers(), self.block_size, self.kv_dtype)
+        config, per_block = self.config, self.state_memory.block_bytes
         if self.device.type == "cpu":
             share, gib = host_share(config), config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
@@ -224,7 +233,7 @@ class ModelRunner(WeightCommands):
     def warm_up_attention(self) -> None:
         """Compiles what the backend needs for each kind of attention layer."""
         for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
-            self.backend.warmup(layer.k_cache, layer.v_cache, layer.spec, layer.kv_scales)
+            self.backend.warmup(layer.cache, layer.spec)
 
     def _blocks_asked_for(self, fits: int) -> int:
         """num_kvcache_blocks, or all that fit."""
@@ -237,18 +246,15 @@ class ModelRunner(WeightCommands):
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache, the request state by slot and the buffers of a step."""
         config = self.config
-        layers = self.model.attention_layers()
-        for layer in layers:
-            layer.unbind_cache()
+        self.state_memory.release()
         self.memory.release_cached()
         with self.io.stream_context():
-            bind_kv_cache(
-                layers, num_blocks, self.block_size, self.kv_dtype, self.device, self.backend.token_major_cache,
-                self.sleepable,
-            )  # fmt: skip
+            self.state_memory.allocate(num_blocks)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
-            self.work.allocate(rows, config.max_num_batched_tokens + rows)
-            capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+            self.work.allocate(rows, config.max_num_batched_tokens + rows, self.state_memory)
+            capacity = packed_capacity(
+                num_blocks, config.max_num_seqs, config.max_num_batched_tokens, self.state_memory.layout.num_tables
+            )
             self.io.allocate(capacity, rows, config.uses("mailbox") and not config.enforce_eager)
 
     def _tell_backend(self) -> None:
@@ -372,11 +378,9 @@ class ModelRunner(WeightCommands):
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None
         self.group.close(failed)
-        for layer in self.model.attention_layers():
-            layer.unbind_cache()
         self.live_module = None
         del self.model, self.weights, self.work
+        self.state_memory.free()
         if self.sleepable is not None:
-            for tag in ("kv_cache", "weights"):
-                self.sleepable.free(tag)
+            self.sleepable.free("weights")
         self.memory.release_cached()

@@ -13,8 +13,9 @@ from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import ModelContext
 from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.kv_cache import block_tensors
+from nanovllm.runner.state_memory import StateMemory
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
+from nanovllm.wire.state import table_width
 from nanovllm.wire.step import StepCounts, block_copies, row_lengths
 
 
@@ -34,18 +35,19 @@ class StepWork:
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled."""
 
-    def allocate(self, max_rows: int, max_tokens: int) -> None:
-        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. The KV cache
-        is there already."""
-        max_blocks = -(-self._max_model_len // self._block_size)
-        self.state = DeviceState.allocate(self._max_num_seqs, max_blocks, self._device)
-        self.buffers = StepBuffers.allocate(max_rows, max_tokens, self._device)
-        self._blocks = block_tensors(self._model.attention_layers())
+    def allocate(self, max_rows: int, max_tokens: int, memory: StateMemory) -> None:
+        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. `memory`:
+        what the layers remember, allocated."""
+        num_tables = memory.layout.num_tables
+        width = table_width(self._max_model_len, self._block_size, num_tables)
+        self.state = DeviceState.allocate(self._max_num_seqs, num_tables, width, self._device)
+        self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
+        self._memory = memory
 
     def copy_blocks(self, step: torch.Tensor, packed: np.ndarray) -> None:
         """A step's block copies, which come before all else; outside of graphs, as most steps have none."""
         if (where := block_copies(packed)) is not None:
-            self._kernels.copy_blocks(step[where], self._blocks)
+            self._memory.copy_blocks(step[where])
 
     def run_exact(
         self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False
@@ -95,8 +97,9 @@ class StepWork:
         num_tokens = buffers.positions.shape[0]
         return AttentionMetadata(
             num_rows=buffers.row_slot.shape[0], num_decode_rows=num_decode_rows, row_slot=buffers.row_slot,
-            context_lens=buffers.context_lens, cu_seqlens_q=buffers.cu_seqlens_q, block_table=self.state.block_table,
-            max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, num_tokens=num_tokens,
+            context_lens=buffers.context_lens, cu_seqlens_q=buffers.cu_seqlens_q,
+            block_tables=self.state.block_table.unbind(1), max_seqlen_q=max_seqlen_q,
+            max_context_len=max_context_len, num_tokens=num_tokens,
             merge_first=num_decode_rows == num_tokens == 1 and self._model.plan(1).merge_first,
         )  # fmt: skip
 
@@ -109,7 +112,7 @@ class StepWork:
         whose tokens are not read: their slot's last token is written again when the prompt ends. Returns what
         `run_exact` does.
         """
-        step = ForwardStep(buffers.positions, buffers.slot_mapping, attention)
+        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention)
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
         hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:

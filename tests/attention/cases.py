@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.attention import AttentionMetadata, AttentionSpec
+from nanovllm.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +24,10 @@ class Case:
     spec: AttentionSpec
     sinks: torch.Tensor | None
     kv_scales: torch.Tensor | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        return KVCache(self.k_cache, self.v_cache, self.kv_scales)
 
     def error_of(self, out: torch.Tensor) -> float:
         """Relative error over the tokens of real rows; infinite if one is missing or a padding token is written."""
@@ -83,7 +87,7 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     metadata = AttentionMetadata(
         num_rows=num_rows, num_decode_rows=num_decode_rows, row_slot=row_slot.to(DEVICE),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE), cu_seqlens_q=starts.to(DEVICE),
-        block_table=table.to(DEVICE), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size,
+        block_tables=(table.to(DEVICE),), max_seqlen_q=max(query_lens), max_context_len=max_blocks * block_size,
         num_tokens=tokens)
     sinks = None if sinks is None else sinks.to(DEVICE)
     q = qkv.to(DEVICE)[:, :num_q_heads]

@@ -6,7 +6,7 @@ import torch
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
 from interpreting import fewer, nightly
 
-from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSpec, select_backend
+from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSpec, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 
 # Decode rows (one of them padding), then chunks with and without a prefix, then a padding chunk.
@@ -21,13 +21,13 @@ def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -
         backend = select_backend(name, specs, device=DEVICE, dtype=DTYPE, block_size=block_size).backend
     except ValueError as error:
         pytest.skip(str(error))
-    slots, max_blocks = case.metadata.block_table.shape
+    slots, max_blocks = case.metadata.block_tables[0].shape
     return backend(specs, block_size, slots, max_blocks * block_size, DEVICE, DTYPE)
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     backend.prepare(case.metadata)
-    return backend.forward(case.q, case.k_cache, case.v_cache, case.metadata, nan_like(case.q), case.spec, case.sinks)
+    return backend.forward(case.q, case.cache, case.metadata, nan_like(case.q), case.spec, case.sinks)
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))
@@ -49,8 +49,8 @@ def test_layers_of_several_kinds_in_one_step(name: str) -> None:
     metadata = cases[0].metadata
     backend.prepare(metadata)
     for case in [*cases, *cases[: fewer(1, len(cases))]]:
-        assert torch.equal(case.metadata.block_table, metadata.block_table)
-        out = backend.forward(case.q, case.k_cache, case.v_cache, metadata, nan_like(case.q), case.spec, case.sinks)
+        assert torch.equal(case.metadata.block_tables[0], metadata.block_tables[0])
+        out = backend.forward(case.q, case.cache, metadata, nan_like(case.q), case.spec, case.sinks)
         assert case.error_of(out) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
 
 
@@ -65,7 +65,7 @@ def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, 
     rows = zip(m.row_slot.tolist(), m.context_lens.tolist(), m.cu_seqlens_q.diff().tolist(), strict=True)
     for slot, context, count in rows:
         first = max(0, context - count + 1 - case.spec.window) if case.spec.window else 0
-        blocks = m.block_table[slot, : -(-context // block_size)].long()
+        blocks = m.block_tables[0][slot, : -(-context // block_size)].long()
         for cache, left in ((case.k_cache, float("nan")), (case.v_cache, 1e4)):
             cache[blocks[: first // block_size]] = left
             cache[blocks[-1], :, context - (len(blocks) - 1) * block_size :] = left
@@ -88,7 +88,7 @@ def test_step_of_one_kind(name: str, num_decode_rows: int) -> None:
 def test_warmup_leaves_the_cache_alone(name: str) -> None:
     case = make_case([1], [5], 1, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
     k, v = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)
-    make_backend(name, case).warmup(k, v, case.spec)
+    make_backend(name, case).warmup(KVCache(k, v), case.spec)
     assert not k.any() and not v.any()
 
 
@@ -107,13 +107,13 @@ def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         backend.prepare(m)
-        backend.forward(case.q, case.k_cache, case.v_cache, m, out, case.spec, case.sinks)
+        backend.forward(case.q, case.cache, m, out, case.spec, case.sinks)
     for lens in ([700, 30, 2000, 129, 300], [1, 0, 1999, 128, 61], [513, 7, 256, 0, 60]):
         m.context_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()
         expected = attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
-                                       m.context_lens, m.block_table, case.spec, case.sinks)
+                                       m.context_lens, m.block_tables[0], case.spec, case.sinks)
         expected[:4][m.context_lens[:4] == 0] = float("nan")
         assert replace(case, expected=expected).error_of(out) < TOLERANCE
 

@@ -24,7 +24,7 @@ def longest_unsplit(config: DecodeConfig) -> int:
 
 
 def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
-    slots, max_blocks = case.metadata.block_table.shape
+    slots, max_blocks = case.metadata.block_tables[0].shape
     spec, block_size, device = case.spec, case.k_cache.shape[2], torch.device(DEVICE)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config)
@@ -36,7 +36,7 @@ def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
     m = case.metadata
     attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
     out = nan_like(case.q)
-    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len, out, case.sinks)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, out, case.sinks)
 
 
 def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:
@@ -162,7 +162,7 @@ def test_row_has_the_same_bits_alone_and_in_a_crowd() -> None:
     for row in (3, 5, 6):
         attention = build(crowd)
         attention.plan.make(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
-        alone = attention(crowd.q[row : row + 1], crowd.k_cache, crowd.v_cache, m.block_table, LENGTHS[row],
+        alone = attention(crowd.q[row : row + 1], crowd.k_cache, crowd.v_cache, m.block_tables[0], LENGTHS[row],
                           nan_like(crowd.q[:1]))
         assert torch.equal(alone[0], together[row])
 
@@ -208,7 +208,7 @@ def test_batch_of_padding_alone_writes_nothing() -> None:
     m = case.metadata
     attention = build(case)
     attention.plan.make(m.row_slot[1:], m.context_lens[1:], 2)
-    out = attention(case.q[1:], case.k_cache, case.v_cache, m.block_table, m.max_context_len, nan_like(case.q[1:]))
+    out = attention(case.q[1:], case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q[1:]))
     assert out.isnan().all()
 
 

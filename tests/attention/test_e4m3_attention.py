@@ -27,7 +27,7 @@ def make_backend(name: str, case: Case) -> AttentionBackend:
     block_size = case.k_cache.shape[2]
     options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "block_size": block_size, "kv_dtype": FP8}
     backend = select_backend(name, [case.spec], **options).backend
-    slots, max_blocks = case.metadata.block_table.shape
+    slots, max_blocks = case.metadata.block_tables[0].shape
     return backend([case.spec], block_size, slots, max_blocks * block_size, DEVICE, DTYPE, FP8)
 
 
@@ -35,7 +35,7 @@ def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     backend.prepare(case.metadata)
     out = nan_like(case.q).to(DTYPE)
     return backend.forward(
-        case.q, case.k_cache, case.v_cache, case.metadata, out, case.spec, case.sinks, case.kv_scales
+        case.q, case.cache, case.metadata, out, case.spec, case.sinks
     )
 
 
@@ -66,7 +66,7 @@ def test_the_reference_is_exact() -> None:
     case = fp8_case(window=30, has_sinks=True)
     m = case.metadata
     out = attention_reference(
-        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
+        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_tables[0],
         case.spec, case.sinks, case.kv_scales,
     )  # fmt: skip
     real = ~case.expected.isnan().flatten(1).any(1)
@@ -83,7 +83,7 @@ def test_a_value_of_zeros_that_takes_most_of_the_weight() -> None:
     case.kv_scales[..., 8, 1] = 2.0**60
     m = case.metadata
     expected = attention_reference(
-        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_table,
+        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_tables[0],
         case.spec, kv_scales=case.kv_scales,
     )  # fmt: skip
     expected[case.expected.isnan()] = float("nan")

@@ -32,14 +32,14 @@ def case_of(query_lens: list[int], contexts: list[int], num_decode_rows: int, **
 def decode(case: Case, first_unit: int) -> torch.Tensor:
     """By units whose first has so many keys."""
     m, spec = case.metadata, case.spec
-    slots, blocks = m.block_table.shape
+    slots, blocks = m.block_tables[0].shape
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
     scratch = DecodeScratch.for_specs({spec: plan}, torch.device(DEVICE))
     plan.make(m.row_slot, m.context_lens, m.num_rows)
     attention = DecodeAttention(spec, size, plan, scratch)
-    args = (case.q, case.k_cache, case.v_cache, m.block_table, m.max_context_len)
+    args = (case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len)
     return attention(*args, nan_like(case.q), case.sinks)
 
 
@@ -48,7 +48,7 @@ def prefill(case: Case) -> torch.Tensor:
     attention = PrefillAttention(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)
-    return attention(case.q, case.k_cache, case.v_cache, m.block_table, *rows, nan_like(case.q), case.sinks)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], *rows, nan_like(case.q), case.sinks)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32, 128])
@@ -76,11 +76,11 @@ def test_the_backend_serves_decodes_beside_prompts() -> None:
     case = case_of([1, 1, 40], [30, 200, 90], 2)
     m = case.metadata
     found = select_backend("fixed-order triton", [case.spec], device=DEVICE, dtype=DTYPE, block_size=16).backend
-    backend = found([case.spec], 16, m.block_table.shape[0], m.block_table.shape[1] * 16, DEVICE, DTYPE)
+    backend = found([case.spec], 16, m.block_tables[0].shape[0], m.block_tables[0].shape[1] * 16, DEVICE, DTYPE)
     backend.prepare(m)
-    out = backend.forward(case.q, case.k_cache, case.v_cache, m, nan_like(case.q), case.spec)
+    out = backend.forward(case.q, case.cache, m, nan_like(case.q), case.spec)
     assert case.error_of(out) < TOLERANCE
-    backend.warmup(case.k_cache, case.v_cache, case.spec)
+    backend.warmup(case.cache, case.spec)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's products are the library's")
@@ -91,7 +91,7 @@ def test_a_prompts_tokens_get_the_bits_of_decodes(options: dict[str, Any]) -> No
     m, whole = case.metadata, prefill(case)
     m.row_slot, m.context_lens = m.row_slot.repeat(context), torch.arange(1, context + 1, device=DEVICE).int()
     m.num_rows = context
-    m.block_table = m.block_table.repeat(context, 1)  # so many slots
+    m.block_tables = (m.block_tables[0].repeat(context, 1),)  # so many slots
     for first_unit in (CHUNK, WIDE_FROM):
         assert torch.equal(decode(case, first_unit), whole)
 

@@ -17,7 +17,7 @@ SHAPE: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "b
 
 
 def backend(case: Any, **functions: Any) -> FlexBackend:
-    slots, max_blocks = case.metadata.block_table.shape
+    slots, max_blocks = case.metadata.block_tables[0].shape
     block_size = case.k_cache.shape[2]
     return FlexBackend([case.spec], block_size, slots, max_blocks * block_size, DEVICE, DTYPE, **functions)
 
@@ -39,7 +39,7 @@ def test_functions_know_slot_and_head() -> None:
     case = make_case([1, 20], [50, 20], 1, **SHAPE)
     slot = int(case.metadata.row_slot[0])
     out = run(case, backend(case, mask_mod=lambda s, head, query, key: (s != slot) | (head != 1) | (query == key)))
-    block = case.metadata.block_table[slot, 49 // 128]
+    block = case.metadata.block_tables[0][slot, 49 // 128]
     torch.testing.assert_close(out[0, 1], case.v_cache[block, 0, 49 % 128])
     case.expected[0, 1] = out[0, 1].double()
     assert case.error_of(out) < TOLERANCE
@@ -48,7 +48,7 @@ def test_functions_know_slot_and_head() -> None:
 def test_pages_that_rows_share_and_that_are_elsewhere_in_the_cache() -> None:
     """Two rows with the same first pages; the cache's tokens lie side by side, as the engine binds it."""
     case = make_case([1, 1, 7], [300, 300, 300], 2, **SHAPE)
-    table, slots = case.metadata.block_table, case.metadata.row_slot.long()
+    table, slots = case.metadata.block_tables[0], case.metadata.row_slot.long()
     table[slots[1:], :2] = table[slots[0], :2]
     for name in ("k_cache", "v_cache"):
         cache = getattr(case, name)

@@ -44,7 +44,7 @@ def test_every_token_keeps_its_row_and_its_keys(data: st.DataObject) -> None:
     ends = np.cumsum(counts)
     integers = [torch.tensor(x, dtype=torch.int32) for x in (slots, contexts, [0, *ends])]
     table = torch.zeros(9, 9, dtype=torch.int32)
-    step = AttentionMetadata(len(counts), len(decodes), *integers, table, 9, 99, num_tokens, is_captured=padded)
+    step = AttentionMetadata(len(counts), len(decodes), *integers, (table,), 9, 99, num_tokens, is_captured=padded)
     step.token_ends = None if padded else ends
     first, second = attention_halves(step, cut)
     whole = tokens_of(step)
@@ -66,5 +66,5 @@ def test_halves_attend_as_the_whole(name: str, cut: int) -> None:
     for half in halves:
         backend.prepare(half)
     for half, tokens in zip(halves, (slice(cut), slice(cut, None)), strict=True):
-        backend.forward(case.q[tokens], case.k_cache, case.v_cache, half, out[tokens], case.spec, case.sinks)
+        backend.forward(case.q[tokens], case.cache, half, out[tokens], case.spec, case.sinks)
     assert case.error_of(out) < TOLERANCE

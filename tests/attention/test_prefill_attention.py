@@ -24,7 +24,7 @@ CONTEXTS = [5, 40, 32, 100, 0, 97, 0]
 
 
 def build(case: Case, config: PrefillConfig = SMALL) -> PrefillAttention:
-    slots, block_size = case.metadata.block_table.shape[0], case.k_cache.shape[2]
+    slots, block_size = case.metadata.block_tables[0].shape[0], case.k_cache.shape[2]
     return PrefillAttention(case.spec, block_size, slots, torch.device(DEVICE), config)
 
 
@@ -32,7 +32,7 @@ def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
     attention = attention or build(case)
     m = case.metadata
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
-    return attention(case.q, case.k_cache, case.v_cache, m.block_table, m.row_slot, m.cu_seqlens_q, m.context_lens,
+    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.row_slot, m.cu_seqlens_q, m.context_lens,
                      tiles, nan_like(case.q), case.sinks)
 
 
@@ -72,7 +72,7 @@ def test_features_match_float64(
     attention.use_tma = use_tma
     assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
     reference = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                    m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
+                                    m.cu_seqlens_q, m.context_lens, m.block_tables[0], case.spec, case.sinks)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(reference[real], case.expected[real], atol=1e-9)
 
@@ -104,7 +104,7 @@ def test_reference_matches_float64() -> None:
     case = chunk_case(QUERIES, CONTEXTS, padding_tokens=2)
     m = case.metadata
     out = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                              m.cu_seqlens_q, m.context_lens, m.block_table, case.spec, case.sinks)
+                              m.cu_seqlens_q, m.context_lens, m.block_tables[0], case.spec, case.sinks)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(out[real], case.expected[real], atol=1e-12)
     assert not out[~real].any()

@@ -17,7 +17,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
 from nanovllm.kernels.plan.device import Device
 from nanovllm.models.registry import read_model_config
-from nanovllm.runner.kv_cache import block_bytes
 from nanovllm.runner.memory_plan import GPUS, check_room, plan_rank, weight_bytes
 
 sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
@@ -46,7 +45,7 @@ def test_weights_and_kv_are_those_of_an_engine(
     with LLM(folder, **OPTIONS, **MODES[mode]) as llm:
         runner = llm.engine.executor.runner
         held = weight_bytes(runner.weights)
-        per_token = block_bytes(runner.model.attention_layers(), 1, torch.float32)
+        per_token = sum(pages.token_bytes(torch.float32) for layer in runner.model.mixers() for pages in layer.memory)
     assert found["weights"] == held
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
 

@@ -15,7 +15,6 @@ from workload import BLOCK, LONGEST, ROOMY, Engines, assert_outputs, make_reques
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
-from nanovllm.runner.kv_cache import block_bytes
 from nanovllm.runner.model_runner import ModelRunner
 
 REQUESTS = make_requests()
@@ -72,7 +71,7 @@ def test_the_cache_holds_the_keys_and_values_of_a_wider_one(engines: Engines, fo
             llm.generate([REQUESTS[9].prompt], SamplingParams(max_tokens=1), use_tqdm=False)
             runner: ModelRunner = llm.engine.executor.runner  # type: ignore[attr-defined]
             layer = runner.model.attention_layers()[0]
-            caches.append((layer.k_cache, layer.v_cache, layer.kv_scales))
+            caches.append((layer.cache.k, layer.cache.v, layer.cache.scales))
     (k8, v8, scales), (k, v, none) = caches
     assert none is None and scales is not None
     for number, (narrow, wide) in enumerate(((k8, k), (v8, v))):
@@ -85,11 +84,11 @@ def test_the_cache_holds_the_keys_and_values_of_a_wider_one(engines: Engines, fo
 def test_twice_as_many_tokens_fit(folder: str) -> None:
     own = {"device": "cpu", "cpu_kvcache_gib": 0.01, "max_model_len": 256, "skip_tokenizer_init": True}
     with LLM(folder, dtype="bfloat16", **own) as wide:
-        layers = wide.engine.executor.runner.model.attention_layers()  # type: ignore[attr-defined]
+        layout = wide.engine.executor.runner.state_memory.layout  # type: ignore[attr-defined]
         wide_blocks = wide.engine_info()["num_kvcache_blocks"]
-    per_block = block_bytes(layers, BLOCK, torch.float8_e4m3fn)
-    head_dim = layers[0].cache_shape[1]
-    assert per_block == block_bytes(layers, BLOCK, torch.bfloat16) * (head_dim + 2) // (2 * head_dim)
+    per_block = BLOCK * layout.token_bytes(torch.float8_e4m3fn)
+    head_dim = layout.lanes[0].head_dim
+    assert per_block == BLOCK * layout.token_bytes(torch.bfloat16) * (head_dim + 2) // (2 * head_dim)
     with LLM(folder, kv_cache_dtype="fp8", **own) as llm:
         blocks = llm.engine_info()["num_kvcache_blocks"]
     assert isinstance(blocks, int) and isinstance(wide_blocks, int)

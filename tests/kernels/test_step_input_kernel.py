@@ -18,6 +18,9 @@ from nanovllm.wire.step import HEADER_SIZE
 from tests.kernels.conftest import poison
 
 BLOCK_SIZE = 16
+TABLES = 3
+WIDTH = 48
+"""Of a table on the device, of which texts reach the first MAX_BLOCKS."""
 MAX_BLOCKS = 40
 
 
@@ -54,7 +57,7 @@ class Step:
         return torch.cat((header, arrays.flatten(), updates, records.flatten(), given, torch.full((50,), 777))).int()
 
 
-def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool) -> Step:
+def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_tables: int = 1) -> Step:
     step = Step(max_num_seqs)
     step.slots = rng.sample(range(max_num_seqs), rng.randint(0, max_num_seqs))
     step.num_decode = len(step.slots) if decode_only else rng.randint(0, len(step.slots))
@@ -63,7 +66,7 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool) -> Ste
         count = 1 if row < step.num_decode else rng.choice([1, 2, 15, 16, 17, 300])
         step.counts.append(count)
         step.starts.append(rng.randint(0, MAX_BLOCKS * BLOCK_SIZE - count))
-    places = [(slot, index) for slot in range(max_num_seqs) for index in range(MAX_BLOCKS)]
+    places = [(slot, index) for slot in range(max_num_seqs) for index in range(num_tables * WIDTH)]
     for slot, index in rng.sample(places, rng.choice([0, 1, 5, min(300, len(places))])):
         step.updates.append((slot, index, rng.randint(0, 2**31 // BLOCK_SIZE - 1)))
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
@@ -72,8 +75,8 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool) -> Ste
     return step
 
 
-def random_state(max_num_seqs: int, device: torch.device) -> DeviceState:
-    state = DeviceState.allocate(max_num_seqs, MAX_BLOCKS, device)
+def random_state(max_num_seqs: int, device: torch.device, num_tables: int = 1) -> DeviceState:
+    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device)
     state.block_table.random_(0, 10000)
     state.last_token.random_(0, 10**6)
     state.temperature.uniform_()
@@ -85,9 +88,9 @@ def clone(state: DeviceState) -> DeviceState:
     return DeviceState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
 
 
-def poisoned_buffers(rows: int, tokens: int, device: torch.device) -> StepBuffers:
+def poisoned_buffers(rows: int, tokens: int, device: torch.device, num_tables: int = 1) -> StepBuffers:
     """With a margin that must stay poisoned."""
-    buffers = StepBuffers.allocate(rows + 5, tokens + 5, device)
+    buffers = StepBuffers.allocate(rows + 5, tokens + 5, num_tables, device)
     for f in fields(buffers):
         getattr(buffers, f.name).copy_(poison(*getattr(buffers, f.name).shape, dtype=torch.int32, device=device))
     return buffers
@@ -98,19 +101,20 @@ def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepB
         assert torch.equal(getattr(actual, f.name), getattr(expected, f.name)), f.name
 
 
+@pytest.mark.parametrize("num_tables", [1, TABLES])
 @pytest.mark.parametrize("case", range(6))
-def test_apply_and_expand_equal_their_twins(case: int, device: torch.device) -> None:
+def test_apply_and_expand_equal_their_twins(case: int, num_tables: int, device: torch.device) -> None:
     rng = random.Random(case)
     max_num_seqs = [1, 3, 8, 8, 13, 16][case]
-    step = random_step(rng, max_num_seqs, decode_only=False)
+    step = random_step(rng, max_num_seqs, decode_only=False, num_tables=num_tables)
     padding = rng.choice((0, 0, 1, 5))  # decode rows of a CUDA graph that this step does not fill
     rows, tokens = len(step.slots) + padding + rng.randint(0, 3), sum(step.counts) + padding + rng.randint(0, 40)
-    packed, state = step.pack().to(device), random_state(max_num_seqs, device)
+    packed, state = step.pack().to(device), random_state(max_num_seqs, device, num_tables)
     twin_state = clone(state)
     apply_deltas(packed, max_num_seqs, state)
     apply_deltas_reference(packed, max_num_seqs, twin_state)
     assert_same(state, twin_state)
-    buffers, twin_buffers = (poisoned_buffers(rows, tokens, device) for _ in range(2))
+    buffers, twin_buffers = (poisoned_buffers(rows, tokens, device, num_tables) for _ in range(2))
     decode_rows = step.num_decode + padding
     expand_rows(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(rows, tokens), decode_rows)
     expand_rows_reference(packed, max_num_seqs, state, BLOCK_SIZE, twin_buffers.narrow(rows, tokens), decode_rows)
@@ -118,15 +122,16 @@ def test_apply_and_expand_equal_their_twins(case: int, device: torch.device) -> 
     assert_same(state, twin_state)
 
 
+@pytest.mark.parametrize("num_tables", [1, TABLES])
 @pytest.mark.parametrize("case", range(6))
-def test_prepare_decode_equals_its_twin(case: int, device: torch.device) -> None:
+def test_prepare_decode_equals_its_twin(case: int, num_tables: int, device: torch.device) -> None:
     rng = random.Random(case)
     max_num_seqs = [1, 3, 8, 130, 17, 16][case]
-    step = random_step(rng, max_num_seqs, decode_only=True)
+    step = random_step(rng, max_num_seqs, decode_only=True, num_tables=num_tables)
     bucket = rng.randint(len(step.slots), max_num_seqs)
-    packed, state = step.pack().to(device), random_state(max_num_seqs, device)
+    packed, state = step.pack().to(device), random_state(max_num_seqs, device, num_tables)
     twin_state = clone(state)
-    buffers, twin_buffers = (poisoned_buffers(bucket, bucket, device) for _ in range(2))
+    buffers, twin_buffers = (poisoned_buffers(bucket, bucket, device, num_tables) for _ in range(2))
     prepare_decode(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(bucket, bucket))
     prepare_decode_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(bucket, bucket))
     assert_same(state, twin_state)
@@ -159,16 +164,17 @@ def test_prepare_decode_takes_its_line_of_a_ring(case: int, device: torch.device
 @pytest.mark.parametrize("case", range(20))
 def test_twin_says_what_the_host_meant(case: int) -> None:
     rng = random.Random(1000 + case)
-    step = random_step(rng, 9, decode_only=False)
-    packed, state = step.pack(), random_state(9, torch.device("cpu"))
+    num_tables = 1 + case % TABLES
+    step = random_step(rng, 9, decode_only=False, num_tables=num_tables)
+    packed, state = step.pack(), random_state(9, torch.device("cpu"), num_tables)
     apply_deltas_reference(packed, 9, state)
     for slot, index, block in step.updates:
-        assert state.block_table[slot, index] == block
+        assert state.block_table[slot, index // WIDTH, index % WIDTH] == block
     for slot, temperature, seed, last in step.records:
         assert state.last_token[slot] == last
         assert state.temperature[slot] == torch.tensor(temperature)
         assert state.seed[slot] == seed
-    out = StepBuffers.allocate(12, 4000, "cpu")
+    out = StepBuffers.allocate(12, 4000, num_tables, "cpu")
     padding = case % 3
     decode_rows = step.num_decode + padding
     expand_rows_reference(packed, 9, state, BLOCK_SIZE, out, decode_rows)
@@ -179,16 +185,17 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
             row, token = order + padding, max(token, decode_rows)
         assert (out.row_slot[row], out.context_lens[row], out.cu_seqlens_q[row]) == (slot, start + count, token)
         for position in range(start, start + count):
-            block = int(state.block_table[slot, position // BLOCK_SIZE])
             assert out.positions[token] == position
-            assert out.slot_mapping[token] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            for table, places in zip(state.block_table[slot], out.slot_mapping, strict=True):
+                block = int(table[position // BLOCK_SIZE])
+                assert places[token] == block * BLOCK_SIZE + position % BLOCK_SIZE
             expected = int(state.last_token[slot]) if order < step.num_decode else next(given)
             assert out.input_ids[token] == expected
             token += 1
         assert out.logits_indices[row] == (token - 1 if order < step.num_sample else 0)
     rows, token = len(step.slots) + padding, sum(step.counts) + padding
     unused = slice(step.num_decode, decode_rows)
-    assert (out.row_slot[unused] == -1).all() and (out.slot_mapping[unused] == -1).all()
+    assert (out.row_slot[unused] == -1).all() and (out.slot_mapping[:, unused] == -1).all()
     assert (out.row_slot[rows:] == -1).all() and (out.context_lens[rows:] == 0).all()
-    assert (out.cu_seqlens_q[rows:] == token).all() and (out.slot_mapping[token:] == -1).all()
+    assert (out.cu_seqlens_q[rows:] == token).all() and (out.slot_mapping[:, token:] == -1).all()
     assert (out.positions[token:] == 0).all() and (out.input_ids[token:] == 0).all()

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.runner.kv_cache import blocks_that_fit
 from nanovllm.runner.memory_probe import GIB, MIB, MemoryProbe, TorchMemory
+from nanovllm.runner.state_memory import blocks_that_fit
 
 DEVICE = torch.device("cuda")
 

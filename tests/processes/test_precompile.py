@@ -41,8 +41,8 @@ from nanovllm.startup.dry_run import launching_nothing
 driver.set_active(_TargetOnly(GPUTarget("cuda", 90, 32)))
 resolve_keys()
 gate_up, weight = torch.full((4, 256), 2.0, dtype=torch.bfloat16), torch.zeros(512, 256, dtype=torch.bfloat16)
-state = step_input.DeviceState.allocate(16, 4, "cpu")
-buffers, step = step_input.StepBuffers.allocate(16, 64, "cpu"), torch.zeros(500, dtype=torch.int32)
+state = step_input.DeviceState.allocate(16, 1, 4, "cpu")
+buffers, step = step_input.StepBuffers.allocate(16, 64, 1, "cpu"), torch.zeros(500, dtype=torch.int32)
 
 def work():
     step_input.apply_deltas(step, 16, state)

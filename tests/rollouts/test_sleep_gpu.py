@@ -34,12 +34,12 @@ def test_memory_goes_and_returns(size: int, tmp_path: Path) -> None:
             return [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
         def addresses() -> list[int]:
-            caches = [layer.k_cache.data_ptr() for layer in runner.model.attention_layers()]
+            caches = [layer.cache.k.data_ptr() for layer in runner.model.attention_layers()]
             return [p.data_ptr() for p in weights.values()] + caches
 
         before, where, sums = texts(), addresses(), llm.checksum()
         held = sum(p.nbytes for p in weights.values())
-        held += sum(2 * layer.k_cache.nbytes for layer in runner.model.attention_layers())
+        held += sum(2 * layer.cache.k.nbytes for layer in runner.model.attention_layers())
         for level in (1, 2):
             saved = {name: p.cpu() for name, p in weights.items()}
             free = torch.cuda.mem_get_info()[0]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.wire.state import ALIGNED
 from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
@@ -22,7 +23,7 @@ class DeviceState:
     """What a rank remembers of each running request, by slot."""
 
     block_table: torch.Tensor
-    """int32 [S, max_blocks]"""
+    """int32 [S, tables, table width]: the blocks of a row, by table."""
     last_token: torch.Tensor
     """int32 [S]: sampled last, or the last of what the row began with."""
     temperature: torch.Tensor
@@ -31,9 +32,11 @@ class DeviceState:
     """int64 [S]"""
 
     @classmethod
-    def allocate(cls, max_num_seqs: int, max_blocks: int, device: torch.device | str) -> "DeviceState":
+    def allocate(
+        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str
+    ) -> "DeviceState":
         return cls(
-            block_table=torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device),
+            block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
             last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
@@ -55,16 +58,23 @@ class StepBuffers:
     input_ids: torch.Tensor
     """int32 [M]; padding 0."""
     slot_mapping: torch.Tensor
-    """int32 [M]: slot in the flat cache; -1: padding."""
+    """int32 [tables, M]: slot in the flat cache by the blocks of each table; -1: padding."""
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     tokens: torch.Tensor
     """int32 [B]: written by the sampler, not here."""
 
     @classmethod
-    def allocate(cls, max_rows: int, max_tokens: int, device: torch.device | str) -> "StepBuffers":
-        sizes = (max_rows, max_rows, max_rows + 1, max_tokens, max_tokens, max_tokens, max_rows, max_rows)
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+    def allocate(cls, max_rows: int, max_tokens: int, num_tables: int, device: torch.device | str) -> "StepBuffers":
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        lines = zeros(num_tables, -(-max_tokens // ALIGNED) * ALIGNED)
+        return cls(
+            row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
+            positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=lines[:, :max_tokens],
+            logits_indices=zeros(max_rows), tokens=zeros(max_rows),
+        )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
         """The same memory, for a step of that many rows and tokens."""
@@ -72,7 +82,7 @@ class StepBuffers:
         return StepBuffers(
             row_slot=self.row_slot[:rows], context_lens=self.context_lens[:rows],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1], positions=self.positions[:tokens],
-            input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:tokens],
+            input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:, :tokens],
             logits_indices=self.logits_indices[:rows], tokens=self.tokens[:rows],
         )  # fmt: skip
 
@@ -119,10 +129,23 @@ def _apply_deltas(
 def _apply_deltas_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What the packed step BUFFER int32 [words] (wire/step.py) brings into BLOCK_TABLE int32 [S, table_stride],
-    LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs share the entries by BLOCK."""
+    """What the packed step BUFFER int32 [words] (wire/step.py) brings into BLOCK_TABLE int32 [S, table_stride] (all
+    tables of a slot), LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs share the entries by
+    BLOCK."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
+
+
+@triton.jit
+def _map_other_tables(
+    SLOT_MAPPING, TABLES, token, position, live, inside, table_width, mapping_stride, NUM_TABLES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where keys and values of these tokens go by all of their slot's TABLES but the first; -1 where not live."""
+    for number in tl.static_range(1, NUM_TABLES):
+        block = tl.load(TABLES + number * table_width + position // BLOCK_SIZE, mask=live & inside, other=0)
+        place = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(SLOT_MAPPING + number * mapping_stride + token, place, mask=inside)
 
 
 @triton.jit
@@ -136,14 +159,14 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
 def _expand_rows_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS, SLOT_MAPPING,
-    LOGITS_INDICES, table_stride, out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, out_tokens, decode_rows, S: tl.constexpr,
+    S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
-    CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS, SLOT_MAPPING int32 [out_tokens], by BLOCK_TABLE int32 [S,
-    table_stride] and LAST_TOKEN int32 [S]. Output row `program_id(0)`, whose tokens the programs along axis 1 share;
-    the one after the last is the tokens' padding. The first `decode_rows` output rows are decodes or their padding, one
-    token each; chunks follow."""
+    CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS int32 [out_tokens], SLOT_MAPPING int32 [NUM_TABLES, out_tokens
+    of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width] and LAST_TOKEN int32 [S]. Output row
+    `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens' padding. The
+    first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
@@ -180,14 +203,16 @@ def _expand_rows_kernel(
         tl.store(POSITIONS + token, position, mask=inside)
         tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
         tl.store(INPUT_IDS + token, tl.where(decodes, last_id, given_id), mask=inside)
+        _map_other_tables(SLOT_MAPPING, table, token, position, live, inside, table_width, mapping_stride, NUM_TABLES,
+                          BLOCK_SIZE)  # fmt: skip
         first += tl.num_programs(1) * BLOCK
 
 
 @triton.jit(do_not_specialize=["out_rows", "ring_stride"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, out_rows, S: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, IN_RING: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, table_width, mapping_stride, out_rows,
+    S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, IN_RING: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel of a step of decodes, whose tokens are its rows; with IN_RING of
     line RING_INDEX int32 [1] of BUFFER [lines, ring_stride]. One program, so that a barrier is enough between the
@@ -202,7 +227,8 @@ def _prepare_decode_kernel(
     live = row < num_rows
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
-    block = tl.load(BLOCK_TABLE + slot.to(tl.int64) * table_stride + start // BLOCK_SIZE, mask=live, other=0)
+    table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
+    block = tl.load(table + start // BLOCK_SIZE, mask=live, other=0)
     last_id = tl.load(LAST_TOKEN + slot, mask=live, other=0)
     tl.store(ROW_SLOT + row, slot, mask=inside)
     tl.store(CONTEXT_LENS + row, tl.where(live, start + 1, 0), mask=inside)
@@ -212,6 +238,8 @@ def _prepare_decode_kernel(
     tl.store(LOGITS_INDICES + row, row, mask=inside)
     tl.store(CU_SEQLENS + row, row, mask=inside)
     tl.store(CU_SEQLENS + out_rows, out_rows)
+    _map_other_tables(SLOT_MAPPING, table, row, start, live, inside, table_width, mapping_stride, NUM_TABLES,
+                      BLOCK_SIZE)  # fmt: skip
 
 
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
@@ -220,6 +248,15 @@ def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) ->
         buffer, state.block_table, state.last_token, state.temperature, state.seed, state.block_table.stride(0),
         S=max_num_seqs, BLOCK=128, num_warps=4,
     )  # fmt: skip
+
+
+def _table_strides(state: DeviceState, out: StepBuffers) -> tuple[int, int | None, int | None]:
+    """table_stride, table_width and mapping_stride of the kernels, which need the first alone where there is one
+    table."""
+    table = state.block_table
+    if table.shape[1] == 1:
+        return table.stride(0), None, None
+    return table.stride(0), table.stride(1), out.slot_mapping.stride(0)
 
 
 def expand_rows(
@@ -234,9 +271,9 @@ def expand_rows(
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
         buffer, state.block_table, state.last_token, out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions,
-        out.input_ids, out.slot_mapping, out.logits_indices, state.block_table.stride(0), out_rows, out_tokens,
-        decode_rows, S=max_num_seqs, S_PADDED=triton.next_power_of_2(max_num_seqs), BLOCK_SIZE=block_size, BLOCK=256,
-        num_warps=4,
+        out.input_ids, out.slot_mapping, out.logits_indices, *_table_strides(state, out), out_rows, out_tokens,
+        decode_rows, S=max_num_seqs, S_PADDED=triton.next_power_of_2(max_num_seqs),
+        NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
     )  # fmt: skip
 
 
@@ -253,9 +290,10 @@ def prepare_decode(
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.temperature, state.seed, out.row_slot, out.context_lens,
         out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        buffer if ring_index is None else ring_index, buffer.stride(0), state.block_table.stride(0),
-        out.row_slot.shape[0], S=max_num_seqs, BLOCK_SIZE=block_size, IN_RING=ring_index is not None,
-        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)), num_warps=4 if max_num_seqs <= 256 else 8,
+        buffer if ring_index is None else ring_index, buffer.stride(0), *_table_strides(state, out),
+        out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
+        IN_RING=ring_index is not None, BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
 
@@ -265,7 +303,7 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
     begin = HEADER_SIZE + 3 * max_num_seqs
     middle = begin + UPDATE_SIZE * num_updates
     slot, index, block = buffer[begin:middle].view(-1, UPDATE_SIZE).long().unbind(1)
-    state.block_table[slot, index] = block.int()
+    state.block_table.flatten(1)[slot, index] = block.int()
     records = buffer[middle : middle + RECORD_SIZE * num_records].view(-1, RECORD_SIZE)
     slot = records[:, 0].long()
     state.last_token[slot] = records[:, 4]
@@ -296,9 +334,9 @@ def expand_rows_reference(
     ordinal = torch.arange(num_tokens, device=buffer.device)
     token = ordinal + shift * (ordinal >= num_decode)
     position = token - (ends - count)[row] + start[row]
-    block = state.block_table[slot[row], position // block_size].long()
+    block = state.block_table[slot[row], :, position // block_size].long()
     out.positions.zero_()[token] = position.int()
-    out.slot_mapping.fill_(-1)[token] = (block * block_size + position % block_size).int()
+    out.slot_mapping.fill_(-1)[:, token] = (block.T * block_size + position % block_size).int()
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
     out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
     out.input_ids[token[num_decode:]] = buffer[given : given + num_tokens - num_decode]

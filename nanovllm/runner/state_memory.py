@@ -1,0 +1,109 @@
+"""What the layers of one rank remember: how much that is, and its memory, from the first step to the last."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from nanovllm.attention.base import KVCache
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.step.blocks import BlockTensors
+from nanovllm.layers.memory import Mixer
+from nanovllm.runner.memory_probe import GIB, MIB
+from nanovllm.runner.sleep import SleepableMemory
+from nanovllm.runner.state_layout import StateLayout
+
+_SCALE = torch.bfloat16
+_KV_CACHE = "kv_cache"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
+        if abs(num_bytes) >= scale:
+            return f"{num_bytes / scale:.3f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str, because: str = "") -> int:
+    """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value), and `because` of
+    what the budget is so small, where there is no room for one."""
+    blocks = budget_bytes // bytes_per_block
+    if blocks < 1:
+        raise ValueError(
+            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {_size(bytes_per_block)} "
+            f"(one block){because and f': {because}'}"
+        )
+    return int(blocks)
+
+
+class StateMemory:
+    """Owner of the layers' memory on one rank."""
+
+    def __init__(
+        self, mixers: Sequence[Mixer], layout: StateLayout, block_size: int, dtype: torch.dtype, device: torch.device,
+        kernels: Kernels, token_major: bool = False, sleepable: SleepableMemory | None = None,
+    ) -> None:  # fmt: skip
+        """layout: of all that the mixers declare, in order. dtype: of keys and values. token_major: see
+        AttentionBackend. sleepable: where memory is to come from that can sleep."""
+        self._mixers, self.layout, self._block_size, self._dtype = mixers, layout, block_size, dtype
+        self._device, self._kernels, self._token_major, self._sleepable = device, kernels, token_major, sleepable
+        self._blocks: BlockTensors | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, of whatever table."""
+        return self._block_size * self.layout.token_bytes(self._dtype)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocates blocks, and gives each layer its part of them.
+
+        Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must
+        be finite.
+        """
+        nbytes = num_blocks * self.block_bytes
+        if self._sleepable is None:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            memory = self._sleepable.take(_KV_CACHE, nbytes)
+        self._bind(memory, num_blocks)
+
+    def release(self) -> None:
+        """Lets go of all memory; memory that can sleep goes when it is taken anew, or with `free`."""
+        self._bind(torch.empty(0, dtype=torch.uint8, device=self._device), 0)
+
+    def free(self) -> None:
+        """Frees all memory, for good."""
+        self.release()
+        if self._sleepable is not None:
+            self._sleepable.free(_KV_CACHE)
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """pairs: int32 [2 C] on the device, (source, destination) by (source, destination); copied in this order."""
+        assert self._blocks is not None
+        self._kernels.copy_blocks(pairs, self._blocks)
+
+    def _bind(self, memory: torch.Tensor, num_blocks: int) -> None:
+        lanes = self._lanes(memory, num_blocks)
+        places = iter(self.layout.places)
+        for mixer in self._mixers:
+            own = [next(places) for _ in mixer.memory]
+            mixer.bind(*(replace(lanes[place.lane], table=place.table) for place in own))
+        parts = [part for lane in lanes for part in (lane.k, lane.v, lane.scales) if part is not None]
+        self._blocks = BlockTensors.of(parts) if num_blocks else None
+
+    def _lanes(self, memory: torch.Tensor, num_blocks: int) -> list[KVCache]:
+        """`memory`, uint8 [bytes], cut into lanes: all keys and values, then all scales."""
+        size, dtype, token_major = self._block_size, self._dtype, self._token_major
+        sizes = [(pages.heads, 2 * num_blocks * size * pages.heads, pages.head_dim) for pages in self.layout.lanes]
+        values, scales = memory.tensor_split((sum(count * width for _, count, width in sizes) * dtype.itemsize,))
+        lanes = []
+        for heads, count, width in sizes:
+            part, values = values.tensor_split((count * width * dtype.itemsize,))
+            shape = (2, num_blocks, size, heads, width) if token_major else (2, num_blocks, heads, size, width)
+            k, v = part.view(dtype).view(shape)
+            lane = KVCache(k.transpose(1, 2), v.transpose(1, 2)) if token_major else KVCache(k, v)
+            if dtype == torch.float8_e4m3fn:
+                part, scales = scales.tensor_split((count * _SCALE.itemsize,))
+                lane = replace(lane, scales=part.view(_SCALE).view(num_blocks, heads, size, 2))
+            lanes.append(lane)
+        return lanes
