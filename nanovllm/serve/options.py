@@ -14,65 +14,65 @@ class ServeOptions:
     """Options of `nanovllm serve`; on the command line with dashes."""
 
     host: str = "127.0.0.1"
-    """The address to listen on; 0.0.0.0 for all."""
+    """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
-    """0: any that is free."""
+    """Port to listen on; 0: any free one."""
     uds: str | None = None
-    """A Unix socket's path, in place of host and port."""
+    """Path of a Unix socket to listen on, in place of host and port."""
     ssl_keyfile: str | None = None
-    """The key of ssl_certfile, PEM."""
+    """Private key of ssl_certfile, a PEM file."""
     ssl_certfile: str | None = None
-    """Serve HTTPS with this certificate, PEM."""
+    """Certificate for HTTPS, a PEM file."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of pages whose browsers may call; none by default."""
+    """Origins of web pages that may call, such as https://your.page; none by default."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may ask for; the first is the one shown. Default: the model's."""
+    """Names that requests may use for the model; the first is shown. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
     """Most completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
     max_waiting_per_key: int | None = None
-    """Most completions of one API key in flight beyond max_num_seqs; then its requests get a 429. Default: with several
-    keys half of the places that wait, with one all."""
+    """Most completions of one API key that may wait, beyond max_num_seqs; then its requests get a 429. Default: half of
+    all places that wait; with a single key all of them."""
     stream_interval: int = 1
-    """Tokens of a chunk: more of them save clients work. The first token is never kept back."""
+    """Tokens in a chunk of a stream; more save clients work. The first token is sent at once."""
     request_timeout: float | None = None
-    """Seconds after which a request is ended; off by default."""
+    """Seconds after which a request is aborted; off by default."""
     weight_update_timeout: float | None = 600.0
-    """Seconds that requests wait for a trainer that calls no more. Then they get a 503 until an update succeeds; None:
-    they wait without end."""
+    """Seconds that requests wait for new weights when their trainer is silent. Then they get a 503 until an update
+    succeeds. None: no limit."""
     shutdown_timeout: float = 30.0
-    """Seconds that running requests get after SIGTERM."""
+    """Seconds that running requests get to finish after SIGTERM."""
     skip_tokenizer_init: bool = False
-    """Token ids in, token ids out: no tokenizer is read, and what needs text is refused."""
+    """Token ids in, token ids out: no tokenizer is loaded, and requests with text are refused."""
     chat_template: str | None = None
-    """A file that takes the place of the model's chat template."""
+    """File with a chat template that replaces the model's."""
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Given to the chat template where a request says nothing else."""
+    """Variables for the chat template, unless a request sets them."""
     trust_request_chat_template: bool = False
-    """True: requests may bring chat templates."""
+    """Allow requests to bring chat templates."""
     trust_special_tokens: bool = False
-    """True: a control token that a chat spells out is taken as the token."""
+    """Read control tokens that a message spells out as tokens, not as text."""
     generation_config: str = "auto"
-    """"auto": sampling defaults of the model's generation_config.json; "vllm": none; else a folder that has one."""
+    """"auto": sampling defaults of the model's generation_config.json; "vllm": none; else a folder with such a file."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """Sampling defaults in place of the model's."""
+    """Sampling defaults that replace the model's."""
     tool_call_parser: str = "auto"
     """"auto": by the chat template; "none"; or the name of a family."""
     reasoning_parser: str = "auto"
     """"auto": by the chat template; "none"; or "think"."""
     strict_fields: bool = False
-    """True: unknown fields of a request are an error."""
+    """Refuse requests with unknown fields."""
     otlp_traces_endpoint: str | None = None
-    """An OpenTelemetry collector, which gets a span of each request. As http://localhost:4318; needs the extra otel."""
+    """URL of an OpenTelemetry collector for a span of each request. Needs the extra otel."""
     log_format: str = "text"
     """"text" or "json"."""
     disable_log_stats: bool = False
-    """True: no line of totals every 10 s."""
+    """Leave out the line of totals that is logged every 10 s."""
     log_prompts: bool = False
-    """True: prompts are in the log."""
+    """Log prompts."""
     ui: bool = True
-    """Whether / is a chat page."""
+    """Serve a chat page at /."""
 
     def __post_init__(self) -> None:
         for name in ("shutdown_timeout", "request_timeout", "weight_update_timeout"):
