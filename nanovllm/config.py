@@ -111,46 +111,45 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out: no tokenizer is loaded and `text` stays empty."""
     revision: str | None = None
-    """A branch, a tag or a commit of the model's repository on the hub; default: its main branch."""
+    """Branch, tag or commit of the model's repository on the hub; default: its main branch."""
     download_dir: str | None = None
-    """A folder that the hub's files are kept in; default: the hub's own cache, of HF_HOME."""
+    """Folder for files from the hub; default: the hub's own cache, in HF_HOME."""
     tensor_parallel_size: int = 1
     """Number of ranks that share every layer, 1..8. Each has one GPU, or one CPU process."""
     data_parallel_size: int = 1
-    """Number of replicas of the model, 1..1024, each with tensor_parallel_size ranks; replica i has the GPUs from
-    i * tensor_parallel_size on."""
+    """Number of replicas of the model, 1..1024. Each has tensor_parallel_size ranks; replica i has the GPUs from i *
+    tensor_parallel_size on."""
     data_parallel_backend: str | None = None
-    """"local": processes of this host, also a single one; "ray": actors of Ray.
-    None: "local" where data_parallel_size > 1, else an engine in the caller's process."""
+    """"local": replicas are processes of this host; "ray": actors of a Ray cluster. None: "local" where
+    data_parallel_size > 1, else an engine in the caller's process."""
     ray_address: str | None = None
-    """Address (host:port) of the Ray cluster for data_parallel_backend="ray"; "auto": the cluster that this host
-    belongs to. None: the program's own connection, else RAY_ADDRESS, else a Ray of this host that lives as long as the
-    engine."""
+    """Address of the Ray cluster for data_parallel_backend="ray": host:port or "auto". "auto": the cluster that this
+    host belongs to. None: the program's own connection, else RAY_ADDRESS, else a Ray of this host that lives as long
+    as the engine."""
     share_gpus: bool = False
-    """True: where there are fewer GPUs than ranks, ranks take turns on a GPU; to try more ranks, not to be fast. Needs
+    """Let ranks take turns on a GPU where there are fewer GPUs than ranks. For tests: correct, but slow. Needs
     num_kvcache_blocks."""
     device: str = "auto"
     """"cuda", "cpu" or "auto": cuda where torch sees one."""
     dtype: str = "auto"
-    """"bfloat16", "float16", "float32" or "auto": the checkpoint's on a GPU, float32 on a CPU."""
+    """"bfloat16", "float16" or "float32". "auto": on a GPU the checkpoint's, on a CPU float32."""
     seed: int = 0
     """Seed of dummy weights, and of the sampling of requests without a seed."""
     load_format: str = "auto"
-    """"auto": safetensors; "dummy": random weights from the configuration alone, the same at every rank count."""
+    """"auto": safetensors; "dummy": random weights, from the configuration alone. Dummy weights are the same at every
+    rank count."""
     model_impl: str = "auto"
-    """"native": our layers; "transformers": transformers' own module over our KV cache, on one rank and without CUDA
-    graphs; "auto": native where there is one."""
+    """"native": our layers; "transformers": its own module, slower, on one rank. Without CUDA graphs, over our KV
+    cache. "auto": native where there is one."""
     quantization: str | None = None
-    """"fp8": linear layers hold weights in e4m3, made while they are loaded; "int4": in 4 bits. None: as the
-    checkpoint has them."""
+    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"
-    """"fp8": an output head that is not tied to the embedding holds its weight in e4m3, made while it is loaded;
-    "auto": in the model's dtype."""
+    """"fp8": round an untied output head to e4m3 while it loads. "auto": the model's dtype."""
     exact_bits: str | None = None
-    """"batch": log-probabilities of a request equal to the last bit whatever runs beside it and however its steps are
-    cut; "tp": on 1, 2, 4 and 8 ranks too. None: up to the order of sums."""
+    """"batch": same bits whatever runs beside a request; "tp": also on 1, 2, 4 and 8 ranks. This is about
+    log-probabilities and tokens, however steps are cut. None: equal up to the order of sums."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
-    """Replaces entries of config.json, for example {"rope_scaling": {...}}."""
+    """Entries that replace those of config.json: {"rope_scaling": {...}}."""
 
     max_model_len: int | None = None
     """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings."""
@@ -159,8 +158,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 16384
     """Maximum tokens computed in one step; running requests and prompt chunks share this budget."""
     max_num_prefill_tokens_with_decodes: int | None = None
-    """Maximum prompt tokens in a step that also decodes, so that long prompts do not stall running requests. Lower it
-    for smoother decoding, raise it for faster first tokens. Default: chosen for each step between 128 and 4096."""
+    """Maximum prompt tokens in a step that also decodes. Lower: smoother decoding; higher: faster first tokens.
+    Default: chosen for each step between 128 and 4096."""
     max_num_partial_prefills: int = 4
     """Maximum number of prompts that are partly computed after a step."""
     max_long_partial_prefills: int = 1
@@ -171,21 +170,22 @@ class EngineConfig:
     long."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of each GPU's memory that this engine may take: weights, activations, graphs and KV cache together."""
+    """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache
+    together."""
     num_kvcache_blocks: int | None = None
     """Number of KV blocks. Default: as many as fit, the minimum over ranks."""
     kvcache_block_size: int | None = None
     """Tokens in a KV block, a multiple of 16. Default: 128 on a GPU, 16 on a CPU."""
     cpu_kvcache_gib: float = 0.5
-    """GiB of KV cache for each rank on a CPU, unless num_kvcache_blocks is given."""
+    """GiB of KV cache for each rank on a CPU. Not used with num_kvcache_blocks."""
     kv_cache_dtype: str = "auto"
-    """"auto": keys and values of the model's dtype; "fp8": e4m3 with a scale for each token and head, half the size."""
+    """"auto": the model's dtype; "fp8": e4m3, half the size, a scale for each token and head."""
     enable_prefix_caching: bool = True
-    """Reuse KV blocks of equal prompt prefixes, also those of finished requests until they are overwritten."""
+    """Reuse KV blocks of equal prompt prefixes. Blocks of finished requests stay usable until they are overwritten."""
 
     attention_backend: str = "auto"
-    """"flash", "triton", "torch" or "auto": the best of them that is installed and that the device can run; "flex":
-    PyTorch's FlexAttention, for functions of your own."""
+    """"flash", "triton", "torch"; "flex" for functions of your own. "auto": the best of the first three that is
+    installed and that the device can run."""
     score_mod: Callable[..., Any] | None = None
     """Function of tensors (score, slot, head, query position, key position) -> score; needs
     attention_backend="flex"."""
@@ -193,26 +193,26 @@ class EngineConfig:
     """Function of tensors (slot, head, query position, key position) -> bool: whether that key is seen, among those
     that the model sees; needs attention_backend="flex"."""
     enforce_eager: bool = False
-    """True: no CUDA graphs."""
+    """Run without CUDA graphs."""
     kernel_choices: str | None = None
     """A table of GEMM kernels written by scripts/tune_steps.py; replaces the package's table for this GPU."""
     enable_sleep: bool = False
-    """True: `sleep` can return the memory of weights and KV cache to the device."""
+    """Let `sleep` return the memory of weights and KV cache to the device."""
     logprobs_mode: str = "raw"
-    """"raw" or "processed": see SamplingParams.logprobs_mode, which wins."""
+    """Default of the requests' own logprobs_mode: "raw" or "processed"."""
     max_logprobs: int = 20
-    """Most entries of a token's logprobs and prompt_logprobs. -1: no bound."""
+    """Most likeliest tokens that a request's logprobs may ask for. -1: no bound."""
     max_queued_requests: int | None = None
     """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
     None: unbounded."""
     plugins: tuple[str, ...] = ()
     """Python files that each process runs first; they call nanovllm.register_model (docs/models.md)."""
     disable: tuple[str, ...] = ()
-    """Names of OPTIMISATIONS to switch off, for comparison; a list or one string with commas."""
+    """Names of optimisations to switch off, for comparison; a list or one string with commas (docs/options.md)."""
     trace: str | None = None
-    """A folder for a timeline of this run (steps, requests, KV cache), for Perfetto and as an HTML page."""
+    """Folder for a timeline of this run, for Perfetto and as an HTML page. It has steps, requests and KV cache."""
     step_timeout: float = 60.0
-    """Seconds without progress after which a step or a worker counts as failed; compilation does not count."""
+    """Seconds without progress after which a step or worker has failed. Compilation does not count."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", _disabled(self.disable))

@@ -15,12 +15,12 @@ from nanovllm.vllm_options import FIXED, translated
 
 ENGINE_GROUPS = {
     "tokenizer": "model and device",
-    "max_model_len": "what a step may hold",
+    "max_model_len": "batching and scheduling",
     "gpu_memory_utilization": "memory",
     "attention_backend": "kernels, overlap, failures",
 }
 _SERVER_GROUPS = {
-    "host": "where it listens",
+    "host": "listening",
     "served_model_name": "requests",
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
