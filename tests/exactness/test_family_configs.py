@@ -1,6 +1,9 @@
 """config.json of every family: read as transformers reads it, or refused."""
 
+import json
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,29 +45,30 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     assert not passed_over
 
 
-MINIMAX_M2: dict[str, Any] = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1] * 62,
-    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "dtype": "bfloat16", "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 204800,
-    "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
-    "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
-    "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
-    },
-    "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True, "use_mtp": True,
-    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
-}  # fmt: skip
-"""As it is published."""
+PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "published_configs.json").read_text(encoding="utf-8"))
+"""config.json of checkpoints as their makers have published it, for the most part by older versions of transformers; of
+MiniMax-M2's and Hunyuan-A13B's lists by layer the first two entries."""
 
 
-def test_the_published_configuration_of_minimax_m2_is_served() -> None:
-    model = parse_config(MINIMAX_M2)
-    assert all(spec.quantization is not None and spec.quantization.method == "fp8" for spec in model.layers)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_read_as_transformers_reads_it(name: str) -> None:
+    raw = {**PUBLISHED[name], "dtype": "bfloat16"}
+    given = {key: value for key, value in raw.items() if key != "quantization_config"}
+    filled_in = transformers.AutoConfig.for_model(**deepcopy(given)).to_dict()
+    ours, theirs = (parse_config(*override(one, {}, {})) for one in (given, filled_in))
+    if "eos_token_id" not in raw:  # generation_config.json has it
+        theirs = replace(theirs, eos_token_ids=())
+    assert ours == theirs
+    assert (len(ours.layers), ours.vocab_size) == (raw["num_hidden_layers"], raw["vocab_size"])
+    method = raw.get("quantization_config", {}).get("quant_method")
+    held = {spec.quantization and spec.quantization.method for spec in parse_config(raw).layers}
+    assert held == {{"awq": "int4", "mxfp4": None}.get(method, method)}
+
+
+def test_what_minimax_m2_alone_could_say_is_refused() -> None:
     for entry in ({"use_qk_norm": False}, {"scoring_func": "softmax"}, {"shared_intermediate_size": 512}):
         with pytest.raises(ValueError, match=rf"^{next(iter(entry))}=.*: must be"):
-            parse_config({**MINIMAX_M2, **entry})
+            parse_config({**PUBLISHED["MiniMax-M2"], **entry})
 
 
 PLAIN: dict[str, Any] = {

@@ -38,6 +38,7 @@ def read_gemma3(config: ConfigReader, generation: Fields) -> Fields:
 
 def _sandwich(config: ConfigReader, pattern: int) -> Fields:
     """Fields of Gemma 2 and 3, where the last layer of every `pattern` sees all keys."""
+    config.get("hidden_act")  # which files have too, and nothing uses
     return {
         "hidden_act": "hidden_activation",
         "norm_placement": "sandwich",

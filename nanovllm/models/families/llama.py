@@ -77,6 +77,8 @@ def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     """`alpha` stretches the base of the rotary embedding once and for all, whatever the text's length."""
+    config.require("use_qk_norm", True)
+    config.require("use_cla", False)
     raw = rope_entries(config)
     if raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
         dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))

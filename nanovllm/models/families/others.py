@@ -14,10 +14,10 @@ def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
 def exaone_layers(config: ConfigReader) -> Fields:
     """Fields of EXAONE: if some layers see a window, the others have no rotary embedding."""
     pattern = config.get("sliding_window_pattern")  # "LLLG" or 4
-    period = len(pattern) if isinstance(pattern, str) and pattern else config.integer("sliding_window_pattern", 4)
     if config.get("sliding_window") is None:
         config.get("layer_types")
         return {}
+    period = len(pattern) if isinstance(pattern, str) and pattern else config.integer("sliding_window_pattern", 4)
     return {"kinds": full_every(config, period), "window": config.integer("sliding_window"), "nope_full": True}
 
 
