@@ -43,9 +43,10 @@ def cases() -> dict[str, list[Callable[[], object]]]:
     from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
     from nanovllm.kernels.attention.decode_plan import DecodePlan
     from nanovllm.kernels.attention.spec import AttentionSpec
-    from nanovllm.kernels.fp8 import gemm, one_row
+    from nanovllm.kernels.fp8 import gemm
     from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
     from nanovllm.kernels.fp8.quantize import quantize_rows
+    from nanovllm.kernels.gemm import stream
     from nanovllm.kernels.pointwise.activation import silu_mul_fp8
     from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
     from nanovllm.kernels.pointwise.rope import QKNormRope, qk_norm_rope_store
@@ -68,11 +69,11 @@ def cases() -> dict[str, list[Callable[[], object]]]:
         found[f"silu_mul_fp8 {rows}"] = [partial(silu_mul_fp8, wide)] * COPIES
     row, many = bf16(1, HIDDEN), bf16(64, HIDDEN)
     gates_and_ups = [weight(2 * WIDTH, HIDDEN) for _ in range(3)]
-    one = config("quantized_row", 16, block_k=512, stages=4)
+    one = config("stream", 16, block_k=512, stages=4)
     roles = config("specialized", 128, 64, 128, 4)
     rounded = FP8Rows(*quantize_rows(many), many.dtype)
     found["norm, gate and up, fp8 1"] = [
-        partial(one_row.linear, row, w, one, norm=norm, gated=True) for w in gates_and_ups * 4
+        partial(stream.linear, row, w, one, norm=norm, gated=True) for w in gates_and_ups * 4
     ]
     found["gate and up, fp8 64"] = [partial(gemm.linear, rounded, w, roles, gated=True) for w in gates_and_ups * 4]
 

@@ -93,7 +93,7 @@ _INT4_ONE_ROW = [(64, 2, 4), (32, 3, 4), (32, 4, 4), (32, 3, 8), (16, 3, 8), (16
 
 
 def one_row(block_n: int, stages: int, num_warps: int) -> GemmConfig:
-    return GemmConfig("quantized_row", block_n, 0, 128 * num_warps, stages, num_warps=num_warps)
+    return GemmConfig("stream", block_n, 0, 128 * num_warps, stages, num_warps=num_warps)
 
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import skinny, tile
+from nanovllm.kernels.gemm import skinny, stream, tile
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.layers.int4 import Int4Matrix
@@ -68,7 +68,8 @@ class DenseMatrix(nn.Module):
 
     def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
         if config.is_skinny:
-            return skinny.linear(x, self.weight, config, gated=gated, **around)
+            kernel = stream if config.kernel == "stream" else skinny
+            return kernel.linear(x, self.weight, config, gated=gated, **around)
         return tile.linear(x, self.weight, config, gated=True) if gated else matmul(x, self.weight, config)
 
     def checkpoint_weights(

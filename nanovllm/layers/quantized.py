@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import FP8 as FP8_NAME
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -119,5 +120,5 @@ class FP8Matrix(nn.Module):
     ) -> torch.Tensor | FP8Rows:
         """See Matrix."""
         if config.is_skinny:
-            return one_row.linear(x, self.for_kernel(), config, gated=gated, **around)
+            return stream.linear(x, self.for_kernel(), config, gated=gated, **around)
         return gemm.linear(x, self.for_kernel(), config, gated=gated)

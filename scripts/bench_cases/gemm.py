@@ -91,7 +91,7 @@ class Projection:
         if isinstance(weight, FP8Weight):
             call: Callable[..., torch.Tensor] = fp8.linear
         elif isinstance(weight, Int4Weight):
-            call = int4_row.linear if config.kernel == "quantized_row" else int4.linear
+            call = int4_row.linear if config.kernel == "stream" else int4.linear
         else:
             call = tile.linear if gated and config.kernel == "decode" else matmul
         if gated and config.is_own and call is not matmul:
@@ -151,7 +151,7 @@ def int4_gemm(setup: Setup) -> Iterator[Line]:
             one = one._replace(dtype=INT4)
             configs = [config for config in int4_contenders(one, rows) if config.is_own]
             if setup.dry:  # the interpreter is slow, and knows no Gluon
-                configs = [config for config in configs if config.kernel != "quantized_row"][:1]
+                configs = [config for config in configs if config.kernel != "stream"][:1]
             yield line(setup, one, rows, in_int4, 17 / 32, configs)
 
 

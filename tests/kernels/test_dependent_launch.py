@@ -14,10 +14,10 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device import ordinary_launch
-from nanovllm.kernels.fp8 import few_experts, gemm, one_row
+from nanovllm.kernels.fp8 import few_experts, gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import skinny, tile
+from nanovllm.kernels.gemm import skinny, stream, tile
 from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.router import router_logits
@@ -33,7 +33,7 @@ from nanovllm.kernels.sampling.gumbel import Draws, sample_tokens
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 HIDDEN, WIDTH, EXPERTS = 1024, 2048, 8
-ROW = GemmConfig("quantized_row", 16, block_k=512, stages=4)
+ROW = GemmConfig("stream", 16, block_k=512, stages=4)
 OPTIONS = TopK(EXPERTS, 2)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no dependent launch without a GPU")]
@@ -76,9 +76,9 @@ def test_a_row_in_fp8(fused: bool) -> None:
     gate_up, down = fp8(2 * WIDTH, HIDDEN, seed=3), fp8(HIDDEN, WIDTH, seed=4)
 
     def inside(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        residual = one_row.linear(one_row.linear(residual, qkv, ROW, norm=norm()), o, ROW, residual=residual)
-        h = one_row.linear(residual, gate_up, ROW, norm=norm(), gated=True)
-        return one_row.linear(h, down, ROW, residual=residual)
+        residual = stream.linear(stream.linear(residual, qkv, ROW, norm=norm()), o, ROW, residual=residual)
+        h = stream.linear(residual, gate_up, ROW, norm=norm(), gated=True)
+        return stream.linear(h, down, ROW, residual=residual)
 
     def outside(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         rows = add_norms_fp8(x, residual, norm())[0]

@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.fp8 import few_experts, gemm, one_row
+from nanovllm.kernels.fp8 import few_experts, gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
+from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.moe import experts as grouped
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
@@ -139,12 +140,13 @@ def test_products_of_many_rows(
             assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
 
 
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_one_row(gated: bool) -> None:
+def test_products_of_few_rows(gated: bool, rows: int) -> None:
     """With norm, activation and residual the same results, whether x comes rounded or not."""
-    config = GemmConfig("quantized_row", 16, block_k=256, stages=2, num_warps=2)
+    config = GemmConfig("stream", 16, block_k=256, stages=2, num_warps=2)
     for n, k, rows_each, in_blocks in ((64, 528, 16, True), (80, 2320, 1, False)):
-        weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(1, k) / 1000)
+        weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(rows, k) / 1000)
         rounded = FP8Rows(*quantize_rows_reference(x), x.dtype)
         want = exact(rounded.values, rounded.scales, weight)
         if gated:
@@ -154,12 +156,12 @@ def test_products_of_one_row(gated: bool) -> None:
             normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
             gate, up = exact(*quantize_rows_reference(normed), weight).chunk(2, 1)
             if DEVICE == "cuda":
-                got = one_row.linear(x, weight, config, norm=norm.Norm(ones, 0.0), gated=True)
+                got = stream.linear(x, weight, config, norm=norm.Norm(ones, 0.0), gated=True)
                 assert_close(got, silu(gate) * up)
             continue
         assert_close(gemm.linear(rounded, weight, config), want)
-        residual = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        got = one_row.linear(x, weight, config, residual=residual.clone())
+        residual = torch.randn(rows, n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        got = stream.linear(x, weight, config, residual=residual.clone())
         assert_close(got, want + residual.double())
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from compiling import run_alone
 
-from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import quantize_blocks
+from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
@@ -17,14 +18,15 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
 pytest.importorskip("triton")
 
 HIDDEN = 512
-ROW = GemmConfig("quantized_row", 16, block_k=512, stages=2, num_warps=4)
+ROW = GemmConfig("stream", 16, block_k=512, stages=2, num_warps=4)
 ROLES = GemmConfig("specialized", 128, 64, 128, 4)
 
 COMPILE = """
 import re
 import torch
 from compiling import compile_only
-from nanovllm.kernels.fp8 import gemm, one_row
+from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
 from nanovllm.kernels.plan.config import GemmConfig
@@ -47,7 +49,7 @@ add_norms_fp8(x, x, Norm(gain, 1e-6))
 silu_mul_fp8(x)
 rows = FP8Rows(*empty_quantized(64, k, x.device), x.dtype)
 gemm.linear(rows, weight, GemmConfig("specialized", 128, 64, 128, 4), gated=True)
-one_row.linear(x[:1], weight, GemmConfig("quantized_row", 16, block_k=512, stages=2), norm=Norm(gain, 1e-6))
+stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=Norm(gain, 1e-6))
 assert len(seen) == 6 and all(seen), seen
 """
 
@@ -92,7 +94,7 @@ def test_products_of_a_row_with_nan_are_nan() -> None:
     weight, gain = FP8Weight(values.cuda(), scale.cuda(), 128), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     x = spoilt(1)
     for norm in (None, Norm(gain, 1e-6)):
-        assert one_row.linear(x, weight, ROW, norm=norm).isnan().all()
+        assert stream.linear(x, weight, ROW, norm=norm).isnan().all()
     many = spoilt(40)
     rows = FP8Rows(*quantize_rows(many), many.dtype)
     assert gemm.linear(rows, weight, ROLES)[-1].isnan().all()  # type: ignore[index]

@@ -51,8 +51,8 @@ def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -
 def test_a_row_by_weights_in_blocks_takes_whole_16s_of_them(n: int, fits: bool) -> None:
     """As the head of a vocabulary of any size on one rank."""
     rules = Rules(KNOWN[0], own_kernels=True, table=H200)
-    assert (choose(Product("head", n, 4096, FP8, scale_rows=128), 1, rules)[0].kernel == "quantized_row") == fits
-    assert choose(Product("head", n, 4096, FP8), 1, rules)[0].kernel == "quantized_row"
+    assert (choose(Product("head", n, 4096, FP8, scale_rows=128), 1, rules)[0].kernel == "stream") == fits
+    assert choose(Product("head", n, 4096, FP8), 1, rules)[0].kernel == "stream"
 
 
 @pytest.mark.parametrize("after", ["", "residual"])

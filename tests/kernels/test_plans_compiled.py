@@ -12,9 +12,9 @@ from compiling import compile_only
 from triton.runtime.jit import JITFunction
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.base import device as base
-from nanovllm.kernels.fp8 import few_experts, gemm as fp8, one_row
+from nanovllm.kernels.fp8 import few_experts, gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
-from nanovllm.kernels.gemm import int4, int4_row, skinny, tile
+from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
 from nanovllm.kernels.moe import experts, few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.routing import TopK, route
@@ -30,12 +30,12 @@ name, quantization, models, all_rows = sys.argv[1], sys.argv[2] or None, sys.arg
 device = Device.named(name)
 base.supports_pdl = lambda _: device.capability >= (9, 0)
 experts.supports_tma = lambda _: device.has_tma
-one_row.multiprocessors = lambda _: device.processors
+stream.multiprocessors = lambda _: device.processors
 compile_only(most_spilled=None, capability=10 * device.capability[0] + device.capability[1])
 compiled = JITFunction.run
 JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise
     self, *args, **options | ({"PTX": True} if "PTX" in options else {}))
-OURS = {"fma", "decode", "specialized", "int4", "int4_whole", "quantized_row"}
+OURS = {"fma", "decode", "specialized", "int4", "int4_whole", "stream"}
 done = set()
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -52,14 +52,15 @@ def multiply(one, rows, launch):
     around |= {"residual": empty(rows, one.n)} if launch.residual else {}
     if one.dtype == FP8:
         weight = fp8_weight(one.n, one.k, rows_each=one.scale_rows or 1)
-        (one_row if config.is_skinny else fp8).linear(x, weight, config, gated=launch.gate, **around)
+        (stream if config.is_skinny else fp8).linear(x, weight, config, gated=launch.gate, **around)
     elif one.dtype == INT4:
         blocks = -(-one.k // 128)
         words = empty(blocks, one.n, 32, dtype=torch.int16)
         weight = int4.Int4Weight(words, empty(blocks, one.n, 2), 128, False, one.k)
         (int4_row if config.is_skinny else int4).linear(x, weight, config, gated=launch.gate, **around)
     else:
-        (skinny if config.is_skinny else tile).linear(x, empty(one.n, one.k), config, gated=launch.gate, **around)
+        module = stream if config.kernel == "stream" else skinny if config.is_skinny else tile
+        module.linear(x, empty(one.n, one.k), config, gated=launch.gate, **around)
 
 def mix(one, rows, launch):
     x, options = empty(rows, one.hidden), TopK(one.num_experts, one.top_k)

@@ -1,4 +1,5 @@
-"""The skinny GEMM kernel against float64: interpreted on a CPU in float32 and float16, on a GPU in bfloat16."""
+"""GEMM kernels for few rows, on CUDA cores and on tensor cores, against float64: interpreted on a CPU in float32 and
+float16, on a GPU in bfloat16."""
 
 from itertools import product
 from typing import Any
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import some_nightly
 
-from nanovllm.kernels.gemm import skinny
-from nanovllm.kernels.plan.config import SKINNY_ROWS, GemmConfig
+from nanovllm.kernels.gemm import skinny, stream
+from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 EPS = 1e-6
@@ -22,8 +23,12 @@ def fma(block_n: int, block_k: int, stages: int) -> GemmConfig:
     return GemmConfig("fma", block_n, block_k=block_k, stages=stages)
 
 
-FMA = fma(8, 256, 2)
-GPU_CONFIGS = [fma(8, 1024, 2), fma(8, 512, 1)]
+def tensor_cores(num_warps: int, stages: int) -> GemmConfig:
+    return GemmConfig("stream", 16, block_k=64 * num_warps, stages=stages, num_warps=num_warps)
+
+
+FMA, STREAM = fma(8, 256, 2), tensor_cores(2, 2)
+GPU_CONFIGS = [fma(8, 1024, 2), fma(8, 512, 1), tensor_cores(4, 4), tensor_cores(8, 1)]
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -50,7 +55,8 @@ def around(op: str, t: dict[str, torch.Tensor], rows: int | None = None) -> dict
 def run(
     op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True
 ) -> torch.Tensor:
-    return skinny.linear(t["x"][:rows].clone(), t["weight"], config, **around(op, t, rows), pdl=pdl)
+    kernel = stream if config.kernel == "stream" else skinny
+    return kernel.linear(t["x"][:rows].clone(), t["weight"], config, **around(op, t, rows), pdl=pdl)
 
 
 def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -80,24 +86,26 @@ INTERPRETED_SHAPES = [(1, 40, 72), (2, 26, 520), (3, 26, 264), (4, 202, 104)]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the bfloat16 test covers these on a GPU")
 def test_matches_float64_in_the_interpreter(op: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     t = inputs(*shape, dtype)
-    assert relative_error(run(op, t, FMA), exact(op, t)) < TOLERANCE[dtype]
+    for config in (FMA, STREAM):
+        assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[dtype]
 
 
-@given(st.sampled_from(OPS), st.integers(1, SKINNY_ROWS), st.integers(1, 60), st.integers(1, 40))
+@given(st.sampled_from(OPS), st.integers(1, STREAM_ROWS), st.integers(1, 60), st.integers(1, 40))
 @settings(max_examples=10, deadline=None)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_any_shape_matches_the_twin(op: str, rows: int, half_n: int, k_over_8: int) -> None:
     """Any number of outputs, and any K that is a multiple of 8."""
     t = inputs(rows, 2 * half_n, 8 * k_over_8, torch.float32)
-    assert relative_error(run(op, t, FMA), exact(op, t)) < TOLERANCE[torch.float32]
+    for config in (FMA, STREAM) if rows <= SKINNY_ROWS else (STREAM,):
+        assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.block_k}x{c.stages}")
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
     for n, k in ((512, 1024), (296, 1288)):
-        t = inputs(4, n, k, torch.bfloat16)
+        t = inputs(STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS, n, k, torch.bfloat16)
         assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[torch.bfloat16]
 
 
@@ -108,16 +116,19 @@ def test_plain_twin_agrees_with_float64(op: str) -> None:
     assert relative_error(got, exact(op, t)) < TOLERANCE[torch.float32]
 
 
-def test_row_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("config", [FMA, STREAM], ids=lambda c: c.kernel)
+def test_row_does_not_depend_on_its_neighbours(config: GemmConfig) -> None:
     t = inputs(4, 26, 264, torch.float32)
-    alone, together = run("norm_linear", t, FMA, rows=1), run("norm_linear", t, FMA)
+    fewer, together = run("norm_linear", t, config, rows=3), run("norm_linear", t, config)
     t["x"][1:] = 1e4
-    other = run("norm_linear", t, FMA)
-    assert torch.equal(alone[0], together[0]) and torch.equal(alone[0], other[0])
+    other = run("norm_linear", t, config)
+    assert torch.equal(fewer, together[:3]) and torch.equal(together[0], other[0])
+    if config is FMA:
+        assert torch.equal(run("norm_linear", t, config, rows=1)[0], together[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.block_k}x{c.stages}")
+@pytest.mark.parametrize("config", GPU_CONFIGS[:2], ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
 def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> None:
     t = inputs(SKINNY_ROWS, 512, 1024, torch.bfloat16)
     whole = run("norm_linear", t, config)
@@ -126,15 +137,16 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(config: GemmConfig) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.block_k}x{c.stages}")
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
 def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
     t = inputs(2, 1024, 1024, torch.bfloat16)
     gates_and_ups = torch.cat([t["weight"], t["weight"]])
+    kernel = stream if config.kernel == "stream" else skinny
 
     def layer(hidden: torch.Tensor, _: torch.Tensor, pdl: bool) -> None:
         for rows, weight, gated in ((hidden, t["weight"], False), (hidden[:1], gates_and_ups, True)):
             y = skinny.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated, pdl=pdl)
-            skinny.linear(y, t["weight"], config, residual=rows, pdl=pdl)
+            kernel.linear(y, t["weight"], config, residual=rows, pdl=pdl)
 
     check_dependent_launch(layer, t["x"])
 
@@ -150,6 +162,8 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
 def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         skinny.linear(torch.zeros(shape_x), torch.zeros(shape_w), FMA)
+    with pytest.raises(ValueError, match=message.replace("4 rows", "8 rows")):
+        stream.linear(torch.zeros(shape_x[0] // 5 * 4 + shape_x[0], shape_x[1]), torch.zeros(shape_w), STREAM)
 
 
 def test_gate_and_up_need_two_weight_rows_for_each_warp() -> None:

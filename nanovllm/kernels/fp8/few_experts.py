@@ -1,8 +1,8 @@
 """A mixture of experts in FP8 for a handful of tokens: as moe/few_rows.py, by the products of reference.py.
 
 Two kernels after the router's GEMM: the first normalises and rounds what it takes, before the second is one that
-rounds. A program multiplies by the weights of one token's experts as one_row.py says; that of `down` takes the experts
-one after the other for one long row.
+rounds. A program multiplies by the weights of one token's experts as gemm/stream.py does; that of `down` takes the
+experts one after the other for one long row.
 """
 
 import torch
@@ -10,10 +10,10 @@ import torch
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.one_row import add_step, all_of_x, finish, groups_of_steps, load_halves, load_weights, load_x
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
+from nanovllm.kernels.gemm.stream import add_step, all_of_x, finish, groups_of_steps, load_halves, load_weights, load_x
 from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.pointwise.norm import Norm

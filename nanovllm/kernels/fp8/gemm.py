@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.padded_rows import empty_product
-from nanovllm.kernels.fp8 import one_row, specialized
+from nanovllm.kernels.fp8 import specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import ROWS_MULTIPLE, empty_rows_for, quantize_rows
+from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
-from nanovllm.kernels.gemm import tile
+from nanovllm.kernels.gemm import stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
@@ -19,8 +19,8 @@ def linear(
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "specialized" rounds;
     not by the library."""
-    if config.kernel == "quantized_row":
-        return one_row.linear(x, weight, config, gated=gated, pdl=pdl)
+    if config.kernel == "stream":
+        return stream.linear(x, weight, config, gated=gated, pdl=pdl)
     if config.kernel == "specialized":
         return specialized.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
     if config.kernel == "twin":
@@ -50,12 +50,7 @@ def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gat
 def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
     if isinstance(x, Tensor):
         return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype)
-    if x.scales.stride(0) == 1 and x.scales.stride(1) % ROWS_MULTIPLE == 0:
-        return x
-    rows = empty_rows_for(x.shape[0], x.shape[1], x.dtype, x.values.device)  # a twin made it
-    rows.values.copy_(x.values)
-    rows.scales.copy_(x.scales)
-    return rows
+    return in_groups(x)
 
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:

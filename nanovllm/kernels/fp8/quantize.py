@@ -98,6 +98,16 @@ def empty_rows_for(rows: int, columns: int, dtype: torch.dtype, device: torch.de
     return FP8Rows(*empty_quantized(rows, columns, device), dtype)
 
 
+def in_groups(x: FP8Rows) -> FP8Rows:
+    """Activations with a group's scales side by side in memory, as kernels read them; a copy where a twin made x."""
+    if x.scales.stride(0) == 1 and x.scales.stride(1) % ROWS_MULTIPLE == 0:
+        return x
+    rows = empty_rows_for(x.shape[0], x.shape[1], x.dtype, x.values.device)
+    rows.values.copy_(x.values)
+    rows.scales.copy_(x.scales)
+    return rows
+
+
 def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, K], rows may be strided -> e4m3 [T, K], float32 scales [T, groups of 128], a group's side by side in
     memory. input_scale float32 [count]: the largest is the scale of every group."""

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kernel = Literal[
-    "library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "quantized_row", "blocks", "scaled",
+    "library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "stream", "blocks", "scaled",
     "widened", "twin",
 ]  # fmt: skip
 
 SKINNY_ROWS = 4
 """Most rows of the kernel "fma"."""
+STREAM_ROWS = 8
+"""Most rows of the kernel "stream"."""
 DECODE_ROWS = 256
 """Most rows of the kernel "decode"; more rows go to the library."""
 KINDS = ("qkv", "o", "gate_up", "down", "head")
@@ -54,10 +56,10 @@ class GemmConfig:
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
     "fma": skinny.py. "decode": tile.py; its consumer too gets split_k sums where there are several.
     "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
-    for weights of 4 bits; "int4_whole" adds up the parts itself. "quantized_row": one row by weights in FP8
-    (fp8/one_row.py) or of 4 bits (int4_row.py). "blocks": fixed_order.py, a CPU's way to bits that do not depend on the
-    rows. "scaled": cuBLAS over groups of e4m3 with their scales. "widened": the library, once weights in fewer bits are
-    made wide. "twin": plain PyTorch, of e4m3 on a CPU.
+    for weights of 4 bits; "int4_whole" adds up the parts itself. "stream": up to
+    STREAM_ROWS rows by weights in FP8 or 16 bits (stream.py), one row by those of 4 bits (int4_row.py). "blocks":
+    fixed_order.py, a CPU's way to bits that do not depend on the rows. "scaled": cuBLAS over groups of e4m3 with their
+    scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of e4m3 on a CPU.
     block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
@@ -85,7 +87,7 @@ class GemmConfig:
     @property
     def is_skinny(self) -> bool:
         """Whether it can compute norm, activation and residual too."""
-        return self.kernel in ("fma", "quantized_row")
+        return self.kernel in ("fma", "stream")
 
     @property
     def is_own(self) -> bool:

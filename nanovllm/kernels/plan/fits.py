@@ -8,7 +8,8 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     k = gemm.k
     if config.kernel == "library":
         return ""
-    takes = {"quantized_row": (INT4, FP8), "specialized": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
+    takes: dict[str, tuple[str, ...]] = {"specialized": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
+    takes["stream"] = (INT4, FP8, "bfloat16", "float16")
     if gemm.dtype not in takes[config.kernel] if config.kernel in takes else gemm.dtype == INT4:
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
     if gemm.dtype == FP8:
@@ -20,12 +21,14 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     if config.kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if gemm.dtype == INT4:
-        if config.kernel == "quantized_row":
+        if config.kernel == "stream":
             return row_misfit(k, gemm.kind == "gate_up", config)
         left_out = config.split_k > -(-k // 128)
         return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
     if gemm.dtype != FP8 and (gemm.dtype not in ITEM_SIZES or k % 8):
         return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(ITEM_SIZES)} and multiples of 8"
+    if config.kernel == "stream":
+        return "" if gemm.dtype == FP8 else _stream_misfit(64, config)
     if config.kernel in ("decode", "specialized"):
         if config.split_k > -(-k // config.block_k):
             return f"split_k={config.split_k} leaves a part without columns, K={k}"
@@ -38,7 +41,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
 
 
 def _fp8_misfit(gemm: Gemm, config: GemmConfig) -> str:
-    kernels = ("decode", "specialized", "quantized_row")
+    kernels = ("decode", "specialized", "stream")
     if config.kernel not in kernels or gemm.k % 16:
         return f"K={gemm.k} by {config.kernel!r}: FP8 has {kernels}, for multiples of 16"
     if config.block_k % 128 or 128 % config.block_n:
@@ -47,8 +50,13 @@ def _fp8_misfit(gemm: Gemm, config: GemmConfig) -> str:
         return ""
     if config.kernel == "specialized":
         return _specialized_misfit(gemm.kind == "gate_up", config)
-    fits = config.block_n == 16 and config.block_k == 128 * config.num_warps and config.split_k == 1
-    return "" if fits else f"{config}: must have 16 weight rows, a warp for each 128 columns of a step, no parts of K"
+    return _stream_misfit(128, config)
+
+
+def _stream_misfit(columns: int, config: GemmConfig) -> str:
+    fits = config.block_n == 16 and config.block_k == columns * config.num_warps and config.split_k == 1
+    reason = f"must have 16 weight rows, a warp for each {columns} columns of a step, no parts of K"
+    return "" if fits else f"{config}: {reason}"
 
 
 def _specialized_misfit(paired: bool, config: GemmConfig) -> str:
@@ -62,7 +70,7 @@ def _specialized_misfit(paired: bool, config: GemmConfig) -> str:
 
 
 def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
-    """Why "quantized_row" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
+    """Why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
     steps = -(-k // (128 * config.num_warps))

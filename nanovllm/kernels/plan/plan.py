@@ -215,6 +215,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     gate = product.after == "gate" and config.is_own and not product.has_bias
     gate &= product.rounds or config.kernel != "specialized"  # which rounds
     norm = inside and product.before == "norm" and not product.has_bias
+    norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_own and rules.exact_bits is None
     if config == LIBRARY:
         config = _by_library(product, rows, rules.device)
@@ -247,7 +248,7 @@ def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -
         return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
         return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
-    if config.kernel == "quantized_row":
+    if config.kernel == "stream":
         if product.dtype == INT4 and product.x_dtype == "float32":
             return "4-bit weights of one row take 16-bit numbers, not float32"
         if product.scale_rows is not None and product.scale_rows % 16:

@@ -82,7 +82,7 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
-        return GemmConfig("quantized_row", 16, block_k=128 * warps, stages=stages, num_warps=warps)
+        return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
         parts = _parts(gemm, -(-gemm.n // 64), 3 * processors)
@@ -104,7 +104,7 @@ def int4_row_config(gemm: Gemm) -> GemmConfig:
     """Kernel for one row and 4-bit weights, the best for 8B on an H200."""
     block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
     warps = warps if gemm.k > 1024 else 4
-    return GemmConfig("quantized_row", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
+    return GemmConfig("stream", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
 
 
 def int4_config(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
