@@ -135,18 +135,22 @@ class _Life:
         self._num_signals = 0
 
     async def run(self) -> int:
+        from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
         from nanovllm.serve.front import Front
+        from nanovllm.serve.http.app import App
         from nanovllm.serve.http.server import HttpServer
 
         loop = asyncio.get_running_loop()
         front = self._front = Front(self._model, self._options, self._launch)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        http = self._http = HttpServer(front.app, self._options, self._listener)
+        operations = ROUTES | ADMIN_ROUTES if self._options.admin_api_keys else ROUTES
+        app = App(front, operations, self._options, front.metrics)
+        http = self._http = HttpServer(app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
         self._loading = Loading(self._options.log_format)
-        self._loading.show(*front.progress)  # what came while the port was opened
+        self._loading.show(*front.admission.progress)  # what came while the port was opened
         front.on_progress = self._loading.show
         try:
             await self._launch_engines()
@@ -155,7 +159,7 @@ class _Life:
             self._loading.close()
             await http.stop()
             front.engines.close()
-            front.close()
+            front.log.close()
 
     async def _launch_engines(self) -> None:
         try:
@@ -167,17 +171,17 @@ class _Life:
 
     def _on_signal(self) -> None:
         self._num_signals += 1
-        self._front.changed.set()
+        self._front.admission.changed.set()
 
     async def _live(self) -> int:
-        front = self._front
+        admission = self._front.admission
         while not self._num_signals:
-            await front.changed.wait()
-            front.changed.clear()
+            await admission.changed.wait()
+            admission.changed.clear()
             self._loading.close()
-            if front.state == "failed":
+            if admission.state == "failed":
                 return await self._report_failure()
-            if front.state == "ready" and not self._num_signals:
+            if admission.state == "ready" and not self._num_signals:
                 self._say_ready()
         return await self._drain()
 
@@ -190,20 +194,20 @@ class _Life:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def _say_ready(self) -> None:
-        info, options = self._front.info, self._options
-        if self._front.defaults:
-            logger.info("sampling defaults of the model: %s", self._front.defaults)
+        model, options = self._front.model, self._options
+        if model.defaults:
+            logger.info("sampling defaults of the model: %s", model.defaults)
         local = options.uds is not None or options.host in ("127.0.0.1", "localhost", "::1")
         if not local and not options.api_keys:
             logger.warning("anybody who reaches %s can use it: no --api-key is set", options.host)
         logger.info(
             "ready: %s serves %s, context %d tokens, KV cache %d tokens, after %.1f s",
-            *(self._url(), self._front.name, info["max_model_len"], info["num_kv_tokens"]),
+            *(self._url(), model.name, model.info["max_model_len"], model.info["num_kv_tokens"]),
             time.monotonic() - self._begin,
         )
 
     async def _report_failure(self) -> int:
-        failure = self._front.failure
+        failure = self._front.admission.failure
         assert failure is not None
         if failure.kind is not None:
             logger.error("%s", failure.reason)
@@ -215,14 +219,14 @@ class _Life:
     async def _drain(self) -> int:
         front, patience = self._front, self._options.shutdown_timeout
         end = front.now() + patience
-        front.set_state("draining")
+        front.admission.become("draining")
         if count := len(front.streams.requests):
             logger.info("shutting down: %d requests get up to %.0f s (again: at once)", count, patience)
         while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
             await asyncio.sleep(_LOOK)
         front.fail(errors.shutting_down())
         await self._http.finish()
-        if front.state == "failed":
+        if front.admission.state == "failed":
             return await self._report_failure()
         logger.info("bye")
         return 0

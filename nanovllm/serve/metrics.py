@@ -3,14 +3,12 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.engine.calls import EngineState
 from nanovllm.host.wire import Done
 from nanovllm.outputs import ITERATION_TOKENS, EngineStats
-
-if TYPE_CHECKING:
-    from nanovllm.serve.request import Completion
+from nanovllm.serve.request import Completion
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -95,12 +93,12 @@ class Metrics:
         for name, value in values.items():
             self._histograms[name].observe(value)
 
-    def count_completion(self, completion: "Completion") -> None:
+    def count_completion(self, completion: Completion) -> None:
         self.finished[completion.finish_reason or "stop"] += 1
         self._observe(request_generation_tokens=completion.num_tokens)
 
     def count_part(
-        self, part: Done, completions: Sequence["Completion"], num_prompt_tokens: int, seconds: float
+        self, part: Done, completions: Sequence[Completion], num_prompt_tokens: int, seconds: float
     ) -> None:
         """A prompt's completions have all ended, so many seconds after its request came."""
         longest = max(each.num_tokens for each in completions)

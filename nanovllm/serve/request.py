@@ -1,7 +1,7 @@
 """A request in flight: its completions, and the bytes that its client gets of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanovllm.host import wire
@@ -66,6 +66,8 @@ class Completion:
 class Request:
     """One HTTP request in flight: its completions, and how their text is put into a response (by the subclasses)."""
 
+    id_prefix = ""
+    """What an id that the server gives begins with."""
     is_streamed = False
     include_usage = False
     needs_prompt_lines = False
@@ -78,6 +80,13 @@ class Request:
         self.key: int | None = None
         """Index of the API key that it came with, if the server asks for keys."""
         self.prompts = prompts
+        self.params: dict[str, Any] = {}
+        """Fields of SamplingParams, for all prompts."""
+        self.max_tokens: list[int] = []
+        """Most output tokens for each prompt."""
+        self.model = ""
+        """The name that the client calls the model by."""
+        self.trace_headers: dict[str, str] = {}
         self.completions: list[Completion] = []
         self.num_prompt_tokens = sum(map(len, prompts))
         self.num_cached_tokens = 0
@@ -86,13 +95,12 @@ class Request:
         """Prompts that have not ended: the engine's id of each -> which prompt it is."""
         self.ready: dict[Completion, None] = {}
         """Completions with something to send."""
-        loop = asyncio.get_running_loop()
-        self.opened: asyncio.Future[None] = loop.create_future()
-        """Set when there is something to send, or an error instead."""
-        self.done: asyncio.Future[None] = loop.create_future()
-        """Set when the answer is complete, or an error."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set when the answer is complete, or an error where no response has begun."""
+        self.begin: Callable[[], Client | None] = lambda: None
+        """Begins the response of a stream; returns the connection that the stream writes to, None where it is gone."""
         self.connection: Client | None = None
-        """Connection that an opened stream writes to."""
+        """Connection of a stream whose response has begun."""
         self.arrival = self.last_write = now
         self.first_token: float | None = None
         self.queued = self.prefill = self.decode = 0.0
@@ -121,6 +129,10 @@ class Request:
         """The end of a stream that cannot go on."""
         return b"data: " + error.body() + b"\n\n" + _DONE
 
+    def finish_reason(self, completion: Completion) -> str | None:
+        """The reason as the API words it."""
+        return completion.finish_reason
+
     def explain(self, error: ApiError) -> None:
         """Puts the request's own words into an error of the engine."""
 
@@ -141,8 +153,9 @@ class Request:
         return self.connection is not None and self.connection.is_full
 
     def flush(self, now: float) -> None:
-        """Sends what there is. A client that does not read gets it merged later."""
-        if not self._can_write():
+        """Sends what there is, the first of it as the response begins. A client that does not read gets it merged
+        later."""
+        if not self._open(now):
             return
         out = []
         ready, self.ready = self.ready, {}
@@ -165,13 +178,15 @@ class Request:
         if data := b"".join(out):
             self._write(data, now)
 
+    def _open(self, now: float) -> bool:
+        """Begins the response where none has begun; returns whether the client takes more now."""
+        if self.connection is None:
+            self.connection, self.last_write = self.begin(), now
+        return self._can_write()
+
     def _can_write(self) -> bool:
-        """Whether its client takes more now. Where no response has begun, one is to."""
-        if (connection := self.connection) is None:
-            if not self.opened.done():
-                self.opened.set_result(None)
-            return False
-        return not (connection.is_full or connection.transport.is_closing())
+        connection = self.connection
+        return connection is not None and not (connection.is_full or connection.transport.is_closing())
 
     def _write(self, data: bytes, now: float) -> None:
         assert self.connection is not None
@@ -197,7 +212,7 @@ class Request:
 
     def ping(self, now: float) -> None:
         """A comment, so that no proxy takes a silent stream for a dead one."""
-        if self._can_write():
+        if self._open(now):
             self._write(_PING, now)
 
     def fail(self, error: ApiError) -> None:
@@ -212,15 +227,13 @@ class Request:
                 return
             self.connection.transport.abort()  # the client would never see the error
         self.is_over = True
-        for future in (self.opened, self.done):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # seen: the other one may never be awaited
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # seen: it may never be awaited
 
     def leave(self) -> None:
         """The client is gone."""
         self.is_over = self.has_left = True
         self.parts.clear()
-        for future in (self.opened, self.done):
-            if not future.done():
-                future.set_result(None)
+        if not self.done.done():
+            self.done.set_result(None)

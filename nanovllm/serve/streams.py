@@ -8,7 +8,6 @@ from collections.abc import Callable
 from nanovllm.host import wire
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError, server_error
-from nanovllm.serve.http.call import Client
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 
@@ -144,12 +143,6 @@ class Streams:
                 request.complete()
                 self._remove(request)
 
-    def open(self, request: Request, connection: Client, now: float) -> None:
-        """A stream's response has begun: from here on `flush` writes to it."""
-        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
-        request.connection, request.last_write = connection, now
-        self.write(request, now)
-
     def write(self, request: Request, now: float) -> None:
         """Writes what a stream has to send, if its client reads."""
         try:
@@ -185,6 +178,11 @@ class Streams:
                 request.fail(error)
             except Exception:
                 self._give_up(request)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends all requests with an error."""
+        for request in list(self.requests):
+            self.fail(request, error)
 
     def _give_up(self, request: Request) -> None:
         """A mistake of ours with one request is the end of that one alone."""

@@ -2,7 +2,7 @@
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
@@ -13,9 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import nanovllm
-
-if TYPE_CHECKING:
-    from nanovllm.serve.api.answer import Answer
+from nanovllm.serve.request import Request
 
 _SEND_SECONDS = 3
 """Seconds for sending one batch of spans, and the last one before the server ends."""
@@ -29,16 +27,17 @@ _REQUEST = {
 class RequestTracer:
     """Makes spans of requests that are over. Attributes: the GenAI conventions, and vLLM's gen_ai.latency.*"""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, model_name: str) -> None:
         """`endpoint`: an OTLP/HTTP collector, with or without a path."""
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+        self._model_name = model_name
         resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "nanovllm")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_SEND_SECONDS)))
         self._tracer = self._provider.get_tracer("nanovllm", nanovllm.__version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, request: "Answer", now: float) -> None:
+    def record(self, request: Request, now: float) -> None:
         """The span of a request that has ended, below the one that its `traceparent` header names. `now`: on the clock
         of `request.arrival`."""
         end = time.time_ns()
@@ -46,7 +45,7 @@ class RequestTracer:
             "llm_request",
             self._propagator.extract(request.trace_headers),
             trace.SpanKind.SERVER,
-            _attributes(request, now),
+            _attributes(request, self._model_name, now),
             start_time=end - int(1e9 * (now - request.arrival)),
         )
         if request.error is not None:
@@ -58,7 +57,7 @@ class RequestTracer:
         self._provider.force_flush(1000 * _SEND_SECONDS)
 
 
-def _attributes(request: "Answer", now: float) -> dict[str, Any]:
+def _attributes(request: Request, model_name: str, now: float) -> dict[str, Any]:
     output, params = request.num_output_tokens, request.params
     found = {
         "gen_ai.operation.name": "text_completion" if request.id_prefix == "cmpl-" else "chat",
@@ -67,7 +66,7 @@ def _attributes(request: "Answer", now: float) -> dict[str, Any]:
         "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": max(request.max_tokens),
         "gen_ai.response.id": request.id,
-        "gen_ai.response.model": request.front.name,
+        "gen_ai.response.model": model_name,
         "gen_ai.response.finish_reasons": [
             request.finish_reason(each) or ("error" if request.error is not None else "abort")
             for each in request.completions

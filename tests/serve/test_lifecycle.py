@@ -170,13 +170,13 @@ def test_sampling_defaults_that_no_request_can_have() -> None:
         for frame in (wire.Progress("importing", 10, str(DEMO)), wire.Ready({"vocab_size": 5})):
             front.on_frame(frame)
         with pytest.raises(ApiError, match="loading"):
-            front.require_tokenizer()
-        await front.changed.wait()
+            front.admission.admit()
+        await front.admission.changed.wait()
         return front
 
     front = asyncio.run(started())
-    assert front.state == "failed" and front.failure is not None
-    assert front.failure.kind is ValueError and "top_p=3" in front.failure.reason
+    assert front.admission.state == "failed" and (failure := front.admission.failure) is not None
+    assert failure.kind is ValueError and "top_p=3" in failure.reason
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_a_large_body_is_not_read_in_the_event_loop() -> None:
     async def read() -> dict[str, Any]:
         front = Front("m", ServeOptions(), cast(Launch, None))
         call = MagicMock(key=None, body=AsyncMock(return_value=json.dumps({"a": "b" * limits.SMALL_BODY}).encode()))
-        reading = asyncio.create_task(front.json(call))
+        reading = asyncio.create_task(front.pool.json(call))
         while not reading.done():
             await asyncio.sleep(0.01)
             events.set()
@@ -382,7 +382,7 @@ def test_many_log_probabilities_are_not_written_in_the_event_loop() -> None:
         request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, response=response)
         request.num_details = 16 * 1900 * 4
         call = MagicMock(key=None, respond=AsyncMock())
-        with patch.object(front, "submit"), patch.object(front, "log_request"):
+        with patch.object(front, "submit"), patch.object(front.log, "end_request"):
             answering = asyncio.create_task(answer(call, request))
             while not answering.done():
                 await asyncio.sleep(0.01)
@@ -406,7 +406,7 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytes
         app = App(front, {("POST", "/"): Operation(lambda _, call: answer(call, request))}, front.options, Metrics())
         connection = Connection(Shared(app.answer, Metrics(), 1))
         connection.connection_made(transport := MagicMock(is_closing=lambda: False))
-        with patch.object(front, "submit"), patch.object(front, "log_request"):
+        with patch.object(front, "submit"), patch.object(front.log, "end_request"):
             connection.data_received(b"POST / HTTP/1.1\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n")
             await asyncio.gather(*connection.shared.tasks)
         return b"".join(each.args[0] for each in transport.write.call_args_list)

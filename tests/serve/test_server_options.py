@@ -10,8 +10,8 @@ import httpx
 import pytest
 from serving import DEMO, Server, events, user, wait_for
 
+from nanovllm.serve.api.reading import note_ignored
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.front import Front
 from nanovllm.serve.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
@@ -96,10 +96,10 @@ def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:
 
 def test_unknown_fields_are_refused_where_the_server_is_told_to() -> None:
     """--strict-fields."""
-    front, call = SimpleNamespace(options=ServeOptions(strict_fields=True)), SimpleNamespace(notes=[])
-    Front.note_ignored(front, call, [])  # type: ignore[arg-type]
+    options, call = ServeOptions(strict_fields=True), SimpleNamespace(notes=[])
+    note_ignored(options, call, [])  # type: ignore[arg-type]
     with pytest.raises(ApiError, match="no_such: unknown field") as error:
-        Front.note_ignored(front, call, ["no_such"])  # type: ignore[arg-type]
+        note_ignored(options, call, ["no_such"])  # type: ignore[arg-type]
     assert (error.value.status, error.value.param, call.notes) == (400, "no_such", [])
 
 

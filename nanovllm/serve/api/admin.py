@@ -6,7 +6,7 @@ the body, which may be empty.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -14,10 +14,9 @@ import msgspec
 from nanovllm.engine.calls import CALLS, InFlight
 from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 class UpdateWeights(msgspec.Struct):
     """`update_info` in an update that was started; `weight_dir` alone is one from start to finish."""
@@ -37,16 +36,16 @@ class AbortRequests(msgspec.Struct):
     request_ids: list[str] | None = None
 
 
-async def _options(front: "Front", call: Call, kind: type[Struct]) -> Struct:
+async def _options(front: Front, call: Call, kind: type[Struct]) -> Struct:
     """The call's options. Raises ApiError (400) naming the one that is wrong."""
     query = parse_qs(call.query, keep_blank_values=True)
     values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
     if call.method == "POST":
-        values = {**await front.json(call, or_empty=True), **values}
+        values = {**await front.pool.json(call, or_empty=True), **values}
     return convert(kind, values, strict=False)
 
 
-async def _control(front: "Front", call: Call) -> None:
+async def _control(front: Front, call: Call) -> None:
     """A call of engine/calls.py, whose answer is its own."""
     name, kind = _NAMES[call.path]
     options = msgspec.structs.asdict(await _options(front, call, kind))
@@ -54,7 +53,7 @@ async def _control(front: "Front", call: Call) -> None:
     await call.respond_json(await front.control(name, **given))
 
 
-async def _state(front: "Front", call: Call) -> None:
+async def _state(front: Front, call: Call) -> None:
     """Answers a GET of one value of the engines' state."""
     state = front.metrics.control
     values = {
@@ -66,14 +65,14 @@ async def _state(front: "Front", call: Call) -> None:
     await call.respond_json(values[call.path])
 
 
-async def abort_requests(front: "Front", call: Call) -> None:
+async def abort_requests(front: Front, call: Call) -> None:
     """Ends requests with what they have: those of these ids, or all where none are given."""
     ids = (await _options(front, call, AbortRequests)).request_ids
     count = front.streams.abort_all(lambda request: ids is None or request.id in ids or request.call_id in ids)
     await call.respond_json({"status": "aborted", "aborted": count})
 
 
-async def update_weights(front: "Front", call: Call) -> None:
+async def update_weights(front: Front, call: Call) -> None:
     given = await _options(front, call, UpdateWeights)
     if (given.update_info is None) == (given.weight_dir is None):
         raise bad_request("update_info, weight_dir: exactly one of them must be given", "update_info")
@@ -88,7 +87,7 @@ async def update_weights(front: "Front", call: Call) -> None:
     await call.respond_json(await front.control("load_weights", **options))
 
 
-async def weight_checker(front: "Front", call: Call) -> None:
+async def weight_checker(front: Front, call: Call) -> None:
     """Checksums by name, or the names whose checksums are not those of `baseline`."""
     given = await _options(front, call, WeightChecker)
     if given.action == "compare" and given.baseline is None:
@@ -101,18 +100,18 @@ async def weight_checker(front: "Front", call: Call) -> None:
     await call.respond_json(answer)
 
 
-async def server_info(front: "Front", call: Call) -> None:
+async def server_info(front: Front, call: Call) -> None:
     """Answers with what runs and with which options; keys are left out. vLLM's clients look below "vllm_config"."""
     engine = await front.control("info")
     options = {name: value for name, value in asdict(front.options).items() if not name.endswith("api_keys")}
     config = {
         "model_config": {
-            "model": front.model,
-            "dtype": front.info["dtype"],
-            "max_model_len": front.info["max_model_len"],
-            "logprobs_mode": front.info["logprobs_mode"],
+            "model": front.model.path,
+            "dtype": front.model.info["dtype"],
+            "max_model_len": front.model.info["max_model_len"],
+            "logprobs_mode": front.model.info["logprobs_mode"],
         },
-        "parallel_config": {name: front.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
+        "parallel_config": {name: front.model.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
         "weight_transfer_config": {},
     }
     state = msgspec.structs.asdict(front.metrics.control)
@@ -120,7 +119,7 @@ async def server_info(front: "Front", call: Call) -> None:
 
 
 _NAMES = {spec.path: (name, spec.options) for name, spec in CALLS.items() if spec.path and spec.options}
-ROUTES: "dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]]" = {
+ROUTES: dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]] = {
     **{("POST", path): (_control, kind) for path, (_, kind) in _NAMES.items()},
     ("GET", "/is_paused"): (_state, None),
     ("GET", "/is_sleeping"): (_state, None),

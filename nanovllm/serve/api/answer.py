@@ -2,7 +2,7 @@
 response."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -11,12 +11,11 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.logprobs import prompt_entries, shower
 from nanovllm.serve.errors import ApiError, bad_request
-from nanovllm.serve.http.call import Call
+from nanovllm.serve.front import Front
+from nanovllm.serve.http.call import Call, Client
 from nanovllm.serve.request import Completion, Request
+from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.stops import VisibleText
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 SSE = b"text/event-stream; charset=utf-8"
 _SSE_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -30,14 +29,14 @@ class Answer(Request):
     needs_ids = False
 
     def __init__(
-        self, front: "Front", call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any],
+        self, front: Front, call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any],
         max_tokens: list[int],
     ) -> None:  # fmt: skip
         """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each."""
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call_id, self.key = call.request_id, call.key
         self.fields, self.front, self.params, self.max_tokens = fields, front, params, max_tokens
-        self.trace_headers = call.trace_headers if front.tracer is not None else {}
+        self.trace_headers = call.trace_headers if front.log.tracer is not None else {}
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval
         options = fields.stream_options
@@ -45,11 +44,11 @@ class Answer(Request):
         self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
-        self.show = shower(front.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
-        self.model = fields.model or front.name
+        self.show = shower(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
+        self.model = fields.model or front.model.name
         self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['
         includes = params.get("include_stop_str_in_output", False)
-        eos = () if params.get("ignore_eos") else front.info["eos_token_ids"]
+        eos = () if params.get("ignore_eos") else front.model.info["eos_token_ids"]
         hidden = frozenset(() if includes else [*params.get("stop_token_ids", ()), *eos])
         stop = params.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
@@ -69,7 +68,7 @@ class Answer(Request):
 
     def detokenizer(self, skip_special_tokens: bool) -> Any:
         """A detokenizer for one completion."""
-        return self.front.tokenizer.detokenizer(skip_special_tokens)
+        return self.front.model.tokenizer.detokenizer(skip_special_tokens)
 
     def explain(self, error: ApiError) -> None:
         if error.code == "invalid_schema":
@@ -81,7 +80,7 @@ class Answer(Request):
     def common(self) -> dict[str, Any]:
         """Fields that begin a response, and each of its chunks."""
         own = {"id": self.id, "object": self.object_name, "created": self.created, "model": self.model}
-        return own | {"system_fingerprint": self.front.fingerprint}
+        return own | {"system_fingerprint": self.front.model.fingerprint}
 
     fast_suffix = b""
     """End of a chunk that holds text alone: all after the text."""
@@ -184,33 +183,37 @@ class Answer(Request):
 
 async def answer(call: Call, request: Answer) -> None:
     """Sends a request to the engine and its answer to the client."""
-    front = request.front
+    front, connection = request.front, call.connection
     call.require_client()  # who may have left while the prompt was tokenized
+
+    def begin() -> Client | None:
+        if call.is_gone:
+            return None
+        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
+        connection.on_writable = lambda: front.streams.write(request, front.now())
+        call.begin(200, SSE, _SSE_HEADERS)
+        return connection
+
+    request.begin = begin
     front.submit(request)
-    connection = call.connection
     connection.on_disconnect = lambda: front.streams.leave(request)
     try:
+        await request.done
+        if request.has_left:
+            return
         if request.is_streamed:
-            await request.opened
-            if not request.has_left:
-                call.begin(200, SSE, _SSE_HEADERS)
-                connection.on_writable = lambda: front.streams.write(request, front.now())
-                front.streams.open(request, connection, front.now())
-                await request.done
-                call.end()
+            call.end()
         else:
-            await request.done
-            if not request.has_left:
-                await call.respond(await front.in_pool(call, request.response, request.num_details))
+            await call.respond(await front.pool.run(call, request.response, request.num_details))
     finally:
         connection.on_disconnect = connection.on_writable = None
         front.streams.leave(request)  # where it has not ended
-        front.log_request(request)
+        front.log.end_request(request)
 
 
-def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int | None) -> tuple[list[int], int]:
+def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: int | None) -> tuple[list[int], int]:
     """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError."""
-    limit = front.info["max_model_len"]
+    limit = model.info["max_model_len"]
     if (keep := fields.truncate_prompt_tokens) is not None:
         prompt = prompt[-(limit - 1 if keep == -1 else max(1, keep)) :]
     if not prompt:
@@ -223,23 +226,23 @@ def fit(front: "Front", prompt: list[int], fields: api.CommonFields, asked: int 
     return prompt, room if asked is None else min(asked, room)
 
 
-def check_size(front: "Front", parts: Any, name: str) -> int:
+def check_size(model: ServedModel, parts: Any, name: str) -> int:
     """The bytes of what a prompt is made of, as JSON. Raises ApiError where they are more than the context is worth,
     before anything is done with them."""
-    limit, size = front.info["max_model_len"], len(msgspec.json.encode(parts))
+    limit, size = model.info["max_model_len"], len(msgspec.json.encode(parts))
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if size > most:
         raise _too_long(limit, f"{size} bytes of text, tools and template variables, at most {most} are taken", name)
     return size
 
 
-def check_characters(front: "Front", count: int, name: str) -> None:
+def check_characters(model: ServedModel, count: int, name: str) -> None:
     """Raises ApiError where a text of so many characters cannot fit, before it is tokenized."""
-    limit = front.info["max_model_len"]
+    limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if count > most:
         raise _too_long(limit, f"{count} characters, at most {most} are taken", name)
-    if count > limit * front.tokenizer.longest_token:
+    if count > limit * model.tokenizer.longest_token:
         raise _too_long(limit, f"{count} characters, which are more than {limit} tokens", name)
 
 

@@ -1,6 +1,5 @@
 """The small endpoints: models, health, version, load, metrics, tokenize, detokenize."""
 
-from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import msgspec
@@ -10,86 +9,93 @@ from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.chat import encode
+from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 _SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
 _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-async def health(front: "Front", call: Call) -> None:
+async def health(front: Front, call: Call) -> None:
     """200 when requests are served, or wait for new weights; 503 while the engine loads, while the server drains, when
     it has failed, while no engine gives a sign of life, and when a trainer has sent nothing for too long."""
-    if front.state == "ready" and front.engines.silent_for > _SILENT_SECONDS:
+    state, wait, now = front.admission.state, front.admission.weight_wait, front.now()
+    if state == "ready" and front.engines.silent_for > _SILENT_SECONDS:
         await call.respond_json(shapes.Health("silent"), 503)
         return
-    if front.state == "ready":
-        waiting, is_over = front.weight_wait.text(front.now()), front.weight_wait.is_over(front.now())
+    if state == "ready":
+        waiting, is_over = wait.text(now), wait.is_over(now)
         answer = shapes.Health("incomplete" if is_over else "ok", waiting or msgspec.UNSET)
         await call.respond_json(answer, 503 if is_over else 200)
         return
-    progress = front.progress if front.state == "loading" else ()
-    await call.respond_json(shapes.Health(front.state, *progress), 503)
+    progress = front.admission.progress if state == "loading" else ()
+    await call.respond_json(shapes.Health(state, *progress), 503)
 
 
-async def version(front: "Front", call: Call) -> None:
+async def version(front: Front, call: Call) -> None:
     await call.respond_json(shapes.Version(nanovllm.__version__))
 
 
-async def load(front: "Front", call: Call) -> None:
+async def load(front: Front, call: Call) -> None:
     stats = front.metrics.engine
     loads = front.streams.num_rows, stats.num_running, stats.num_waiting, stats.kv_cache_usage
     await call.respond_json(shapes.Load(*loads))
 
 
-async def metrics(front: "Front", call: Call) -> None:
+async def metrics(front: Front, call: Call) -> None:
     await call.respond(front.metrics.text(), content_type=_METRICS_TYPE)
 
 
-def _model(front: "Front", name: str) -> shapes.Model:
-    limit = front.info.get("max_model_len")
-    return shapes.Model(name, "model", front.created, "nanovllm", front.model, limit)
+def _model(front: Front, name: str) -> shapes.Model:
+    limit = front.model.info.get("max_model_len")
+    return shapes.Model(name, "model", front.model.created, "nanovllm", front.model.path, limit)
 
 
-async def models(front: "Front", call: Call) -> None:
-    await call.respond_json(shapes.Models("list", [_model(front, name) for name in front.names]))
+async def models(front: Front, call: Call) -> None:
+    await call.respond_json(shapes.Models("list", [_model(front, name) for name in front.model.names]))
 
 
-async def model(front: "Front", call: Call) -> None:
+async def model(front: Front, call: Call) -> None:
     name = unquote(call.path.removeprefix("/v1/models/"))
-    front.check_model(name)
+    front.model.check_name(name)
     await call.respond_json(_model(front, name))
 
 
-async def tokenize(front: "Front", call: Call) -> None:
+def _require_tokenizer(front: Front) -> None:
+    """Raises ApiError where there is none, or not yet."""
+    if not front.model.info:
+        front.admission.admit()
+    front.model.require_tokenizer()
+
+
+async def tokenize(front: Front, call: Call) -> None:
     """Token ids of a text ("prompt") or of a chat ("messages"), as vLLM's endpoint of this name."""
-    front.require_tokenizer()
-    body = await front.json(call)
+    _require_tokenizer(front)
+    body = await front.pool.json(call)
     fields: api.TokenizeChatFields | api.TokenizeFields
     if "messages" in body:
-        fields = chat = front.read(call, api.TokenizeChatFields, body)
+        fields = chat = read(front, call, api.TokenizeChatFields, body)
         _, ids = await encode(front, call, chat)
     else:
-        fields = front.read(call, api.TokenizeFields, body)
+        fields = read(front, call, api.TokenizeFields, body)
         text, special = fields.prompt, fields.add_special_tokens is not False
-        check_characters(front, len(text), "prompt")
-        ids = await front.in_pool(call, lambda: front.tokenizer.encode(text, special), len(text))
-    answer = shapes.Tokens(len(ids), front.info["max_model_len"], ids, None)
+        check_characters(front.model, len(text), "prompt")
+        ids = await front.pool.run(call, lambda: front.model.tokenizer.encode(text, special), len(text))
+    answer = shapes.Tokens(len(ids), front.model.info["max_model_len"], ids, None)
     if fields.return_token_strs:
-        answer.token_strs = [front.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
+        answer.token_strs = [front.model.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
     await call.respond_json(answer)
 
 
-async def detokenize(front: "Front", call: Call) -> None:
-    front.require_tokenizer()
-    fields = front.read(call, api.DetokenizeFields, await front.json(call))
-    most, vocab = front.info["max_model_len"], front.info["vocab_size"]
+async def detokenize(front: Front, call: Call) -> None:
+    _require_tokenizer(front)
+    fields = read(front, call, api.DetokenizeFields, await front.pool.json(call))
+    most, vocab = front.model.info["max_model_len"], front.model.info["vocab_size"]
     if len(fields.tokens) > most:
         raise bad_request(f"tokens: must have at most {most} items")
     if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
-    text = await front.in_pool(call, lambda: front.tokenizer.decode(fields.tokens, False), len(fields.tokens))
+    text = await front.pool.run(call, lambda: front.model.tokenizer.decode(fields.tokens, False), len(fields.tokens))
     await call.respond_json(shapes.Prompt(text))

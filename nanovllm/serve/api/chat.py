@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,15 +10,15 @@ from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, check_size, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
+from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.request import Completion
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 _CHECKED_FASTER = 32
 """Times that tools are checked faster than a text of their size is rendered and tokenized."""
@@ -29,7 +29,7 @@ class ChatAnswer(Answer):
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def __init__(
-        self, front: "Front", call: Call, fields: api.ChatFields, prompts: list[list[int]], params: dict[str, Any],
+        self, front: Front, call: Call, fields: api.ChatFields, prompts: list[list[int]], params: dict[str, Any],
         max_tokens: list[int], plan: Plan,
     ) -> None:  # fmt: skip
         """`plan`: how reasoning and tool calls are read."""
@@ -114,7 +114,7 @@ class ChatAnswer(Answer):
 
     def entries(self, lines: list[bytes]) -> list[shapes.ContentToken]:
         """Log-probabilities as chats show them."""
-        return chat_entries(lines, self.k or 0, self.show, self.front.tokenizer.token_bytes)
+        return chat_entries(lines, self.k or 0, self.show, self.front.model.tokenizer.token_bytes)
 
 
 Answered = TypeVar("Answered", bound=ChatAnswer)
@@ -154,8 +154,8 @@ def _message(found: list[Delta]) -> shapes.Message:
     return message
 
 
-def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
-    kwargs = {**front.options.default_chat_template_kwargs, **(fields.chat_template_kwargs or {})}
+def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str, Any]:
+    kwargs = {**options.default_chat_template_kwargs, **(fields.chat_template_kwargs or {})}
     if (effort := fields.reasoning_effort) is not None:
         kwargs.setdefault("reasoning_effort", effort)
         if effort == "none":
@@ -163,64 +163,68 @@ def _template_kwargs(front: "Front", fields: api.ChatFields) -> dict[str, Any]:
     return kwargs
 
 
-async def encode(front: "Front", call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
+async def encode(front: Front, call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
     parts = (fields.messages, fields.tools, fields.chat_template_kwargs, fields.chat_template)
-    size = check_size(front, parts, "messages")
+    size = check_size(front.model, parts, "messages")
 
     def work() -> tuple[str, list[int]]:
         messages = template_values(fields.messages)
-        check_characters(front, sum(_characters(message["content"]) for message in messages), "messages")
-        tokenizer, source = front.tokenizer, fields.chat_template
+        check_characters(front.model, sum(_characters(message["content"]) for message in messages), "messages")
+        tokenizer, source = front.model.tokenizer, fields.chat_template
         continues = bool(fields.continue_final_message)
         return (tokenizer if source is None else tokenizer.with_template(source)).encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
             add_generation_prompt=not continues if (asked := fields.add_generation_prompt) is None else asked,
             continue_final_message=continues,
-            chat_template_kwargs=_template_kwargs(front, fields),
+            chat_template_kwargs=_template_kwargs(front.options, fields),
             trust_special_tokens=front.options.trust_special_tokens,
         )
 
     with refusing():
-        return await front.in_pool(call, work, size, is_short=not fields.tools and fields.chat_template is None)
+        return await front.pool.run(call, work, size, is_short=not fields.tools and fields.chat_template is None)
 
 
 def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-async def prepare(front: "Front", call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
+async def prepare(front: Front, call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
     """Turns a request's body into the request in flight, which `kind` turns into a response. Raises ApiError."""
-    fields = front.read(call, api.ChatFields, body)
+    model, fields = front.model, read(front, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    size = check_size(front, fields.tools, "tools")
+    size = check_size(front.model, fields.tools, "tools")
 
     def check() -> tuple[ToolChoice | None, StructuredOutput | None, dict[str, Any]]:
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         wanted = api.structured(fields)
         most = max(asked or 1, fields.min_tokens or 0)
-        return choice, wanted, api.sampling_fields(fields, front.defaults, most, k, wanted)
+        return choice, wanted, api.sampling_fields(fields, model.defaults, most, k, wanted)
 
     with refusing():
-        choice, wanted, params = await front.in_pool(call, check, size // _CHECKED_FASTER)
+        choice, wanted, params = await front.pool.run(call, check, size // _CHECKED_FASTER)
     text, prompt = await encode(front, call, fields)
-    prompt, max_tokens = fit(front, prompt, fields, asked if asked is not None else front.default_max_tokens)
+    prompt, max_tokens = fit(
+        front.model, prompt, fields, asked if asked is not None else model.default_max_tokens
+    )
     if choice is None and wanted is None:
-        plan = front.parser.plan(text)
+        plan = model.parser.plan(text)
     else:  # a grammar is written, of schemas that may be large
         with refusing():
-            plan = await front.in_pool(call, lambda: front.parser.plan(text, choice, wanted), size, is_short=False)
+            plan = await front.pool.run(
+                call, lambda: model.parser.plan(text, choice, wanted), size, is_short=False
+            )
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
     return kind(front, call, fields, [prompt], params, [max_tokens], plan)
 
 
-async def chat(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    await answer(call, await prepare(front, call, await front.json(call), ChatAnswer))
+async def chat(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    await answer(call, await prepare(front, call, await front.pool.json(call), ChatAnswer))

@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
 from nanovllm.serve.api.logprobs import completion_logprobs
+from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
+from nanovllm.serve.served_model import ServedModel
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -67,14 +67,16 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
 
-async def _prompts(front: "Front", call: Call, fields: api.CompletionFields) -> list[list[int]]:
+async def _prompts(front: Front, call: Call, fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
     given = _as_list(fields.prompt)
     count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    check_characters(front, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
+    check_characters(
+        front.model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt"
+    )
     if (total := sum(map(len, texts))) > limits.PROMPTS_TEXT:
         raise bad_request(f"prompt: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     special = fields.add_special_tokens is not False
@@ -82,39 +84,41 @@ async def _prompts(front: "Front", call: Call, fields: api.CompletionFields) -> 
     if texts:
         size = sum(map(len, texts)) + 32 * len(texts)
         with refusing():  # without a tokenizer
-            found = await front.in_pool(call, lambda: [front.tokenizer.encode(text, special) for text in texts], size)
+            found = await front.pool.run(
+                call, lambda: [front.model.tokenizer.encode(text, special) for text in texts], size
+            )
         ids = iter(found)
-    return [next(ids) if isinstance(prompt, str) else token_ids(front, prompt) for prompt in given]
+    return [next(ids) if isinstance(prompt, str) else token_ids(front.model, prompt) for prompt in given]
 
 
-def token_ids(front: "Front", prompt: list[int]) -> list[int]:
+def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
     """A prompt that is ids. Raises ApiError."""
-    vocab = front.info["vocab_size"]
+    vocab = model.info["vocab_size"]
     if max(prompt) >= vocab:
         raise bad_request(f"prompt: token ids must be in 0..{vocab - 1}")
     return prompt
 
 
-async def completions(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    fields = front.read(call, api.CompletionFields, await front.json(call))
+async def completions(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    fields = read(front, call, api.CompletionFields, await front.pool.json(call))
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
     longest = max(asked, 1, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, front.model.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = await _prompts(front, call, fields)
-    prompts, counts = zip(*[fit(front, prompt, fields, asked) for prompt in given], strict=True)
+    prompts, counts = zip(*[fit(front.model, prompt, fields, asked) for prompt in given], strict=True)
     request = CompletionAnswer(front, call, fields, [*prompts], params, [*counts])
     if fields.echo:
         request.needs_prompt_lines = fields.logprobs is not None
         whole = fields.truncate_prompt_tokens is None
         both = zip(_as_list(fields.prompt), request.prompts, strict=True)
-        decode = partial(front.tokenizer.decode, skip_special_tokens=False)
+        decode = partial(front.model.tokenizer.decode, skip_special_tokens=False)
         echoes = (text if whole and isinstance(text, str) else decode(ids) for text, ids in both)
-        request.echoes = await front.in_pool(call, lambda: [*echoes], request.num_prompt_tokens)
+        request.echoes = await front.pool.run(call, lambda: [*echoes], request.num_prompt_tokens)
     await answer(call, request)
 
 

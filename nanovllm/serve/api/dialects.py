@@ -1,7 +1,6 @@
 """POST /v1/responses and /v1/messages: chats in two other dialects (responses.py, anthropic.py), answered by the same
 engine requests as chat completions."""
 
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -9,14 +8,13 @@ from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import answer, check_size
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
+from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 
 def _bytes(events: list[Event]) -> bytes:
@@ -69,33 +67,33 @@ class MessagesAnswer(DialectAnswer):
     writer: anthropic.MessageWriter
 
 
-async def create_response(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    body = await front.json(call)
-    fields = front.read(call, responses.ResponsesFields, body)
-    check_size(front, fields, "input")
+async def create_response(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    body = await front.pool.json(call)
+    fields = read(front, call, responses.ResponsesFields, body)
+    check_size(front.model, fields, "input")
     tools = ResponsesTools(fields.tools or ())
-    front.note_ignored(call, tools.ignored)
+    note_ignored(front.options, call, tools.ignored)
     request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
     about = request.id, request.model, request.created
     request.writer = responses.ResponseWriter(*about, body, request.params, tools)
     await answer(call, request)
 
 
-async def create_message(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    fields = front.read(call, anthropic.MessagesFields, await front.json(call))
-    check_size(front, fields, "messages")
+async def create_message(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    fields = read(front, call, anthropic.MessagesFields, await front.pool.json(call))
+    check_size(front.model, fields, "messages")
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
 
 
-async def count_tokens(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    counted = front.read(call, anthropic.CountFields, await front.json(call))
-    check_size(front, counted, "messages")
-    fields = front.read(call, api.ChatFields, anthropic.chat_request(counted))
+async def count_tokens(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    counted = read(front, call, anthropic.CountFields, await front.pool.json(call))
+    check_size(front.model, counted, "messages")
+    fields = read(front, call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, call, fields)
     await call.respond_json(shapes.InputTokens(len(ids)))
 

@@ -1,7 +1,7 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's endpoint for trainers; nothing is tokenized."""
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -11,13 +11,12 @@ from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, fit
 from nanovllm.serve.api.completions import token_ids
 from nanovllm.serve.api.logprobs import id_entries
+from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
 from nanovllm.text.no_tokenizer import NoText
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
 
@@ -57,9 +56,9 @@ class GenerateAnswer(Answer):
         return msgspec.json.encode(body)
 
 
-async def generate(front: "Front", call: Call) -> None:
-    front.admit(call.key)
-    given = front.read(call, api.GenerateFields, await front.json(call))
+async def generate(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    given = read(front, call, api.GenerateFields, await front.pool.json(call))
     if given.output_mode not in (None, "tokens"):
         raise bad_request("output_mode: must be 'tokens'; /v1/completions has text")
     wanted = dict(given.sampling_params)
@@ -68,12 +67,12 @@ async def generate(front: "Front", call: Call) -> None:
         raise bad_request("sampling_mask: must be true or false, and not with stream=true")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
     body = wanted | {name: value for name in names if (value := getattr(given, name)) is not None}
-    fields = front.read(call, api.CompletionFields, body | {"prompt": given.token_ids})
+    fields = read(front, call, api.CompletionFields, body | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
-    prompt, room = fit(front, token_ids(front, given.token_ids), fields, asked)
+    prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked)
     longest = max(room, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.defaults, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, front.model.defaults, longest, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
             raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")

@@ -5,13 +5,10 @@ import hashlib
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
-
-if TYPE_CHECKING:
-    from nanovllm.serve.front import Front
 
 _FOLDER = Path(__file__).resolve().parents[1] / "ui"
 
@@ -45,7 +42,7 @@ def _hash(text: str, tag: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
 
 
-async def page(front: "Front", call: Call) -> None:
+async def page(front: Front, call: Call) -> None:
     if not front.options.ui:
         raise ApiError(404, "unknown path: /", "unknown_url")
     body, headers = _page()

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.serve.errors import ApiError, server_error
+from nanovllm.serve.front import Front
 from nanovllm.serve.http.access import Access
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.metrics import Metrics
@@ -17,8 +18,8 @@ logger = logging.getLogger("nanovllm.serve")
 class Operation(NamedTuple):
     """Handler of a method of a path, and what the API's description says of it."""
 
-    handler: Callable[[Any, Call], Awaitable[None]]
-    """Function of a Front and a Call that answers the call."""
+    handler: Callable[[Front, Call], Awaitable[None]]
+    """What answers the call."""
     error_body: Callable[[ApiError], bytes] = ApiError.body
     """Makes the bodies of errors."""
     is_admin: bool = False
@@ -29,7 +30,7 @@ class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
     def __init__(
-        self, front: Any, operations: dict[tuple[str, str], Operation], options: ServeOptions, metrics: Metrics
+        self, front: Front, operations: dict[tuple[str, str], Operation], options: ServeOptions, metrics: Metrics
     ) -> None:
         """`operations`: by method and path; a path that ends in "/*" serves all below it."""
         self._front = front

@@ -1,0 +1,67 @@
+"""The model as requests see it: its names, its text, and what the engines say of themselves."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import nanovllm
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.parsers import OutputParser
+from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
+from nanovllm.text.no_tokenizer import NoTokenizer
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ServedModel:
+    """The one model of the server."""
+
+    tokenizer: CheckpointTokenizer
+    parser: OutputParser
+
+    def __init__(self, path: str, options: ServeOptions) -> None:
+        """`path`: as the command names it. `tokenizer` and `parser` come with `read_text`."""
+        self.path, self._options = path, options
+        self.names = options.served_model_name or (path,)
+        self.name = self.names[0]
+        self.created = int(time.time())
+        self.fingerprint = f"nanovllm-{nanovllm.__version__}"
+        self.info: dict[str, Any] = {}
+        """What the engines say of themselves (host/program.py), once they and the tokenizer are there."""
+        self.defaults: dict[str, Any] = {}
+        """Sampling defaults for what requests leave open."""
+        self.default_max_tokens: int | None = None
+
+    def read_text(self, folder: str) -> None:
+        """Reads tokenizer, templates and sampling defaults. Raises ValueError and OSError naming what is wrong."""
+        self._read_defaults(folder)
+        options = self._options
+        has_text = not options.skip_tokenizer_init
+        self.tokenizer = CheckpointTokenizer(folder, options.chat_template) if has_text else NoTokenizer()
+        _ = self.tokenizer.longest_token
+        self.parser = OutputParser(self.tokenizer, options.tool_call_parser, options.reasoning_parser)
+
+    def _read_defaults(self, folder: str) -> None:
+        wanted = self._options.generation_config
+        path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
+        found = ({} if wanted == "vllm" else read_json(path)) | self._options.override_generation_config
+        self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
+        self.default_max_tokens = found.get("max_new_tokens")
+        try:
+            SamplingParams(**self.defaults, max_tokens=1 if (most := self.default_max_tokens) is None else most)
+        except ValueError as error:
+            raise ValueError(f"generation_config={wanted!r}, override_generation_config: {error}") from None
+
+    def require_tokenizer(self) -> None:
+        """Raises ApiError (400) under skip_tokenizer_init."""
+        if self._options.skip_tokenizer_init:
+            raise bad_request("skip_tokenizer_init: the server has no tokenizer")
+
+    def check_name(self, name: Any) -> None:
+        """Raises ApiError (404) where a request asks for another model."""
+        if name is not None and name not in self.names:
+            shown = str(name)[:200]
+            text = f"The model `{shown}` does not exist; this server has `{self.name}`"
+            raise ApiError(404, text, "model_not_found", "model")
