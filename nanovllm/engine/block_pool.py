@@ -15,6 +15,8 @@ class Page:
     num_owners: int = 1
     key: bytes | None = None
     """Key of its text, under which the prefix cache has it; None: it has not."""
+    index: int = 0
+    """Which block of that text it is."""
     start: bytes = b""
     """Key of the page's text as far as it is written, under which a copy of it may be made; empty: not registered."""
 

@@ -6,8 +6,9 @@ Layers with a window need the last tokens of a text alone: a prefix of n tokens 
 layers are there, and those that the window at n reaches.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from nanovllm.engine.block_pool import Page
@@ -18,6 +19,10 @@ from nanovllm.wire.state import PageGroup
 
 _LEAST_COPIED = 16
 """Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
+
+
+_MOST_GONE = 4096
+"""Pages whose keys went that are remembered: a row that was looked up before them is looked up anew."""
 
 
 class CachedPrefix(NamedTuple):
@@ -52,7 +57,9 @@ class PrefixCache:
         self._pages: list[dict[bytes, Page]] = [{} for _ in groups]
         """Cached or owned pages by key, for each group."""
         self._generation = 0
-        """Counts the times that a key went."""
+        """Counts pages whose keys went,"""
+        self._gone: deque[Page] = deque(maxlen=_MOST_GONE)
+        """and the last of these pages."""
         self._starts = BlockStarts()
         self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
         """Pages by group; of several blocks that begin alike, the newest."""
@@ -94,22 +101,36 @@ class PrefixCache:
     def num_hits(self, seq: Sequence, most_tokens: int) -> int:
         """Blocks of the longest cached prefix of `seq` within its first `most_tokens`.
 
-        A row that asks again is looked up from where it was found to end, as long as no key has gone."""
+        A row that asks again is looked up from where it was found to end, or from the first page that went since."""
         if not self.enabled:
             return 0
         limit = most_tokens // self.block_size
         self._extend_keys(seq, limit)
-        keys, begin = seq.block_keys, 0
-        if seq.matched_at == self._generation:
-            begin = min(seq.num_matched, limit)
+        keys, matched, tables = seq.block_keys, self._still_matched(seq), [self._pages[group] for group in self._full]
         end = limit
-        for group in self._full:
-            found = self._pages[group]
-            end = next((index for index in range(begin, end) if keys[index] not in found), end)
-        seq.num_matched, seq.matched_at = end, self._generation
+        for index in range(len(matched[0]), limit) if matched else ():
+            pages = [page for table in tables if (page := table.get(keys[index])) is not None]
+            if len(pages) < len(tables):
+                end = index
+                break
+            for found, page in zip(matched, pages, strict=True):
+                found.append(page)
         while (shorter := min((self._window_hits(group, keys, end) for group in self._windows), default=end)) < end:
             end = shorter
         return end
+
+    def _still_matched(self, seq: Sequence) -> list[list[Page]]:
+        """What was found of a row and is still there: pages by group without a window."""
+        num_gone, matched = self._generation - seq.matched_at, seq.matched
+        if not matched or num_gone > len(self._gone):
+            seq.matched = matched = [[] for _ in self._full]
+        elif num_gone:
+            for page in islice(reversed(self._gone), num_gone):
+                if any(page.index < len(found) and found[page.index] is page for found in matched):
+                    for found in matched:
+                        del found[page.index :]
+        seq.matched_at = self._generation
+        return matched
 
     def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
         """Most blocks, up to `end`, after which a window reaches cached pages alone."""
@@ -154,11 +175,13 @@ class PrefixCache:
 
     def hits(self, seq: Sequence, prefix: CachedPrefix) -> list[list[Page]]:
         """Pages by group that a row with this prefix shares."""
-        firsts = [self.first_kept(group, prefix.num_tokens) for group in range(len(self.groups))]
-        return [
-            [pages[key] for key in seq.block_keys[first : prefix.num_blocks]]
-            for first, pages in zip(firsts, self._pages, strict=True)
-        ]
+        end, found = prefix.num_blocks, []
+        matched = dict(zip(self._full, self._still_matched(seq), strict=True))
+        for group, pages in enumerate(self._pages):
+            first = self.first_kept(group, prefix.num_tokens)
+            own = matched.get(group)
+            found.append([pages[key] for key in seq.block_keys[first:end]] if own is None else own[:end])
+        return found
 
     # -- contents -----------------------------------------------------------------------------------------------
 
@@ -176,7 +199,7 @@ class PrefixCache:
                 page = table[index]
                 if page is not None and key not in pages:  # else: computed twice at once; the first stays the hit
                     assert page.key is None and page.num_owners > 0, page
-                    page.key, pages[key] = key, page
+                    page.key, page.index, pages[key] = key, index, page
             seq.num_published = index + 1
         self._note_start(seq, seq.num_published, num_tokens)
 
@@ -211,6 +234,7 @@ class PrefixCache:
             del self._pages[page.group][page.key]
             page.key = None
             self._generation += 1
+            self._gone.append(page)
         self._forget_start(page)
 
     def forget_all(self) -> None:
@@ -225,6 +249,7 @@ class PrefixCache:
         self._starts.clear()
         self._pages_of_start.clear()
         self._generation += 1
+        self._gone.clear()
 
     def check_integrity(self, known: set[Page]) -> None:
         """Asserts that keys and starts lead to their pages. known: all that are owned or cached."""

@@ -84,8 +84,8 @@ class RowMemory:
     def num_owned_blocks(self, seq: Sequence, prefix: CachedPrefix) -> int:
         """Blocks of a waiting row's prefix that other rows have anyway, in layers without a window."""
         hits = self.cache.hits(seq, prefix)
-        pages = [page for group in self._full for page in hits[group]]
-        return sum(len(page.blocks) for page in pages) - self.pool.num_cached_blocks(pages)
+        cached = self.pool.num_cached_blocks(page for group in self._full for page in hits[group])
+        return self.num_full_tables * prefix.num_blocks - cached
 
     def _within_windows(self, start: int, count: int, num_blocks: int, num_free: int) -> int:
         """How many of `count` tokens from `start` on `num_free` blocks serve, in groups with windows whose tables have

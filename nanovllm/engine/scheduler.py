@@ -305,6 +305,7 @@ class Scheduler:
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """`count`: tokens that it computes first."""
         plan.block_copies += self.memory.admit(seq, prefix, count)
+        seq.matched = []
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens

@@ -83,10 +83,10 @@ class Sequence:
     """What its keys and values depend on beside its tokens."""
     block_keys: list[bytes] = field(default_factory=list, init=False)
     """Keys of its first blocks, as far as they were asked for."""
-    num_matched: int = field(default=0, init=False)
-    """Blocks that the prefix cache was last found to have, in the groups without a window,"""
+    matched: list[list[Page]] = field(default_factory=list, init=False)
+    """Pages of its first blocks that the prefix cache was last found to have, by group without a window,"""
     matched_at: int = field(default=-1, init=False)
-    """and the cache's generation then."""
+    """and the cache's generation then. Kept while the row waits."""
     num_published: int = field(default=0, init=False)
     """Leading blocks that are known to the prefix cache, or are not to be."""
     epoch: int = field(default=0, init=False)

@@ -100,6 +100,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
         self.texts: dict[int, tuple[int, ...]] = {}  # block -> the text that ends with it, where it is a hit
         self.free_hits: OrderedDict[tuple[int, ...], None] = OrderedDict()  # hits that nobody owns, next to go first
         self.seen: set[tuple[int, ...]] = set()
+        self.waiting: dict[tuple[int, ...], Sequence] = {}
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
         return [tuple(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
@@ -146,6 +147,17 @@ class RowMemoryMachine(RuleBasedStateMachine):
                 self.publish_first(seq, seq.num_tokens)
             if "ends" in then:
                 self.release_row(len(self.rows) - 1)
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def ask_again(self, data: st.DataObject) -> None:
+        """A row that waits gets what one gets that asks for the first time."""
+        tokens = data.draw(st.sampled_from(sorted(self.seen)))
+        seq = self.waiting.setdefault(tokens, make_sequence(0, list(tokens)))
+        found = self.memory.cache.num_hits(seq, len(tokens) - 1)
+        assert found == num_hits(self.memory, list(tokens))
+        pages = self.memory.cache.hits(seq, CachedPrefix(found, 0, (), found * BLOCK_SIZE))[0]
+        assert [page.key for page in pages] == seq.block_keys[:found]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
