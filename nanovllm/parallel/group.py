@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.parallel.host_memory import HostMemory
-from nanovllm.parallel.two_batch import Overlap
+from nanovllm.parallel.two_batch import Overlap, first_half
 
 if TYPE_CHECKING:
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
@@ -47,7 +47,8 @@ class TensorParallelGroup:
         self._group: Any = None
         """ProcessGroupNCCL or HostMemory; None with one rank."""
         self._peer: PeerAllReduce | None = None
-        self.overlap = Overlap(device) if overlap and size > 1 else None
+        self._overlaps = overlap and size > 1
+        self.overlap = Overlap(None) if self._overlaps and device.type == "cpu" else None
         if size > 1:
             assert store is not None
             if self._library == "nccl":
@@ -64,18 +65,16 @@ class TensorParallelGroup:
         raise. All ranks call it."""
         from nanovllm.parallel.peer.all_reduce import PeerAllReduce
         from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-        from nanovllm.parallel.peer.memory import PeerMemory, PeerMemoryUnavailable
+        from nanovllm.parallel.peer.memory import Layout, PeerMemory, PeerMemoryUnavailable
 
         assert self._store is not None and self.size > 1
-        half_rows = 0 if self.overlap is None else self.overlap.first_half(max_rows)
+        half_rows = first_half(max_rows) if self._overlaps else 0
+        layout = Layout.for_limits(self.size, hidden_size, dtype, max_rows, max_keys, half_rows)
         try:
-            memory = PeerMemory(
-                self._store, self.rank, self.size, self.device, max_rows, hidden_size, dtype, max_keys=max_keys,
-                half_rows=half_rows, allow_shared_device=self._share_gpus,
-            )  # fmt: skip
+            memory = PeerMemory(self._store, self.rank, self.device, layout, allow_shared_device=self._share_gpus)
             self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None, nodes=self.exact_bits == "tp")
-            if self.overlap is not None:
-                self.overlap.sums = CopyEngineSums(self._peer.memory)
+            if self._overlaps:
+                self.overlap = Overlap(CopyEngineSums(memory))
         except PeerMemoryUnavailable as reason:
             if self._share_gpus:
                 raise  # graphs cannot hold sums over the host

@@ -26,7 +26,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.planned import one_of_each
 from nanovllm.parallel.peer.memory import Layout
-from nanovllm.parallel.two_batch import Overlap
+from nanovllm.parallel.two_batch import first_half
 from nanovllm.processes.machine import usable_memory
 from nanovllm.runner.cuda_graphs import captured_shapes
 from nanovllm.runner.kernel_choice import rules_of
@@ -197,9 +197,9 @@ def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         return 0
     rows, halves = config.max_num_batched_tokens, 0
     if config.uses("two_batch_overlap") and config.exact_bits is None:
-        halves = Overlap(torch.device("cpu")).first_half(rows)
+        halves = first_half(rows)
     keys = config.max_num_seqs + MAX_PREFILL_ROWS
-    layout = Layout.for_limits(config.tensor_parallel_size, model.hidden_size, dtype.itemsize, rows, keys, halves)
+    layout = Layout.for_limits(config.tensor_parallel_size, model.hidden_size, dtype, rows, keys, halves)
     return layout.nbytes
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from nanovllm.errors import OutOfMemory
 from nanovllm.parallel.peer.driver import Driver
-from nanovllm.parallel.peer.virtual_memory import VirtualMemory
+from nanovllm.runner.virtual_memory import VirtualMemory
 
 _ALIGNMENT = 256  # bytes, as torch aligns what it allocates
 _PIECE = 1 << 30  # bytes that move at a time

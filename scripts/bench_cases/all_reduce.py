@@ -126,7 +126,7 @@ def with_delays(rank: Rank, peer: PeerAllReduce, cases: list[Sum]) -> bool:
         if replay % 64 == 63:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return rank.all_agree(int(wrong.item()) == 0 and peer.memory.aborted() == 0)
+    return rank.all_agree(int(wrong.item()) == 0 and int(peer.memory.abort_word.item()) == 0)
 
 
 def ends_when_aborted(rank: Rank, peer: PeerAllReduce, case: Sum) -> bool:
@@ -138,5 +138,5 @@ def ends_when_aborted(rank: Rank, peer: PeerAllReduce, case: Sum) -> bool:
         begin, waiting = time.monotonic(), not torch.cuda.current_stream().query()
         peer.memory.abort()
         torch.cuda.synchronize()
-        fine = waiting and peer.memory.aborted() == 1 and time.monotonic() - begin < 1
+        fine = waiting and int(peer.memory.abort_word.item()) == 1 and time.monotonic() - begin < 1
     return rank.all_agree(fine)

@@ -84,11 +84,10 @@ class Rank:
     def memory(self, hidden: int) -> PeerMemory:
         """Blocks large enough for one-shot and two-shot sums of every row count, whatever the engine's limits."""
         shared = self.options.share_gpus
-        layout = Layout(self.world, hidden, 2, 128 if shared else 2048, 512 if shared else MAX_ROWS, 1024, 0)
-        return PeerMemory(
-            self.store, self.rank, self.world, self.device, MAX_ROWS, hidden, torch.bfloat16,
-            layout=layout, name=f"peer{hidden}", allow_shared_device=shared,
-        )  # fmt: skip
+        rows = (128, 512) if shared else (2048, MAX_ROWS)
+        layout = Layout(self.world, hidden, torch.bfloat16, *rows, max_keys=1024)
+        store = dist.PrefixStore(f"peer{hidden}", self.store)
+        return PeerMemory(store, self.rank, self.device, layout, allow_shared_device=shared)
 
     def peer(self, hidden: int) -> PeerAllReduce:
         peer = PeerAllReduce(self.memory(hidden), max_spins=MAX_SPINS)

@@ -7,9 +7,9 @@ from nanovllm.executor.worker import main
 
 
 def lower_thresholds() -> None:
-    from nanovllm.parallel.two_batch import Overlap
+    from nanovllm.parallel import two_batch
 
-    Overlap.min_rows, Overlap.cut_multiple = map(int, os.environ["CUT"].split(":"))
+    two_batch.MIN_ROWS, two_batch.CUT_MULTIPLE = map(int, os.environ["CUT"].split(":"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, run_alone
 from nanovllm import LLM
 from nanovllm.executor import processes
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.parallel import two_batch
 from nanovllm.parallel.two_batch import Overlap
 
 REQUESTS = make_requests()
@@ -36,8 +37,8 @@ def expected(checkpoint: str) -> list[Expected]:
 
 def lower_thresholds(monkeypatch: pytest.MonkeyPatch, min_rows: int, cut_multiple: int) -> None:
     """In this process, which is rank 0, and in the workers that it starts."""
-    monkeypatch.setattr(Overlap, "min_rows", min_rows)
-    monkeypatch.setattr(Overlap, "cut_multiple", cut_multiple)
+    monkeypatch.setattr(two_batch, "MIN_ROWS", min_rows)
+    monkeypatch.setattr(two_batch, "CUT_MULTIPLE", cut_multiple)
     monkeypatch.setenv("CUT", f"{min_rows}:{cut_multiple}")
     monkeypatch.setattr(processes, "_WORKER_MODULE", "overlapping_worker")
 
@@ -131,20 +132,21 @@ def test_switched_off(checkpoint: str, expected: list[Expected], monkeypatch: py
 def test_where_a_step_is_cut() -> None:
     """At a multiple of a tile, nearest to the middle from above; small steps stay whole, and so do those whose decodes
     are more than half, or whose halves the block of peer memory does not hold."""
-    overlap = Overlap(torch.device("cpu"))
-    assert overlap.cut(overlap.min_rows - 1, 0) is None
+    overlap = Overlap(None)
+    assert overlap.cut(two_batch.MIN_ROWS - 1, 0) is None
     assert [overlap.cut(rows, 8) for rows in (2048, 2049, 2304, 4352, 8191)] == [1024, 1152, 1152, 2176, 4096]
     for rows in range(2048, 5000):
         cut = overlap.cut(rows, 0)
         assert cut is not None and cut % 128 == 0 and -1 < cut - rows / 2 < 128
     assert (overlap.cut(2048, 1024), overlap.cut(2048, 1025)) == (1024, None)
-    overlap.sums = SimpleNamespace(max_rows=1151)  # type: ignore[assignment]
+    sums: Any = SimpleNamespace(max_rows=1151)
+    overlap = Overlap(sums)
     assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
 
 
 def test_cuts_of_the_smallest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never an empty half, whatever the multiple."""
-    overlap = Overlap(torch.device("cpu"))
-    monkeypatch.setattr(Overlap, "min_rows", 1)
-    monkeypatch.setattr(Overlap, "cut_multiple", 8)
+    overlap = Overlap(None)
+    monkeypatch.setattr(two_batch, "MIN_ROWS", 1)
+    monkeypatch.setattr(two_batch, "CUT_MULTIPLE", 8)
     assert [overlap.cut(rows, 0) for rows in (1, 8, 9, 16, 17)] == [None, None, 8, 8, 16]

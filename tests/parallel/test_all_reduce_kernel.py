@@ -62,7 +62,7 @@ def make_blocks(folder: Path, layout: Layout) -> None:
     ],
 )
 def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_size: int, tmp_path: Path) -> None:
-    layout = Layout(world_size, HIDDEN, 4, CAPACITY, CAPACITY, 300)
+    layout = layout_of(world_size)
     make_blocks(tmp_path, layout)
     run_ranks(mode, world_size, tmp_path)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
@@ -77,7 +77,7 @@ def test_concurrent_ranks_agree_with_float64_and_bit_for_bit(mode: str, world_si
 
 @pytest.mark.slow
 def test_addends_in_parts(tmp_path: Path) -> None:
-    make_blocks(tmp_path, Layout(2, HIDDEN, 2, CAPACITY, CAPACITY, 300))
+    make_blocks(tmp_path, layout_of(2, torch.float16))
     run_ranks("parts", 2, tmp_path)
 
 
@@ -107,32 +107,31 @@ def test_on_gpus(world_size: int) -> None:
 # ---- what the processes do (this file run as a script) ----
 
 
-def shared_memory_rank(
-    rank: int, world_size: int, folder: Path, dtype: torch.dtype = torch.float32, layout: Layout | None = None
-) -> SimpleNamespace:
+def shared_memory_rank(rank: int, folder: Path, layout: Layout) -> SimpleNamespace:
     """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
-    layout = layout or Layout(world_size, HIDDEN, dtype.itemsize, CAPACITY, CAPACITY, 300)
     blocks = [
         torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
-        for peer in range(world_size)
+        for peer in range(layout.world_size)
     ]
-    addresses = [block.data_ptr() for block in blocks]
     return SimpleNamespace(
         rank=rank,
-        world_size=world_size,
-        dtype=dtype,
         layout=layout,
+        block=blocks[rank],
         blocks=blocks,
-        peers=torch.tensor(addresses),
+        peers=torch.tensor([block.data_ptr() for block in blocks]),
         parity=torch.zeros(3, 128, dtype=torch.int32),
         abort_word=torch.zeros(1, dtype=torch.int32),
     )
 
 
+def layout_of(world_size: int, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout(world_size, HIDDEN, dtype, CAPACITY, CAPACITY, 300)
+
+
 def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.parallel.peer import all_reduce as module
 
-    memory = shared_memory_rank(rank, world_size, folder)
+    memory = shared_memory_rank(rank, folder, layout_of(world_size))
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, delays = random.Random(5), random.Random(rank)
     outputs: list[torch.Tensor] = []
@@ -207,7 +206,7 @@ def programs_rank(rank: int, world_size: int, folder: Path) -> None:
 
     fork_programs()
     module.empty_rows = lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype).share_memory_()  # type: ignore[assignment]
-    memory = shared_memory_rank(rank, world_size, folder)
+    memory = shared_memory_rank(rank, folder, layout_of(world_size))
     memory.parity.share_memory_(), memory.abort_word.share_memory_()
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     same, outputs = random.Random(6), []
@@ -236,7 +235,7 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
 
     module.MAX_PROGRAMS = PROGRAMS
     dtype = torch.float16
-    memory = shared_memory_rank(rank, world_size, folder, dtype)
+    memory = shared_memory_rank(rank, folder, layout_of(world_size, dtype))
     peer = module.PeerAllReduce(memory)  # type: ignore[arg-type]
     for path, parts, rows in itertools.product(("one_shot", "two_shot", "split"), (2, 4), (1, 5, CAPACITY)):
         module.MAX_PROGRAMS = 1 if path == "split" else PROGRAMS  # as above
@@ -286,15 +285,15 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 0 of 2 whose peer is dead."""
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
-    make_blocks(folder, Layout(2, HIDDEN, 4, CAPACITY, CAPACITY, 300))
+    make_blocks(folder, layout_of(2))
     partial, weight = torch.randn(3, HIDDEN), torch.randn(HIDDEN)
     for path, split in (("one_shot", 1), ("two_shot", 1), ("two_shot", 4)):
-        memory = shared_memory_rank(0, 2, folder)
+        memory = shared_memory_rank(0, folder, layout_of(2))
         reducer = PeerAllReduce(memory, max_spins=5)  # type: ignore[arg-type]
         cut(reducer, split)
         reducer.all_reduce_add_rms_norm(partial, None, Norm(weight, EPS), path=path)
         assert int(memory.abort_word) == 2
-    memory = shared_memory_rank(0, 2, folder)
+    memory = shared_memory_rank(0, folder, layout_of(2))
     threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
     begin = time.monotonic()
     PeerAllReduce(memory).all_reduce_max(torch.arange(5))  # type: ignore[arg-type]
@@ -305,9 +304,9 @@ def rounds_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.kernels.fp8.quantize import quantize_rows
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
-    layout = Layout(1, 384, 2, CAPACITY, 0, 300)
+    layout = Layout(1, 384, torch.bfloat16, CAPACITY, 0, 300)
     make_blocks(folder, layout)
-    peer = PeerAllReduce(shared_memory_rank(0, 1, folder, torch.bfloat16, layout))  # type: ignore[arg-type]
+    peer = PeerAllReduce(shared_memory_rank(0, folder, layout))  # type: ignore[arg-type]
     partial, residual, weight = (torch.randn(n, 384).to(torch.bfloat16) for n in (5, 5, 1))
     plain = peer.all_reduce_add_rms_norm(partial, residual.clone(), Norm(weight[0], EPS))
     found = peer.all_reduce_add_rms_norm(partial, residual.clone(), Norm(weight[0], EPS), rounds=True)

@@ -6,23 +6,23 @@ import random
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_all_reduce_kernel import run_ranks
+from test_all_reduce_kernel import make_blocks, run_ranks, shared_memory_rank
 
 from nanovllm.kernels.pointwise.norm import Norm
-from nanovllm.parallel.peer.memory import Layout, fill_with_sentinels
+from nanovllm.parallel.peer.memory import Layout
 
 HIDDEN, CAPACITY, CALLS, EPS = 24, 11, 24, 1e-6
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_concurrent_ranks(world_size: int, tmp_path: Path) -> None:
-    make_blocks(world_size, tmp_path)
+    make_blocks(tmp_path, layout_of(world_size))
     run_ranks("concurrent", world_size, tmp_path, script=__file__)
     results = [torch.load(tmp_path / f"result{rank}.pt") for rank in range(world_size)]
     for mine in results[1:]:
@@ -31,7 +31,7 @@ def test_concurrent_ranks(world_size: int, tmp_path: Path) -> None:
 
 def test_kernels_alone(tmp_path: Path) -> None:
     """Against the twin, with the rows of simulated peers; and waits that end by abort and by their bound."""
-    make_blocks(3, tmp_path)
+    make_blocks(tmp_path, layout_of(3))
     run_ranks("alone", 1, tmp_path, script=__file__)
 
 
@@ -42,49 +42,30 @@ def test_owners_share_out_every_row() -> None:
     for world_size in (2, 3, 4, 8):
         for rows in range(1, 40):
             blocks = owned_rows(rows, world_size)
-            assert [row for begin, end in blocks for row in range(begin, end)] == list(range(rows))
-            assert max(end - begin for begin, end in blocks) == -(-rows // world_size)
+            assert [row for own in blocks for row in range(rows)[own]] == list(range(rows))
+            assert max(own.stop - own.start for own in blocks) == -(-rows // world_size)
 
 
 # ---- what the processes do (this file run as a script) ----
 
 
 def layout_of(world_size: int) -> Layout:
-    return Layout(world_size, HIDDEN, 4, 2, 2, 8, half_rows=CAPACITY)
+    return Layout(world_size, HIDDEN, torch.float32, 2, 2, 8, half_rows=CAPACITY)
 
 
-def make_blocks(world_size: int, folder: Path) -> None:
-    layout = layout_of(world_size)
-    for rank in range(world_size):
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
-        fill_with_sentinels(block, layout)
-        (folder / f"block{rank}").write_bytes(block.numpy().tobytes())
+def copying_rank(rank: int, world_size: int, folder: Path, delays: random.Random) -> Any:
+    """A rank whose copies take their time."""
+    memory = shared_memory_rank(rank, folder, layout_of(world_size))
+    memory.sent = 0
 
-
-def shared_memory_rank(rank: int, world_size: int, folder: Path, delays: random.Random) -> Any:
-    """What PeerMemory offers, over files mapped by all processes; copies take their time."""
-    layout = layout_of(world_size)
-    blocks = [
-        torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
-        for peer in range(world_size)
-    ]
-
-    def send(peer: int, offset: int, source: torch.Tensor) -> None:
+    def send(peer: int, source: torch.Tensor, place: torch.Tensor) -> None:
         memory.sent += source.nbytes
-        assert peer != rank and source.is_contiguous() and 0 <= offset <= layout.nbytes - source.nbytes
+        offset = place.data_ptr() - memory.block.data_ptr()
+        assert peer != rank and source.is_contiguous() and 0 <= offset <= memory.layout.nbytes - source.nbytes
         time.sleep(delays.random() * 0.01)
-        ctypes.memmove(blocks[peer].data_ptr() + offset, source.data_ptr(), source.nbytes)
+        ctypes.memmove(memory.blocks[peer].data_ptr() + offset, source.data_ptr(), source.nbytes)
 
-    memory = SimpleNamespace(
-        rank=rank,
-        world_size=world_size,
-        dtype=torch.float32,
-        layout=layout,
-        block=blocks[rank],
-        send=send,
-        abort_word=torch.zeros(1, dtype=torch.int32),
-        sent=0,
-    )
+    memory.send = send
     return memory
 
 
@@ -95,33 +76,32 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.parallel.peer.reference import sum_reference
 
     delays = random.Random(rank)
-    sums = CopyEngineSums(shared_memory_rank(rank, world_size, folder, delays))
+    sums = CopyEngineSums(copying_rank(rank, world_size, folder, delays))
     sums.programs = 2  # several rows a program
     same, outputs = random.Random(world_size), []
     generator = torch.Generator().manual_seed(7)
     rows, residuals, expected_residuals = [0, 0], [None, None], [None, None]
     for call in range(CALLS):
-        wanted = []
+        wanted, waits = [], []
         for half in range(2):
             if call % 6 == 0:  # a step of other halves begins
                 rows[half], residuals[half], expected_residuals[half] = same.randint(1, CAPACITY), None, None
             partials = torch.randn(world_size, rows[half], HIDDEN, generator=generator)
             norm = Norm(torch.randn(HIDDEN, generator=generator), EPS)
-            before = residuals[half]
             mine = partials[rank].clone()
-            kept = sums.empty_residual(mine) if before is None else before
             time.sleep(delays.random() * 0.02)
-            sums.start(half, mine, before, kept, norm)
-            residuals[half] = kept
+            waits.append(sums.start(half, mine, residuals[half], norm))
             mine.fill_(float("nan"))  # on the device it is free only after the wait: here all copies are done
             normed, expected_residuals[half] = sum_reference(partials, expected_residuals[half], norm)
             wanted.append(normed)
         for half in range(2):
             time.sleep(delays.random() * 0.02)
-            got = sums.finish(half, rows[half])
+            before = residuals[half]
+            got, residuals[half] = waits[half]()
+            assert before is None or residuals[half] is before
             torch.testing.assert_close(got, wanted[half], rtol=1e-5, atol=1e-6)
-            begin, end = owned_rows(rows[half], world_size)[rank]
-            assert torch.equal(residuals[half], expected_residuals[half][begin:end])  # the order of ranks
+            own = owned_rows(rows[half], world_size)[rank]
+            assert torch.equal(residuals[half], expected_residuals[half][own])  # the order of ranks
             outputs.append(got.clone())
     assert int(sums.memory.abort_word) == 0
     torch.save(outputs, folder / f"result{rank}.pt")
@@ -132,11 +112,9 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
     from nanovllm.parallel.peer.reference import sum_reference
 
-    memory = shared_memory_rank(1, 3, folder, random.Random(0))
+    memory = copying_rank(1, 3, folder, random.Random(0))
     sums = CopyEngineSums(memory)
-    flags = memory.block[memory.layout.flags :].view(torch.int32).view(2, 2, -1)
-    inbox = memory.block[memory.layout.inbox : memory.layout.gathered].view(torch.float32)
-    inbox = inbox[: 2 * 3 * 4 * HIDDEN].view(2, 3, 4, HIDDEN)
+    inbox, flags = (memory.layout.regions[name].of(memory.block) for name in ("inbox", "flags"))
     for half in range(2):
         for epoch, with_residual in ((1, False), (2, True)):
             partials, before = torch.randn(3, 8, HIDDEN), torch.randn(3, HIDDEN)
@@ -144,11 +122,15 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
             for peer in (0, 2):
                 inbox[half, peer, :3] = partials[peer, 3:6]
                 flags[half, :, peer] = epoch
-            kept = torch.empty(3, HIDDEN)
             residual = before if with_residual else None
-            sums.start(half, partials[1].contiguous(), residual, kept, norm)
             normed, expected = sum_reference(partials[:, 3:6], residual, norm)
-            got = sums.finish(half, 8)
+            mine = partials[1].clone()
+            used, wait = weakref.ref(mine), sums.start(half, mine, residual, norm)
+            del mine  # else the allocator gave it to the main stream, which knows nothing of the side stream's progress
+            assert used() is not None
+            got, kept = wait()
+            del wait
+            assert used() is None
             torch.testing.assert_close(got[3:6], normed, rtol=1e-5, atol=1e-6)
             assert torch.equal(kept, expected) and int(memory.abort_word) == 0
     assert memory.sent == 4 * ((3 + 2 + 3 + 3) * HIDDEN * 4 + 4 * 4)  # rows to 0 and 2, finished ones to both; flags
@@ -156,15 +138,14 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     partial, norm = torch.randn(8, HIDDEN), Norm(torch.randn(HIDDEN), EPS)
     threading.Timer(0.5, lambda: memory.abort_word.fill_(1)).start()
     begin = time.monotonic()
-    sums.start(0, partial, None, sums.empty_residual(partial), norm)
-    sums.finish(0, 8)
+    sums.start(0, partial, None, norm)()
     assert 0.3 < time.monotonic() - begin < 60
     memory.abort_word.zero_()
     sums.max_spins, sums.enabled, memory.sent = 5, False, 0
-    sums.start(1, partial, None, sums.empty_residual(partial), norm)
+    wait = sums.start(1, partial, None, norm)
     assert int(memory.abort_word) == 2 and memory.sent == 0
     memory.abort_word.zero_()
-    sums.finish(1, 8)
+    wait()
     assert int(memory.abort_word) == 2
 
 

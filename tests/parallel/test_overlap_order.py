@@ -1,14 +1,17 @@
 """The order of launches in a layer cut in halves, and how long a sum holds what it uses."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from threads import run_in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
@@ -17,19 +20,20 @@ from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.models.decoder import Block, DecoderLayer, ModelContext, PositionTables
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
+from nanovllm.parallel import two_batch
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Overlap, UnderWay, run_micro_batches, start
+from nanovllm.parallel.two_batch import Overlap, run_micro_batches, start
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
 EXPECTED = """
-fork, sum of 3, begun 0, fork, sum of 2, begun 1,
-awaited 0, product of 3, attention of 3, product of 3, fork, sum of 3, begun 2,
-awaited 1, product of 2, attention of 2, product of 2, fork, sum of 2, begun 3,
-awaited 2, product of 3, product of 3, fork, sum of 3, begun 4,
-awaited 3, product of 2, product of 2, fork, sum of 2, begun 5,
+sum of 3, begun 0, sum of 2, begun 1,
+awaited 0, product of 3, attention of 3, product of 3, sum of 3, begun 2,
+awaited 1, product of 2, attention of 2, product of 2, sum of 2, begun 3,
+awaited 2, product of 3, product of 3, sum of 3, begun 4,
+awaited 3, product of 2, product of 2, sum of 2, begun 5,
 awaited 4, awaited 5
 """
 
@@ -45,41 +49,39 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class LoggedOverlap(Overlap):
-    def __init__(self, log: list[str]) -> None:
-        super().__init__(CPU)
-        self._log = log
-        self._count = 0
+def logged_start(log: list[str]) -> Callable[..., Callable[[], Any]]:
+    names = itertools.count()
 
-    def fork(self) -> None:
-        self._log.append("fork")
-
-    def under_way(self, finish: Callable[[], Any], *used: torch.Tensor | None) -> UnderWay[Any]:
-        name, self._count = self._count, self._count + 1
-        self._log.append(f"begun {name}")
+    def begin(*args: Any) -> Callable[[], Any]:
+        wait, name = start(*args), next(names)
+        log.append(f"begun {name}")
 
         def logged() -> Any:
-            self._log.append(f"awaited {name}")
-            return finish()
+            log.append(f"awaited {name}")
+            return wait()
 
-        return super().under_way(logged, *used)
+        return logged
+
+    return begin
 
 
-def group_of(overlap: Overlap, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def group_of(all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     calls = {"all_reduce": all_reduce, "fused_all_reduce": lambda rows: None}
-    return SimpleNamespace(rank=0, size=1, overlap=overlap, exact_bits=None, width_multiple=1, **calls)
+    return SimpleNamespace(rank=0, size=1, overlap=Overlap(None), exact_bits=None, width_multiple=1, **calls)
 
 
-def test_gpus_without_peer_memory_cut_nothing() -> None:
-    overlap, stream = Overlap(CPU), object()
-    assert overlap.cut(4096, 0) == 2048
-    overlap.stream = stream  # type: ignore[assignment]
-    assert overlap.cut(4096, 0) is None
-    overlap.sums = SimpleNamespace(max_rows=2048)  # type: ignore[assignment]
-    assert overlap.cut(4096, 0) == 2048 and overlap.cut(8192, 0) is None and overlap.cut(4096, 2049) is None
+@pytest.mark.parametrize(("device", "is_cut"), [("cpu", True), ("cuda:0", False)])
+def test_gpus_without_peer_memory_cut_nothing(device: str, is_cut: bool) -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        group = TensorParallelGroup(rank, 2, torch.device(device), store, overlap=True, share_gpus=True)
+        assert (group.overlap is not None) == is_cut
+
+    assert run_in_threads(*(partial(work, rank) for rank in range(2))) == [None, None]
 
 
-def test_order_of_launches() -> None:
+def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sum comes behind its half's product, behind that all that the other half computes, and only then somebody
     waits for it."""
     log: list[str] = []
@@ -90,7 +92,8 @@ def test_order_of_launches() -> None:
 
     config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
     backend: Any = None
-    group = group_of(LoggedOverlap(log), all_reduce)
+    monkeypatch.setattr(two_batch, "start", logged_start(log))
+    group = group_of(all_reduce)
     context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, backend, 64)
     layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
     for parameter in layer.parameters():
@@ -123,29 +126,18 @@ def test_a_half_whose_product_comes_in_parts_is_one_addend() -> None:
     torch.testing.assert_close(made.float(), parts.sum(0), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("by_copies", [False, True])
-def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
-    """The allocator would hand freed memory to the main stream, which knows nothing of the side stream's progress."""
-    overlap = Overlap(CPU)
-    group = group_of(overlap, lambda x: x)
-    started: list[object] = []
-    if by_copies:
-        sums: Any = SimpleNamespace()
-        sums.start = lambda half, partial, residual, out, *rest: started.append((half, out is residual))
-        sums.finish = lambda half, rows: torch.full((rows, 8), float(half))
-        overlap.sums = sums
-    context = LayerContext(group, select_kernels(CPU), torch.float32, CPU)
+def test_what_a_sum_uses_lives_until_it_is_awaited() -> None:
+    context = LayerContext(group_of(lambda x: x), select_kernels(CPU), torch.float32, CPU)
     norm = ReduceAddNorm(context, RowNorm(context, 8, 1e-6))
     torch.nn.init.ones_(norm.row_norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
-    under_way = start(norm, partial, residual, 1)
+    wait = start(norm, partial, residual, 1)
     del partial, residual
     gc.collect()
     assert all(tensor() is not None for tensor in alive)
-    normed, _ = under_way.wait()
-    assert not by_copies or (started == [(1, True)] and torch.equal(normed, torch.ones(4, 8)))
-    del under_way, normed, _
+    normed, _ = wait()
+    del wait, normed, _
     gc.collect()
     assert all(tensor() is None for tensor in alive)
 
@@ -153,15 +145,8 @@ def test_what_a_sum_uses_lives_until_it_is_awaited(by_copies: bool) -> None:
 def test_a_rank_on_its_own_sends_nothing() -> None:
     """Kernels are rehearsed on rank 0 alone: what it copied then would pass for its first sum."""
     group = TensorParallelGroup(0, 1, CPU, None)
-    group.overlap = Overlap(CPU)
-    group.overlap.sums = sums = SimpleNamespace(enabled=True)  # type: ignore[assignment]
+    sums: Any = SimpleNamespace(enabled=True)
+    group.overlap = Overlap(sums)
     with group.muted():
         assert not sums.enabled
     assert sums.enabled
-
-
-@pytest.mark.gpu
-def test_on_gpus(tmp_path: Path) -> None:
-    """Layers in halves, eagerly and from a graph: what whole ones give, and the same bits every time."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")

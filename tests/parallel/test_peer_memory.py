@@ -1,6 +1,7 @@
 """Memory mapped between ranks: that they agree about it, what lies where, and which sum takes which way."""
 
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,10 @@ from threads import run_in_threads
 
 from nanovllm.parallel.peer.limits import one_shot_rows
 from nanovllm.parallel.peer.memory import (
-    MAX_SPLIT,
     Layout,
     PeerMemory,
     PeerMemoryUnavailable,
-    _Rounds,
+    agree,
 )
 
 
@@ -22,7 +22,8 @@ def test_all_ranks_give_up_together() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        PeerMemory(store, rank, 2, torch.device("cpu"), 8, 64, torch.bfloat16, timeout=10)
+        layout = Layout.for_limits(2, 64, torch.bfloat16, 8, 16)
+        PeerMemory(store, rank, torch.device("cpu"), layout, timeout=10)
 
     for failure in run_in_threads(*(partial(work, rank) for rank in range(2))):
         assert isinstance(failure, PeerMemoryUnavailable)
@@ -33,32 +34,24 @@ def test_an_error_of_one_rank_reaches_all() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        rounds = _Rounds(store, "test", rank, 3, timeout=10)
-        assert rounds.post("first", bytes([rank])) == [b"\0", b"\1", b"\2"]
-        rounds.post("second", b"", error="no such thing" if rank == 1 else None)
+        assert agree(store, "first", rank, 3, lambda: bytes([rank])) == [b"\0", b"\1", b"\2"]
+        agree(store, "second", rank, 3, lambda: {0: b"", 2: b""}[rank])
 
     for failure in run_in_threads(*(partial(work, rank) for rank in range(3))):
-        assert isinstance(failure, PeerMemoryUnavailable) and "rank 1: no such thing" in str(failure)
+        assert isinstance(failure, PeerMemoryUnavailable) and "second: rank 1: KeyError: 1" in str(failure)
 
 
 def test_a_silent_rank_is_noticed() -> None:
-    rounds = _Rounds(dist.HashStore(), "test", 0, 2, timeout=0.2)
     with pytest.raises(PeerMemoryUnavailable, match="did not answer"):
-        rounds.post("first", b"")
+        agree(dist.HashStore(), "first", 0, 2, lambda: b"", timeout=0.2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> None:
-    layout = Layout.for_limits(world_size, 5120, 2, 1024, 512, half_rows=1000)
-    offsets = [0, layout.scatter, layout.gather, layout.squares, layout.keys, layout.inbox]
-    offsets += [layout.gathered, layout.flags, layout.nbytes]
-    assert offsets == sorted(offsets) and all(offset % 16 == 0 for offset in offsets)
-    rows = [2 * world_size * layout.one_shot_rows] + [2 * layout.units * world_size] * 2
-    for place, count in enumerate(rows):
-        assert offsets[place + 1] - offsets[place] >= count * 5120 * 2
-    assert layout.squares + 2 * layout.units * world_size * MAX_SPLIT**2 * 4 <= layout.keys
-    assert layout.keys + 2 * world_size * 512 * 8 <= layout.inbox
-    assert layout.inbox + 2 * 1000 * 5120 * 2 <= layout.gathered <= layout.flags - 2 * 1000 * 5120 * 2
+    layout = Layout.for_limits(world_size, 5120, torch.bfloat16, 1024, 512, half_rows=1000)
+    regions, block = layout.regions.values(), torch.empty(layout.nbytes, dtype=torch.uint8)
+    assert all(region.offset % 512 == 0 and region.of(block).is_contiguous() for region in regions)
+    assert all(one.offset + one.of(block).nbytes <= other.offset for one, other in pairwise(regions))
     assert layout.half_units * world_size >= layout.half_rows == 1000
     assert layout.units * world_size >= layout.two_shot_rows
     assert max(layout.one_shot_rows, layout.two_shot_rows) == 1024
@@ -69,12 +62,12 @@ def test_path_by_size() -> None:
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
     def paths(world_size: int, max_rows: int) -> dict[int, str]:
-        layout = Layout.for_limits(world_size, 5120, 2, max_rows, 16)
+        layout = Layout.for_limits(world_size, 5120, torch.bfloat16, max_rows, 16)
         memory = SimpleNamespace(layout=layout)
         return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 16, 17, 102, 8192, 8193)}  # type: ignore[arg-type]
 
     def cuts(world_size: int, hidden: int) -> list[int]:
-        layout = Layout.for_limits(world_size, hidden, 2, 1024, 16)
+        layout = Layout.for_limits(world_size, hidden, torch.bfloat16, 1024, 16)
         memory = SimpleNamespace(layout=layout)
         peer = PeerAllReduce(memory)  # type: ignore[arg-type]
         return [rows for rows in (1, 256, 257) if peer.split(rows) > 1]

@@ -10,7 +10,7 @@ COMPILE = """
 import re
 import torch
 from compiling import compile_only
-from nanovllm.parallel.peer.owner_sum import await_rows_kernel
+from nanovllm.parallel.peer.copy_engine import await_rows_kernel
 
 loops = []
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.errors import OutOfMemory
-from nanovllm.parallel.peer import pinned_memory, virtual_memory
-from nanovllm.runner import sleep
+from nanovllm.runner import pinned_memory, sleep, virtual_memory
 from nanovllm.runner.sleep import SleepableMemory
 
 PAGE = 2 << 20

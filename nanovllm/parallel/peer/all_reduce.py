@@ -61,20 +61,20 @@ class PeerAllReduce:
         self.one_order = one_order
         self.nodes = nodes
         self.max_spins = max_spins
-        layout = memory.layout
-        self._hidden, self._row_bytes = layout.hidden_size, layout.hidden_size * layout.itemsize
+        self._layout = layout = memory.layout
+        self._hidden, self._row_bytes = layout.hidden_size, layout.hidden_size * layout.dtype.itemsize
         self._most_rows = min(layout.two_shot_rows, PEER_BYTES // self._row_bytes)
         block = triton.next_power_of_2(self._hidden)
         self._shape = {
             "WORLD": layout.world_size, "WORLD_BLOCK": triton.next_power_of_2(layout.world_size),
-            "HIDDEN": self._hidden, "BLOCK": block, "INT": _INTEGERS[layout.itemsize],
-            "SENTINEL": SENTINELS[layout.itemsize], "num_warps": num_warps(block),
+            "HIDDEN": self._hidden, "BLOCK": block, "INT": _INTEGERS[layout.dtype.itemsize],
+            "SENTINEL": SENTINELS[layout.dtype.itemsize], "num_warps": num_warps(block),
         }  # fmt: skip
 
     def path(self, rows: int, rounds: bool = False) -> Path:
         """Chooses the way of a sum of `rows` rows: one of the kernels here, or "nccl", the caller's communicator.
         rounds: the result may be rounded to e4m3."""
-        layout = self.memory.layout
+        layout = self._layout
         if rows <= min(layout.one_shot_rows, one_shot_rows(layout.world_size, self._row_bytes, rounds)):
             return "one_shot"
         return "two_shot" if rows <= self._most_rows else "nccl"
@@ -91,7 +91,7 @@ class PeerAllReduce:
 
     def split(self, rows: int) -> int:
         """Number of parts into which a two-shot sum of so many rows, with its norm, cuts the columns of each row."""
-        most = 0 if self.one_order else cut_rows(self.memory.layout.world_size, self._row_bytes)
+        most = 0 if self.one_order else cut_rows(self._layout.world_size, self._row_bytes)
         return MAX_SPLIT if rows <= most else 1
 
     def all_reduce_add_rms_norm(
@@ -127,7 +127,7 @@ class PeerAllReduce:
         """The sum over the ranks alone (float32, one rounding), whole on every rank: a new tensor [T, hidden]. partial,
         path: as above."""
         rows = self._check(partial, None, None)
-        out = empty_rows(rows, self._hidden, self.memory.dtype, partial.device)
+        out = empty_rows(rows, self._hidden, self._layout.dtype, partial.device)
         for own in self._pieces(rows, path):
             part, total = partial[..., own, :].contiguous(), out[own]
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
@@ -136,14 +136,14 @@ class PeerAllReduce:
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """keys int64 [B] (B <= max_keys) becomes its element-wise maximum over the ranks, in place. The smallest
         int64 means nothing: it comes back as the one above it."""
-        memory = self.memory
-        if keys.dtype != torch.int64 or not keys.is_contiguous() or keys.numel() > memory.layout.max_keys:
-            raise ValueError(f"keys: {keys.dtype} {tuple(keys.shape)}, need int64, at most {memory.layout.max_keys}")
+        memory, layout = self.memory, self._layout
+        if keys.dtype != torch.int64 or not keys.is_contiguous() or keys.numel() > layout.max_keys:
+            raise ValueError(f"keys: {keys.dtype} {tuple(keys.shape)}, need int64, at most {layout.max_keys}")
         grid = (triton.cdiv(keys.numel(), KEY_BLOCK),)
         max_keys_kernel[grid](
             keys, memory.peers, memory.parity[2], memory.abort_word, keys.numel(), memory.rank, self.max_spins,
-            memory.layout.keys // 8, WORLD=memory.world_size, WORLD_BLOCK=self._shape["WORLD_BLOCK"],
-            CAPACITY=memory.layout.max_keys, BLOCK=KEY_BLOCK, SENTINEL=SENTINELS[8], num_warps=4,
+            layout.regions["keys"].offset // 8, WORLD=layout.world_size, WORLD_BLOCK=self._shape["WORLD_BLOCK"],
+            CAPACITY=layout.max_keys, BLOCK=KEY_BLOCK, SENTINEL=SENTINELS[8], num_warps=4,
         )  # fmt: skip
         return keys
 
@@ -153,7 +153,7 @@ class PeerAllReduce:
         if not (in_parts or partial.ndim == 2) or partial.shape[-1] != self._hidden or partial.shape[-2] < 1:
             raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
         shape = (partial.shape[-2], self._hidden)
-        model_dtype = self.memory.dtype
+        model_dtype = self._layout.dtype
         dtypes = [torch.float32 if in_parts and not self.nodes else model_dtype, model_dtype, model_dtype]
         for tensor, dtype in zip((partial, residual, weight), dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
@@ -169,10 +169,10 @@ class PeerAllReduce:
         """operands: partial, residual (in and out, or only out), weight, out; without `norm` the sum goes to out.
         scales: of an `out` in e4m3."""
         partial, residual, weight, out = operands
-        memory, layout, rows = self.memory, self.memory.layout, out.shape[-2]
+        memory, layout, rows = self.memory, self._layout, out.shape[-2]
         path, parts = path or self.path(rows), partial.shape[0] if partial.ndim == 3 else 1
         if parts == 1:
-            partial = partial.view(torch.int16 if layout.itemsize == 2 else torch.int32)
+            partial = partial.view(torch.int16 if layout.dtype.itemsize == 2 else torch.int32)
         tensors = (partial, residual, residual, weight, out, memory.peers)
         scalars = (memory.abort_word, rows, memory.rank, eps, self.max_spins)
         fixed = {"RESIDUAL": has_residual, "PARTS": parts, **self._shape}
@@ -187,10 +187,11 @@ class PeerAllReduce:
             width, items = self._hidden // split, triton.cdiv(rows, layout.world_size) * split
             programs = triton.cdiv(items, triton.cdiv(items, MAX_PROGRAMS))  # none has more items than it must
             block = triton.next_power_of_2(width)
+            regions = (layout.regions[name] for name in ("scatter", "gather", "squares"))
+            starts = (region.offset // region.dtype.itemsize for region in regions)
             two_shot_kernel[(programs,)](
-                *tensors, memory.parity[1], *scalars, layout.scatter // layout.itemsize,
-                layout.gather // layout.itemsize, layout.squares // 4, NORM=norm, NODES=self.nodes,
-                UNITS=layout.units, SPLIT=split, **{**fixed, "BLOCK": block, "num_warps": num_warps(block)},
+                *tensors, memory.parity[1], *scalars, *starts, NORM=norm, NODES=self.nodes, UNITS=layout.units,
+                SPLIT=split, **{**fixed, "BLOCK": block, "num_warps": num_warps(block)},
             )  # fmt: skip
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")

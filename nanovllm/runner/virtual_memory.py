@@ -6,7 +6,7 @@ import ctypes
 import torch
 
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
-from nanovllm.parallel.peer.pinned_memory import PinnedMemory
+from nanovllm.runner.pinned_memory import PinnedMemory
 
 _GRANULARITY = 2 << 20  # bytes; of every device since Volta
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
