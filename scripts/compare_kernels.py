@@ -70,7 +70,7 @@ def cases() -> dict[str, list[Callable[[], object]]]:
     row, many = bf16(1, HIDDEN), bf16(64, HIDDEN)
     gates_and_ups = [weight(2 * WIDTH, HIDDEN) for _ in range(3)]
     one = config("stream", 16, block_k=512, stages=4)
-    roles = config("specialized", 128, 64, 128, 4)
+    roles = config("roles", 128, 64, 128, 4)
     rounded = FP8Rows(*quantize_rows(many), many.dtype)
     found["norm, gate and up, fp8 1"] = [
         partial(stream.linear, row, w, one, norm=norm, gated=True) for w in gates_and_ups * 4

@@ -30,11 +30,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.bench.engine import add_engine_options, engine_options
 from nanovllm.cli.options import Parser
 from nanovllm.kernels.plan.config import (
-    DECODE_ROWS,
     FP8,
     LIBRARY,
     SKINNY_ROWS,
     SUMMED,
+    TILE_ROWS,
     Choices,
     Gemm,
     GemmConfig,
@@ -77,7 +77,7 @@ _FP8_GATED = {
     64: [(64, 64, 128, 4, 4), (64, 64, 256, 2, 4)],
     256: [(64, 128, 128, 3, 8)],
 }
-_FP8_SPECIALIZED = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128, 6), (64, 256, 5), (128, 256, 4)]
+_FP8_ROLES = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128, 6), (64, 256, 5), (128, 256, 4)]
 """(weight rows, rows, stages)"""
 _FP8_ONE_ROW = [(16, 8, 2), (16, 8, 4), (16, 6, 4), (16, 4, 4), (16, 3, 4), (16, 2, 4), (16, 4, 8), (16, 3, 8)]
 """(weight rows, stages, warps)"""
@@ -118,17 +118,17 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         if rows == 1:
             found += [one_row(*sizes) for sizes in _FP8_ONE_ROW]
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
-            found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
-        for n, m, stages in _FP8_SPECIALIZED if rows > 1 else ():
+            found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
+        for n, m, stages in _FP8_ROLES if rows > 1 else ():
             warps = 4 if m == 64 else 8
-            found += [GemmConfig("specialized", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
+            found += [GemmConfig("roles", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
         return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
         for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
-    if 1 < rows <= (16 if gemm.kind == "head" else DECODE_ROWS):
+    if 1 < rows <= (16 if gemm.kind == "head" else TILE_ROWS):
         for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
-            found += [GemmConfig("decode", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
+            found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
     found.append(GemmConfig("split", split_k=2))
     return [config for config in found if not misfit(gemm, config)]
 
@@ -231,7 +231,7 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
         llm.step()
     tuner, deadline = Tuner(llm), time.monotonic() + budget
     chosen: Choices = {
-        gemm: {rows: tuner.lookup(gemm, rows) for rows in decode_buckets(DECODE_ROWS)} for gemm in tuner.gemms
+        gemm: {rows: tuner.lookup(gemm, rows) for rows in decode_buckets(TILE_ROWS)} for gemm in tuner.gemms
     }
     tuned = []
     for rows in all_rows:
@@ -258,11 +258,11 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: what is timed are its kernels")
-    buckets = decode_buckets(DECODE_ROWS)
+    buckets = decode_buckets(TILE_ROWS)
     all_rows = sorted(args.rows or buckets, reverse=True)
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
-    defaults = {"load_format": "dummy", "max_num_seqs": DECODE_ROWS, "disable": ("mailbox",)}
+    defaults = {"load_format": "dummy", "max_num_seqs": TILE_ROWS, "disable": ("mailbox",)}
     options = engine_options(parser, args, **defaults, gpu_memory_utilization=0.85, step_timeout=300.0)
     try:
         before = load(args.out) if args.out and args.out.exists() else None

@@ -37,7 +37,7 @@ def test_every_published_model_has_a_plan_on_every_device(device: str) -> None:
         text = printed(f"kernels {name} --device {device} --rows 1,3,16,100,20000")
         assert "output head" in text and text.count("layers:") >= 1
         if device == "cpu":
-            assert set(re.findall(r"fma|decode|specialized", text)) == set()
+            assert set(re.findall(r"fma|tile|roles", text)) == set()
 
 
 def test_a_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

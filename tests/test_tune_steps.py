@@ -16,7 +16,7 @@ from nanovllm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 GEMMS = [Gemm(kind, 512, 512, "bfloat16", True) for kind in KINDS]
-CONFIGS = [GemmConfig("decode", block_n, 32, 64, 3) for block_n in (16, 32, 64)]
+CONFIGS = [GemmConfig("tile", block_n, 32, 64, 3) for block_n in (16, 32, 64)]
 ROWS = 32
 
 

@@ -36,7 +36,7 @@ class Matrix(Protocol):
         self, x: Any, config: GemmConfig, *, gated: bool = False, **around: Any
     ) -> torch.Tensor | FP8Rows:
         """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
-        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2], rounded to e4m3 by "specialized".
+        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2], rounded to e4m3 by "roles".
         around: `norm` and `residual` of kernels for few rows (kernels/gemm/skinny.py)."""
         ...
 

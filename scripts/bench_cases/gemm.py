@@ -93,7 +93,7 @@ class Projection:
         elif isinstance(weight, Int4Weight):
             call = int4_row.linear if config.kernel == "stream" else int4.linear
         else:
-            call = tile.linear if gated and config.kernel == "decode" else matmul
+            call = tile.linear if gated and config.kernel == "tile" else matmul
         if gated and config.is_own and call is not matmul:
             return call(self.x, weight, config, gated=True)
         return self._followed(call(self.x, weight, config))
@@ -109,7 +109,7 @@ class Projection:
             product = matmul(self.x, weight, config)
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)
         x, _ = self.kernels.add_norms(self.x, None, Norm(self.gain_in, EPS))
-        if kind == "gate_up" and config.kernel == "decode":
+        if kind == "gate_up" and config.kernel == "tile":
             return tile.linear(x, weight, config, gated=True)
         return self._followed(matmul(x, weight, config))
 
@@ -140,7 +140,7 @@ def fp8_gemm(setup: Setup) -> Iterator[Line]:
             one = one._replace(dtype=FP8)
             configs = contenders(one, rows) if rows <= 256 else [LIBRARY]
             if setup.dry:  # the interpreter is slow, and rounds to e4m3 otherwise than a GPU
-                configs = [config for config in configs if config.kernel == "decode" and config.parts == 1][:1]
+                configs = [config for config in configs if config.kernel == "tile" and config.parts == 1][:1]
             # What rounding activations to e4m3 costs is the larger part of it.
             yield line(setup, one, rows, in_fp8, 1, configs, tolerance=0.3 if setup.dry else 0.06)
 

@@ -13,7 +13,7 @@ from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK, route_reference
-from nanovllm.kernels.plan.config import DECODE_ROWS, GroupedConfig
+from nanovllm.kernels.plan.config import TILE_ROWS, GroupedConfig
 from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.model_config import MoEConfig
 
@@ -38,7 +38,7 @@ class Experts:
         self.x, self.h = setup.randn(rows, hidden, seed=1000), setup.randn(rows * moe.top_k, width, seed=1001)
         self.logits = setup.randn(1, rows, moe.num_experts, seed=1002).float()
         self.options = TopK(moe.num_experts, moe.top_k, renormalise=moe.renormalise)
-        self.part_dtype = torch.float32 if rows <= DECODE_ROWS else setup.dtype
+        self.part_dtype = torch.float32 if rows <= TILE_ROWS else setup.dtype
 
     def routing(self, block_m: int) -> Routing:
         return route_reference(self.logits, self.options, block_m)

@@ -50,7 +50,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_all_reduce_is_launched_dependently_behind_our_own_kernels_alone() -> None:
-    own, device = GemmConfig("decode", 64, 32, 256, 4), Device.named("H200")
+    own, device = GemmConfig("tile", 64, 32, 256, 4), Device.named("H200")
     products = [Product(kind, 512, 512, "bfloat16", adds_parts=kind in SUMMED) for kind in KINDS[:4]]
     by_kind: dict[str, dict[int, GemmConfig]] = {"o": {32: own, 64: HALVES}, "down": {32: HALVES, 64: own}}
     rules = Rules(device, 2, tried={each.gemm(2): by_kind.get(each.kind, {}) for each in products})

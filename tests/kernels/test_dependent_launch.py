@@ -92,12 +92,12 @@ def test_a_row_in_fp8(fused: bool) -> None:
 @pytest.mark.parametrize(
     ("rows", "tile", "pair", "summed"),
     [
-        (8, GemmConfig("decode", 64, 16, 256, 4), GemmConfig("decode", 64, 16, 256, 3),
-         GemmConfig("decode", 64, 16, 256, 4, 2)),
-        (40, GemmConfig("specialized", 64, 64, 128, 6), GemmConfig("specialized", 128, 64, 128, 4),
-         GemmConfig("specialized", 64, 64, 128, 6, 2)),
-        (100, GemmConfig("specialized", 64, 128, 128, 6, num_warps=8), GemmConfig("specialized", 128, 128, 128, 4,
-         num_warps=8), GemmConfig("specialized", 128, 128, 128, 6, 2, 8)),
+        (8, GemmConfig("tile", 64, 16, 256, 4), GemmConfig("tile", 64, 16, 256, 3),
+         GemmConfig("tile", 64, 16, 256, 4, 2)),
+        (40, GemmConfig("roles", 64, 64, 128, 6), GemmConfig("roles", 128, 64, 128, 4),
+         GemmConfig("roles", 64, 64, 128, 6, 2)),
+        (100, GemmConfig("roles", 64, 128, 128, 6, num_warps=8), GemmConfig("roles", 128, 128, 128, 4,
+         num_warps=8), GemmConfig("roles", 128, 128, 128, 6, 2, 8)),
     ],
 )  # fmt: skip
 def test_several_rows_in_fp8(rows: int, tile: GemmConfig, pair: GemmConfig, summed: GemmConfig) -> None:
@@ -119,7 +119,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     router = rand(EXPERTS, HIDDEN, seed=5) * 8
     weight = fp8 if in_fp8 else rand
     gate_up, down = weight(EXPERTS, 2 * WIDTH, HIDDEN, seed=6), weight(EXPERTS, HIDDEN, WIDTH, seed=7)
-    router_tiles = GemmConfig("decode", 16, 16 if rows <= 16 else 64, 128, 4, split_k=4)
+    router_tiles = GemmConfig("tile", 16, 16 if rows <= 16 else 64, 128, 4, split_k=4)
     configs = expert_configs(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_sampling_behind_the_head(rows: int) -> None:
     seeds = torch.arange(rows, dtype=torch.int64, device=DEVICE)
     draws = Draws(slots, torch.ones(rows, device=DEVICE), seeds, slots)
     last = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    config = GemmConfig("decode", 64, 16, 256, 4)
+    config = GemmConfig("tile", 64, 16, 256, 4)
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         normed = add_norms(x, residual, norm())[0]

@@ -48,7 +48,7 @@ def test_parts_of_the_decode_kernel_are_rounded() -> None:
     torch.manual_seed(2)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     x, weight = (torch.randn(rows, 512).to(DEVICE, dtype) for rows in (5, 64))
-    for kernel in ("decode", "split"):
+    for kernel in ("tile", "split"):
         config = GemmConfig(kernel, 64, 16, 32, 3, split_k=4, nodes=True)
         got, want = matmul(x, weight, config), tile.linear_reference(x, weight, config)
         assert got.dtype == want.dtype == dtype
@@ -77,7 +77,7 @@ def test_an_order_that_varies_is_noticed_and_replaced() -> None:
     assert differing and min(differing) > 8
     replaced = without_library(((8, blocks), (64, LIBRARY), (ANY_ROWS, GemmConfig("split", split_k=2))), 96)
     found = [(config.kernel, config.parts, config.block_k) for _, config in replaced]
-    assert found == [("blocks", 1, 0), ("decode", 1, 64), ("decode", 2, 16)]
+    assert found == [("blocks", 1, 0), ("tile", 1, 64), ("tile", 2, 16)]
 
 
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
@@ -86,8 +86,8 @@ def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> No
     for takes_parts in (True, False):
         chosen = [config for _, config in fixed_ranges(gemm, TABLE, takes_parts, 0, False)]
         assert len({config.parts for config in chosen}) == 1
-        assert {config.kernel for config in chosen[1:]} <= {"library", "split", "decode"}
-        assert chosen[0].kernel == "decode"
+        assert {config.kernel for config in chosen[1:]} <= {"library", "split", "tile"}
+        assert chosen[0].kernel == "tile"
         assert takes_parts or chosen[0].parts == 1
         parts = chosen[0].parts
         assert parts == 1 or all(k % (parts * config.block_k) == 0 for config in chosen if config.block_k)

@@ -10,19 +10,20 @@ COMPILE = """
 import sys
 import torch
 from compiling import compile_only
-from nanovllm.kernels.fp8 import gemm, specialized
+from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.gemm import roles
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_quantized
 from nanovllm.kernels.plan.config import GemmConfig
 
-specialized.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
+roles.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
 
 def check(ptx, options):
     assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
 
 compile_only(check)
 rows, block_n, stages, parts, gated, in_blocks = eval(sys.argv[1])
-config = GemmConfig("specialized", block_n, rows, 128, stages, parts, 4 if rows == 64 else 8)
+config = GemmConfig("roles", block_n, rows, 128, stages, parts, 4 if rows == 64 else 8)
 n, k = 4096, 4096
 weight = FP8Weight(
     torch.empty(n, k, dtype=torch.float8_e4m3fn),

@@ -23,8 +23,8 @@ from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
 """Of the largest result: tensor cores keep some 14 bits within a group of 128."""
-WEIGHTS_LEFT = GemmConfig("decode", 64, 16, 128, 3)
-X_LEFT = GemmConfig("decode", 32, 64, 256, 2)
+WEIGHTS_LEFT = GemmConfig("tile", 64, 16, 128, 3)
+X_LEFT = GemmConfig("tile", 32, 64, 256, 2)
 
 
 def inputs(rows: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_products_of_many_rows(
     """By the kernel whose warps have roles: the definition, a row alone as among others, and with the activation what
     that gives by itself, rounded."""
     warps = 4 if block_m == 64 else 8
-    config = GemmConfig("specialized", block_n, block_m, 128, 4, parts, warps)
+    config = GemmConfig("roles", block_n, block_m, 128, 4, parts, warps)
     for n, k in ((576, 1600), (4096, 640)):
         weight, x = weights(n, k, rows_each, in_blocks), inputs(rows, k)
         rounded = FP8Rows(*quantize_rows(x), x.dtype)

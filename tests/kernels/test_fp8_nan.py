@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 HIDDEN = 512
 ROW = GemmConfig("stream", 16, block_k=512, stages=2, num_warps=4)
-ROLES = GemmConfig("specialized", 128, 64, 128, 4)
+ROLES = GemmConfig("roles", 128, 64, 128, 4)
 
 COMPILE = """
 import re
@@ -48,7 +48,7 @@ quantize_rows(x, torch.empty(2))
 add_norms_fp8(x, x, Norm(gain, 1e-6))
 silu_mul_fp8(x)
 rows = FP8Rows(*empty_quantized(64, k, x.device), x.dtype)
-gemm.linear(rows, weight, GemmConfig("specialized", 128, 64, 128, 4), gated=True)
+gemm.linear(rows, weight, GemmConfig("roles", 128, 64, 128, 4), gated=True)
 stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=Norm(gain, 1e-6))
 assert len(seen) == 6 and all(seen), seen
 """

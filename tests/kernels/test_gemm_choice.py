@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.plan.config import (
-    DECODE_ROWS,
     FP8,
     INT4,
     INT4_ROWS,
@@ -20,6 +19,7 @@ from nanovllm.kernels.plan.config import (
     LIBRARY,
     SKINNY_ROWS,
     SUMMED,
+    TILE_ROWS,
     Gemm,
     GemmConfig,
 )
@@ -38,7 +38,7 @@ GEMMS = st.builds(
     st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", INT4]),
     st.booleans(),
 )
-OWN = GemmConfig("decode", 64, 16, 256, 5)
+OWN = GemmConfig("tile", 64, 16, 256, 5)
 
 
 def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -> GemmConfig:
@@ -72,7 +72,7 @@ def test_every_entry_fits_its_shape() -> None:
     assert H200.entries
     for gemm, ranges in H200.entries.items():
         ends = [most for most, _ in ranges]
-        assert ends == sorted(set(ends)) and ends[-1] <= DECODE_ROWS
+        assert ends == sorted(set(ends)) and ends[-1] <= TILE_ROWS
         for most, config in ranges:
             assert not misfit(gemm, config)
             assert most <= SKINNY_ROWS or not config.is_skinny
@@ -97,14 +97,14 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     config = lookup(H200, gemm, rows, device)
     assert not misfit(gemm, config, device.has_tma)
     assert rows <= SKINNY_ROWS or not config.is_skinny
-    assert rows <= (INT4_ROWS if gemm.dtype == INT4 else DECODE_ROWS) or config == LIBRARY
+    assert rows <= (INT4_ROWS if gemm.dtype == INT4 else TILE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
     if gemm.dtype != INT4 and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
         assert not config.is_own
     if config.kernel == "int4_whole":
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
     if not device.has_tma:
-        assert config.kernel != "decode"
+        assert config.kernel != "tile"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
@@ -149,7 +149,7 @@ def test_file_keeps_a_table(tmp_path: Path) -> None:
 
 
 ENTRY = {"kind": "o", "n": 512, "k": 512, "dtype": "bfloat16", "fused": True, "rows": [[16, {"kernel": "library"}]]}
-TILES = {"kernel": "decode", "block_n": 64, "block_m": 16, "block_k": 128, "stages": 3}
+TILES = {"kernel": "tile", "block_n": 64, "block_m": 16, "block_k": 128, "stages": 3}
 
 
 @pytest.mark.parametrize(

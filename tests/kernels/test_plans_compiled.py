@@ -35,7 +35,7 @@ compile_only(most_spilled=None, capability=10 * device.capability[0] + device.ca
 compiled = JITFunction.run
 JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise
     self, *args, **options | ({"PTX": True} if "PTX" in options else {}))
-OURS = {"fma", "decode", "specialized", "int4", "int4_whole", "stream"}
+OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
 done = set()
 
 def empty(*shape, dtype=torch.bfloat16):

@@ -16,8 +16,8 @@ from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 
 EPS = 1e-6
-SMALL = GemmConfig("decode", 64, 32, 32, 3)
-X_LEFT = GemmConfig("decode", 32, 64, 32, 3)
+SMALL = GemmConfig("tile", 64, 32, 32, 3)
+X_LEFT = GemmConfig("tile", 32, 64, 32, 3)
 
 
 def used_configs() -> list[tuple[str, GemmConfig]]:
@@ -25,7 +25,7 @@ def used_configs() -> list[tuple[str, GemmConfig]]:
     entries = shipped_table("NVIDIA H200").entries.items()
     used = {
         ("gated" if gemm.kind == "gate_up" else "linear", config)
-        for gemm, ranges in entries for _, config in ranges if config.kernel == "decode" and gemm.dtype != FP8
+        for gemm, ranges in entries for _, config in ranges if config.kernel == "tile" and gemm.dtype != FP8
     }  # fmt: skip
     return sorted(used, key=repr)
 
@@ -163,7 +163,7 @@ def test_row_does_not_depend_on_its_neighbours_on_gpu(op: str, config: GemmConfi
 def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmConfig) -> None:
     start, weight = inputs(config.block_m, 1024, 1024, torch.bfloat16)
     gate_up, gain = inputs(1, 2048, 1024, torch.bfloat16, seed=1)[1], torch.ones_like(weight[0])
-    second = GemmConfig("decode", 64, 32, 128, 4, split_k=2)
+    second = GemmConfig("tile", 64, 32, 128, 4, split_k=2)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
         if op == "gated":
@@ -189,7 +189,7 @@ def test_there_is_room_for_whole_tiles() -> None:
     """Behind the rows that add + RMSNorm and our own kernel return."""
     for gemm, ranges in shipped_table("NVIDIA H200").entries.items():
         for first, (most, config) in zip([1, *(most + 1 for most, _ in ranges)], ranges, strict=False):
-            if config.kernel == "decode" and gemm.dtype != FP8 and gemm.kind in ("qkv", "gate_up", "down"):
+            if config.kernel == "tile" and gemm.dtype != FP8 and gemm.kind in ("qkv", "gate_up", "down"):
                 assert all(padded_rows(rows) % config.block_m == 0 for rows in range(first, most + 1))
 
 

@@ -149,7 +149,7 @@ def test_a_layer_with_bias_takes_nothing_in() -> None:
     for bias in (False, True):
         ranks = context()
         layer = MergedColumnParallelLinear(ranks, 24, outputs, bias=bias, before="norm", after="gate")
-        take(ranks, layer, {1: SKINNY, 32: GemmConfig("decode", 64, 32, 64, 3)})
+        take(ranks, layer, {1: SKINNY, 32: GemmConfig("tile", 64, 32, 64, 3)})
         inside = [(layer.launches[rows].norm, layer.launches[rows].gate) for rows in (1, 2, 32)]
         assert inside == ([(False, False)] * 3 if bias else [(True, True), (False, False), (False, False)])
         # the tile needs tensor copy engines, which a CPU has not

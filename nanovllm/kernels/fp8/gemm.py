@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.padded_rows import empty_product
-from nanovllm.kernels.fp8 import specialized
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
-from nanovllm.kernels.gemm import stream, tile
+from nanovllm.kernels.gemm import roles, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
@@ -17,12 +16,12 @@ def linear(
     x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
 ) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
-    gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "specialized" rounds;
+    gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "roles" rounds;
     not by the library."""
     if config.kernel == "stream":
         return stream.linear(x, weight, config, gated=gated, pdl=pdl)
-    if config.kernel == "specialized":
-        return specialized.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
+    if config.kernel == "roles":
+        return roles.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
     if config.kernel == "twin":
         return linear_twin(x, weight, config, gated=gated)
     if config.kernel == "widened":

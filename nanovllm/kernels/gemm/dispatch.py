@@ -17,7 +17,7 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
     "library": _library,
     "split": parts.split_linear,
     "fma": skinny.linear,
-    "decode": tile.linear,
+    "tile": tile.linear,
     "blocks": fixed_order.linear_in_blocks,
 }
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.plan.config import GemmConfig
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H."""
-    if config.kernel == "decode":
+    if config.kernel == "tile":
         return tile.linear(x, weight, config)
     if config.kernel == "blocks":
         return fixed_order.linear_in_blocks(x.float(), weight.float(), config)[None]

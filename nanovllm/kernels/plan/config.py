@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kernel = Literal[
-    "library", "split", "fma", "decode", "specialized", "int4", "int4_whole", "stream", "blocks", "scaled",
+    "library", "split", "fma", "tile", "roles", "int4", "int4_whole", "stream", "blocks", "scaled",
     "widened", "twin",
 ]  # fmt: skip
 
@@ -13,8 +13,8 @@ SKINNY_ROWS = 4
 """Most rows of the kernel "fma"."""
 STREAM_ROWS = 8
 """Most rows of the kernel "stream"."""
-DECODE_ROWS = 256
-"""Most rows of the kernel "decode"; more rows go to the library."""
+TILE_ROWS = 256
+"""Most rows of the kernel "tile"; more rows go to the library."""
 KINDS = ("qkv", "o", "gate_up", "down", "head")
 SUMMED = ("o", "down")
 """Kinds whose consumer, add + RMSNorm or the all-reduce, adds up sums over parts of K."""
@@ -54,16 +54,16 @@ class GemmConfig:
     """Kernel that multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma": skinny.py. "decode": tile.py; its consumer too gets split_k sums where there are several.
-    "specialized": likewise, by weights in FP8 (fp8/specialized.py); num_warps are those that multiply. "int4": int4.py,
+    "fma": skinny.py. "tile": tile.py; its consumer too gets split_k sums where there are several.
+    "roles": likewise, by weights in FP8 (gemm/roles.py); num_warps are those that multiply. "int4": int4.py,
     for weights of 4 bits; "int4_whole" adds up the parts itself. "stream": up to
     STREAM_ROWS rows by weights in FP8 or 16 bits (stream.py), one row by those of 4 bits (int4_row.py). "blocks":
     fixed_order.py, a CPU's way to bits that do not depend on the rows. "scaled": cuBLAS over groups of e4m3 with their
     scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of e4m3 on a CPU.
-    block_n: weight rows of a tile (for "decode" with the activation: gates, and as many ups). block_m: rows of x of a
+    block_n: weight rows of a tile (for "tile" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
 
-    In which order "fma", "decode" and "specialized" sum along K follows from these numbers and K alone.
+    In which order "fma", "tile" and "roles" sum along K follows from these numbers and K alone.
     Neither the number of rows nor the other rows change it.
     """
 
@@ -75,7 +75,7 @@ class GemmConfig:
     split_k: int = 1
     num_warps: int = 4
     nodes: bool = False
-    """Sums over parts of K are rounded to x's dtype, for "split", "decode" and "blocks" (fixed_order.py)."""
+    """Sums over parts of K are rounded to x's dtype, for "split", "tile" and "blocks" (fixed_order.py)."""
 
     def __str__(self) -> str:
         """Kernel, and the numbers that it takes."""
@@ -92,7 +92,7 @@ class GemmConfig:
     @property
     def is_own(self) -> bool:
         """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
-        return self.is_skinny or self.kernel in ("decode", "specialized", "int4", "int4_whole")
+        return self.is_skinny or self.kernel in ("tile", "roles", "int4", "int4_whole")
 
     @property
     def parts(self) -> int:

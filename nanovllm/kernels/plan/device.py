@@ -39,7 +39,7 @@ class Device:
 
     @property
     def has_roles(self) -> bool:
-        """Whether it runs kernels whose warps have roles (fp8/specialized.py)."""
+        """Whether it runs kernels whose warps have roles (gemm/roles.py)."""
         return self.capability == (9, 0)
 
     @classmethod

@@ -8,7 +8,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     k = gemm.k
     if config.kernel == "library":
         return ""
-    takes: dict[str, tuple[str, ...]] = {"specialized": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
+    takes: dict[str, tuple[str, ...]] = {"roles": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
     takes["stream"] = (INT4, FP8, "bfloat16", "float16")
     if gemm.dtype not in takes[config.kernel] if config.kernel in takes else gemm.dtype == INT4:
         return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
@@ -29,7 +29,7 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
         return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(ITEM_SIZES)} and multiples of 8"
     if config.kernel == "stream":
         return "" if gemm.dtype == FP8 else _stream_misfit(64, config)
-    if config.kernel in ("decode", "specialized"):
+    if config.kernel in ("tile", "roles"):
         if config.split_k > -(-k // config.block_k):
             return f"split_k={config.split_k} leaves a part without columns, K={k}"
         return "" if tma else "the device has no tensor copy engine"
@@ -41,15 +41,15 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
 
 
 def _fp8_misfit(gemm: Gemm, config: GemmConfig) -> str:
-    kernels = ("decode", "specialized", "stream")
+    kernels = ("tile", "roles", "stream")
     if config.kernel not in kernels or gemm.k % 16:
         return f"K={gemm.k} by {config.kernel!r}: FP8 has {kernels}, for multiples of 16"
     if config.block_k % 128 or 128 % config.block_n:
         return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of 128, and of rows in a block"
-    if config.kernel == "decode":
+    if config.kernel == "tile":
         return ""
-    if config.kernel == "specialized":
-        return _specialized_misfit(gemm.kind == "gate_up", config)
+    if config.kernel == "roles":
+        return _roles_misfit(gemm.kind == "gate_up", config)
     return _stream_misfit(128, config)
 
 
@@ -59,7 +59,7 @@ def _stream_misfit(columns: int, config: GemmConfig) -> str:
     return "" if fits else f"{config}: {reason}"
 
 
-def _specialized_misfit(paired: bool, config: GemmConfig) -> str:
+def _roles_misfit(paired: bool, config: GemmConfig) -> str:
     sums = config.block_m // (16 * max(1, config.num_warps)) * (2 if paired else 1) * config.block_n
     tiles = config.block_m in (64, 128, 256) and config.block_n in ((128,) if paired else (64, 128)) and sums <= 256
     if not tiles or config.block_k != 128 or config.num_warps != (4 if config.block_m == 64 else 8):

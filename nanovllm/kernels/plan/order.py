@@ -11,7 +11,7 @@ own parts of K are left out.
 
 from dataclasses import replace
 
-from nanovllm.kernels.plan.config import DECODE_ROWS, LIBRARY, SUMMED, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.plan.config import LIBRARY, SUMMED, TILE_ROWS, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.plan.fits import misfit
 from nanovllm.kernels.plan.table import GemmTable, ranges_of
 
@@ -36,7 +36,7 @@ def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, o
         raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 8")
     many = GemmConfig("split", split_k=parts) if parts > 1 else LIBRARY
     measured, own = table.measured(gemm), _OWN if parts == 1 else _OWN_IN_PARTS
-    ends = sorted({1} | {most for most, _ in (*measured, *own) if most <= DECODE_ROWS})
+    ends = sorted({1} | {most for most, _ in (*measured, *own) if most <= TILE_ROWS})
     by_rows = {rows: _for_rows(gemm, rows, measured, parts, many) for rows in ends}
     return ranges_of((most, replace(config, nodes=is_tree)) for most, config in [*by_rows.items(), (ANY_ROWS, many)])
 
@@ -56,7 +56,7 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
     """Measured kernel for so many rows, if it cuts K into so many parts, or two for more; else our default for few
     rows. A part has whole steps."""
     config = next((config for most, config in measured if rows <= most), None)
-    kinds = ("library", "split", "decode") if rows > 1 else ("split", "decode")  # the library's for a vector differs
+    kinds = ("library", "split", "tile") if rows > 1 else ("split", "tile")  # the library's for a vector differs
     if config is not None and config.kernel in kinds and config.parts == min(parts, 2):
         return _cut(gemm.k, config, parts)
     own = next((config for most, config in (_OWN if parts == 1 else _OWN_IN_PARTS) if rows <= most), otherwise)
@@ -75,17 +75,17 @@ def _cut(k: int, config: GemmConfig, parts: int) -> GemmConfig:
 
 
 _OWN: Ranges = (
-    (16, GemmConfig("decode", 64, 16, 256, 5)),
-    (32, GemmConfig("decode", 64, 32, 128, 5)),
-    (64, GemmConfig("decode", 64, 64, 128, 4)),
+    (16, GemmConfig("tile", 64, 16, 256, 5)),
+    (32, GemmConfig("tile", 64, 32, 128, 5)),
+    (64, GemmConfig("tile", 64, 64, 128, 4)),
 )
 """Kernels for few rows, where the library leaves the memory idle."""
 _OWN_IN_PARTS: Ranges = (
-    (16, GemmConfig("decode", 64, 16, 256, 5)),
-    (32, GemmConfig("decode", 64, 32, 256, 4)),
-    (64, GemmConfig("decode", 64, 64, 128, 6)),
+    (16, GemmConfig("tile", 64, 16, 256, 5)),
+    (32, GemmConfig("tile", 64, 32, 256, 4)),
+    (64, GemmConfig("tile", 64, 64, 128, 6)),
 )
 """Kernels for few rows over parts of K."""
-_GATED = GemmConfig("decode", 64, 32, 128, 5)
+_GATED = GemmConfig("tile", 64, 32, 128, 5)
 """Kernel for few rows of gate and up, of which a program has a tile each."""
-_ANY_TILES = GemmConfig("decode", 128, 128, 64, 4, num_warps=8)
+_ANY_TILES = GemmConfig("tile", 128, 128, 64, 4, num_warps=8)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.kernels.plan.config import (
-    DECODE_ROWS,
     FP8,
     INT4,
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
+    TILE_ROWS,
     Choices,
     ExpertConfigs,
     Gemm,
@@ -213,7 +213,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     config, why = choose(product, rows, rules)
     inside = config.is_skinny and rules.world == 1
     gate = product.after == "gate" and config.is_own and not product.has_bias
-    gate &= product.rounds or config.kernel != "specialized"  # which rounds
+    gate &= product.rounds or config.kernel != "roles"  # which rounds
     norm = inside and product.before == "norm" and not product.has_bias
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_own and rules.exact_bits is None
@@ -255,7 +255,7 @@ def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -
             return f"{product.scale_rows} weight rows share scales, not 16"
         if product.scale_rows is not None and product.n % (32 if product.after == "gate" else 16):
             return f"{product.n} weight rows are no whole 16s that share scales"
-    if config.kernel == "specialized":
+    if config.kernel == "roles":
         if not device.has_roles:
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:
@@ -302,7 +302,7 @@ def experts_launch(experts: Experts, rows: int, rules: Rules, is_complete: bool 
     tiles = expert_configs(rows * experts.top_k, experts.num_experts, item_size, rules.device.shared_bytes)
     router = router_config(rows, experts.hidden, ITEM_SIZES[experts.x_dtype], rules.device, one_order)
     why = "" if rows > FEW_TOKENS else "more than a softmax" if not experts.is_plain else "no kernel for few tokens"
-    return ExpertsLaunch(router, tiles, rounds_parts=rows > DECODE_ROWS or one_order, why=why)
+    return ExpertsLaunch(router, tiles, rounds_parts=rows > TILE_ROWS or one_order, why=why)
 
 
 def _why_apart(operations: Sequence[Operation], rules: Rules) -> str:

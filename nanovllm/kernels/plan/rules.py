@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from nanovllm.kernels.plan.config import (
-    DECODE_ROWS,
     FP8,
     INT4,
     INT4_ROWS,
@@ -14,6 +13,7 @@ from nanovllm.kernels.plan.config import (
     SHARED_BYTES,
     SKINNY_ROWS,
     SUMMED,
+    TILE_ROWS,
     ExpertConfigs,
     Gemm,
     GemmConfig,
@@ -52,8 +52,8 @@ def fallback(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
     if rows == 2 or item_size > 2:
         return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
     if gemm.kind == "gate_up":
-        return GemmConfig("decode", 64, 32, 128, 5)
-    return GemmConfig("decode", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * processors))
+        return GemmConfig("tile", 64, 32, 128, 5)
+    return GemmConfig("tile", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * processors))
 
 
 def _parts(gemm: Gemm, programs: int, room: int) -> int:
@@ -65,9 +65,9 @@ def _parts(gemm: Gemm, programs: int, room: int) -> int:
 _FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] = {
     "qkv": ((128, ((64, 64, 6),)),),
     "gate_up": ((64, ((128, 64, 4),)), (128, ((128, 128, 4),))),
-    "o": ((64, ((64, 64, 6),)), (128, ((64, 128, 8), (128, 128, 6))), (DECODE_ROWS, ((64, 256, 5), (128, 256, 4)))),
+    "o": ((64, ((64, 64, 6),)), (128, ((64, 128, 8), (128, 128, 6))), (TILE_ROWS, ((64, 256, 5), (128, 256, 4)))),
 }
-"""(most rows, tiles (weight rows, rows, stages) of "specialized") for more than 16 rows; what is not there: the
+"""(most rows, tiles (weight rows, rows, stages) of "roles") for more than 16 rows; what is not there: the
 library. "o" is for all whose consumers add up parts of K."""
 
 
@@ -86,17 +86,17 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
         parts = _parts(gemm, -(-gemm.n // 64), 3 * processors)
-        return GemmConfig("decode", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
+        return GemmConfig("tile", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
     found = []
     for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
         programs, room = -(-gemm.n // block_n) * -(-rows // block_m), processors * (2 if block_m == 64 else 1)
         parts = _parts(gemm, programs, room)
-        config = GemmConfig("specialized", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
+        config = GemmConfig("roles", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
         found.append((programs * parts, config))
     return max(found, key=lambda one: one[0])[1] if found else LIBRARY
 
 
-FP8_MANY_ROWS = GemmConfig("decode", 128, 128, 128, 4, num_warps=8)
+FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
 """Kernel for e4m3 where the library cannot multiply it."""
 
 
@@ -216,4 +216,4 @@ def router_config(rows: int, hidden: int, item_size: int, device: Device, one_or
     if not one_order and (rows > _ROUTER_ROWS or not fits):
         return LIBRARY
     block_n, block_m = next((n, m) for most, n, m in _ROUTER_TILES if rows <= most)
-    return GemmConfig("decode", block_n, block_m, 128 if hidden >= 512 else 16, 4, split_k=4)
+    return GemmConfig("tile", block_n, block_m, 128 if hidden >= 512 else 16, 4, split_k=4)

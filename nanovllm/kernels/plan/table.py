@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nanovllm.kernels.plan.config import (
-    DECODE_ROWS,
     INT4,
     INT4_ROWS,
     KINDS,
     LIBRARY,
     SKINNY_ROWS,
     STREAM_ROWS,
+    TILE_ROWS,
     Gemm,
     GemmConfig,
     Kernel,
@@ -125,7 +125,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in kernels or config.nodes:
         raise ValueError(f"{gemm}: {config}: must have one of the kernels {kernels}, and no nodes")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
-    bounds = {"fma": SKINNY_ROWS, "stream": 1 if gemm.dtype == INT4 else STREAM_ROWS, "decode": DECODE_ROWS}
+    bounds = {"fma": SKINNY_ROWS, "stream": 1 if gemm.dtype == INT4 else STREAM_ROWS, "tile": TILE_ROWS}
     bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     sizes += [config.block_m] if sizes and not config.is_skinny else []

@@ -2,7 +2,7 @@
 
 One warp copies tiles by tensor descriptors into a ring of stages, and one or two groups of four warps multiply, 64 rows
 of x at a time each, so that tensor cores work for one group while the other adds up in float32. In Triton's tiles
-(gemm.py) all warps wait for each other at every step. Programs go on from tile to tile; the first copies for a
+(tile.py) all warps wait for each other at every step. Programs go on from tile to tile; the first copies for a
 tile are made while the one before is stored, and of a program's first tile, its weights before earlier kernels end.
 """
 
@@ -179,7 +179,7 @@ def _store(
 
 
 @gluon.jit(do_not_specialize=["rows", "scale_stride", "out_stride", "tiles_m"])
-def specialized_kernel(
+def roles_kernel(
     X, X_SCALE, W, SCALE, OUT, OUT_SCALES, rows, scale_stride, out_stride, n_out, groups,
     tiles_m, tiles_n, splits, steps,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
@@ -264,7 +264,7 @@ def _launch(
     bytes_layout, floats_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     groups, stride = triton.cdiv(k, GROUP), scales.stride(0)
     programs = multiprocessors(values.device) * 8 // config.num_warps  # as many as fit
-    specialized_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
+    roles_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
         TensorDescriptor(x.values, [readable, k], [k, 1], [config.block_m, GROUP], bytes_layout),
         TensorDescriptor(scales, [groups * stride], [1], [config.block_m], floats_layout),
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP], bytes_layout),
