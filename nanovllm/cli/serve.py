@@ -48,9 +48,11 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 """vLLM's options of its server that are none here, as vllm_options.FIXED has those of the engine."""
 SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
-    "reasoning_parser": {"deepseek_r1": "think", "glm45": "think", "qwen3": "think", "openai_gptoss": "harmony"},
+    "reasoning_parser": {
+        **dict.fromkeys(("deepseek_r1", "glm45", "minimax_m2", "qwen3"), "think"), "openai_gptoss": "harmony",
+    },
     "tool_call_parser": {"openai": "harmony", "qwen3_xml": "qwen3_coder", "glm47": "glm45"},
-}
+}  # fmt: skip
 
 
 def make_parser() -> Parser:

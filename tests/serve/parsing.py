@@ -19,12 +19,13 @@ TAGS = {
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
         "</arg_value>",
     ],
+    "minimax_m2": ["<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"],
     "llama3_json": ["<|python_tag|>"],
     "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
 }
-REASONING = {"hermes": "think", "qwen3_coder": "think", "glm45": "think", "mistral": "mistral"}
-MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False)]
+REASONING = {"hermes": "think", "qwen3_coder": "think", "glm45": "think", "minimax_m2": "think", "mistral": "mistral"}
+MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False), ("minimax_m2", False)]
 """Families; False: in a tokenizer that has no tokens for their tags."""
 
 TOOLS = [
@@ -117,6 +118,11 @@ class Model:
             return "[TOOL_CALLS][" + ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named) + "]"
         if self.family == "llama3_json":
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
+        if self.family == "minimax_m2":
+            pair = '<parameter name="{}">{}</parameter>\n'
+            pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
+            made = [f'<invoke name="{name}">\n{one}</invoke>\n' for (name, _), one in zip(calls, pairs, strict=True)]
+            return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
         if self.family == "glm45":
             pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]

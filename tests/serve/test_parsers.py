@@ -27,7 +27,10 @@ def model(request: pytest.FixtureRequest, models: dict[tuple[str, bool], Model])
     return models[request.param]
 
 
-PIECES = [*'<>tolcarhink/_{}[]":;,\n =', "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]"]
+PIECES = [
+    *'<>tolcarhink/_{}[]":;,\n =', "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]",
+    "<minimax:tool_call>", '<invoke name="now">', "</invoke>",
+]  # fmt: skip
 steps = st.lists(st.integers(1, 7), min_size=1, max_size=8)
 words = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=20).map(lambda t: t.strip() or "x")
 calls = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(ARGUMENTS[name])))
@@ -83,7 +86,7 @@ def test_text_that_is_no_call_stays_content(model: Model) -> None:
         assert read(plan, ids, [1]) == [Delta("content", text)]
 
 
-_ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>")
+_ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
 
 
 def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple[list[int], bool]:
@@ -235,6 +238,15 @@ def test_a_qwen_call_without_its_tag_is_a_call(models: dict[tuple[str, bool], Mo
     assert read(model.plan(), model.tokenizer.encode(text), [2]) == [Delta("content", text)]
 
 
+def test_calls_of_minimax_as_its_template_writes_them(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["minimax_m2", True]
+    plan, made = model.plan(), [("get_weather", {"city": "Paris", "days": 2}), ("now", {})]
+    text = model.calls_text(made).replace('">\n', '">').replace("</parameter>\n", "</parameter>")
+    assert model.admits(plan, text) and message_of(read(plan, model.tokenizer.encode(text), [3])).calls == made
+    for text in ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="other">'):
+        assert read(plan, model.tokenizer.encode(text), [2]) == [Delta("content", text)]
+
+
 def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
     model = models["llama3_json", True]
     made = [("get_weather", {"city": "{Paris}"}), ("now", {})]
@@ -293,7 +305,7 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
-     ("gemma", None, None), (None, "hermes", "think")],
+     ("gemma", None, None), ("minimax", "minimax_m2", "think"), (None, "hermes", "think")],
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:
     name = Path(__file__).parent / "templates" / f"{template}.jinja"

@@ -8,6 +8,7 @@ from nanovllm.serve.parsers.glm import Glm
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
 from nanovllm.serve.parsers.hermes import Hermes
 from nanovllm.serve.parsers.llama import Llama
+from nanovllm.serve.parsers.minimax import MiniMax
 from nanovllm.serve.parsers.mistral import MistralList, MistralNamed
 from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
 from nanovllm.serve.parsers.qwen_coder import QwenCoder
@@ -19,6 +20,7 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 TOOL_FAMILIES: dict[str, type[ToolFamily]] = {
     "qwen3_coder": QwenCoder,
     "glm45": Glm,
+    "minimax_m2": MiniMax,
     "hermes": Hermes,
     "mistral": MistralNamed,
     "mistral_list": MistralList,
@@ -30,6 +32,7 @@ _MARKS_OF_FAMILY = (  # the first whose text is in a template
     ("<|channel|>", HARMONY),
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
+from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps, is_whole
 from nanovllm.serve.parsers.tools import Tool, json_term
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -58,7 +58,11 @@ def read_parameters(
         opening = ", "
         is_words, raw = _is_words(resolved(properties.get(key, {}), schema)), list[str]()
         output.arguments('"' if is_words else "")
-        if not (yield from source.until([end], _Words(begin, output) if is_words else raw.append)):
+        while (yield from source.until([end], _Words(begin, output) if is_words else raw.append)):
+            if is_words or is_whole("".join(raw)):
+                break
+            raw.append(end)  # which is in a string of the value
+        else:
             raise Malformed
         output.arguments('"' if is_words else _as_json("".join(raw)))
     output.arguments("}" if opening == ", " else "{}")

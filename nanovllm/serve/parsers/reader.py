@@ -160,6 +160,11 @@ class _Value:
         return None
 
 
+def is_whole(text: str) -> bool:
+    """Whether a JSON value that is a string, list or object ends within the text; True for any other text."""
+    return text.lstrip()[:1] not in ("{", "[", '"') or _Value().end_in(text.lstrip()) is not None
+
+
 def _begun(text: str, tags: Sequence[str]) -> int:
     """Characters at the end of `text` that may begin one of `tags`."""
     longest = 0
