@@ -49,7 +49,7 @@ def fetch(
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"model={model!r}: its repository has no revision={revision!r}") from error
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"model={model!r}: no such folder, and the hub does not give it: {short(error)}") from error
+        raise FileNotFoundError(f"model={model!r}: no such folder, and not from the hub: {short(error)}") from error
 
 
 def _names(model: str, folder: Path) -> list[str]:
