@@ -188,9 +188,9 @@ def test_live_state(page: Page) -> None:
     more_fields(page, "{ignore_eos: true, max_tokens: 40}")
     ask(page, "Count")
     answer(page)
-    page.wait("shown.first.children.length > 0 && Number(shown.finished.textContent) >= 1")
+    page.wait("shown.first.children.length > 0 && parseInt(shown.finished.textContent) >= 1")
     page.wait("shown.output.textContent !== '–' && shown.path.getAttribute('d')")
-    assert page.evaluate("shown.running.textContent") == "0" and page.evaluate("shown.kv.textContent").endswith("%")
+    page.wait("shown.running.textContent === '0' && shown.kv.textContent.endsWith('%')")
     page.evaluate("document.getElementById('state').click()")
     assert page.evaluate("live.hidden && getComputedStyle(live).display === 'none'")
 
