@@ -25,7 +25,7 @@ SPARE_DESCRIPTORS = 64
 """File descriptors, of those that the system allows, kept for other files than connections."""
 
 JSON_DEPTH = 64
-JSON_ITEMS = 1_000_000
+JSON_ITEMS = 250_000
 """Lists and objects of one body, and texts of one body, names among them."""
 JSON_COMMAS = 1_500_000
 """Outside of texts: as many token ids as all prompts of one request may have."""
@@ -40,6 +40,12 @@ PREPARING_BYTES = 64 << 20
 """Most bytes of all texts that wait for the threads that render and tokenize."""
 COMPLETIONS = 1024
 """Prompts times n."""
+PROMPT_LOGPROBS = 1 << 18
+"""Log-probabilities of prompts in one answer; each takes some 100 bytes of it."""
+LOGPROBS = 8 << 20
+"""Log-probabilities of all completions of an unstreamed answer, where there are several."""
+MASK_IDS = 4 << 20
+"""Ids in the sampling masks of one answer."""
 TOOL_CALLS = 128
 """Most tool calls of one message."""
 MESSAGES = 65536

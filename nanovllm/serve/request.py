@@ -70,8 +70,6 @@ class Request:
     """What an id that the server gives begins with."""
     is_streamed = False
     include_usage = False
-    needs_prompt_lines = False
-    """Whether its chunks begin with the prompt's log-probabilities."""
     interval = 1
     """Tokens that a chunk waits for, but for the first and the last one."""
 
@@ -113,8 +111,8 @@ class Request:
 
     # -- what an API adds ---------------------------------------------------------------------------------------
 
-    def head(self, completion: Completion) -> bytes:
-        """The first chunk of a completion."""
+    def head(self, completion: Completion) -> bytes | None:
+        """The first chunk of a completion; None: it is not known yet, and Streams.write is called when it is."""
         return b""
 
     def chunk(self, completion: Completion, text: str) -> bytes:
@@ -160,20 +158,21 @@ class Request:
         out = []
         ready, self.ready = self.ready, {}
         for completion in ready:
-            if self.needs_prompt_lines and self.prompt_lines[completion.prompt_index] is None and self.error is None:
-                self.ready[completion] = None
-                continue
             if self.interval > 1 and self._waits(completion):
                 continue
+            if not completion.has_begun:
+                head = self.head(completion)
+                if head is None and self.error is None:
+                    self.ready[completion] = None
+                    continue
+                completion.has_begun = True
+                out.append(head or b"")
             text = "".join(completion.pieces)
             completion.pieces.clear()
-            if not completion.has_begun:
-                completion.has_begun = True
-                out.append(self.head(completion))
             completion.num_sent = completion.num_tokens
             if text or completion.finish_reason is not None or completion.ids or completion.lines:
                 out.append(self.chunk(completion, text))
-        if not self.parts:
+        if not self.parts and not self.ready:
             out.append(self._end())
         if data := b"".join(out):
             self._write(data, now)

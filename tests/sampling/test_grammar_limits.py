@@ -1,12 +1,14 @@
 """Bounds on a grammar's text: refused by them, and in time that grows no faster than the text."""
 
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from nanovllm.engine.sampling.grammar_limits import MAX_BYTES, MAX_DEPTH, check_text
+from nanovllm.engine.sampling import grammar_limits
+from nanovllm.engine.sampling.grammar_limits import MAX_BYTES, MAX_DEPTH, LargeStackThread, check_text
 
 MOST = MAX_BYTES["grammar"]
 
@@ -46,3 +48,26 @@ def test_a_schema_as_deep_as_may_be() -> None:
     for _ in range(MAX_DEPTH - 1):
         schema = {"items": schema}
     check_text("json", json.dumps(schema))
+
+
+def test_what_takes_too_long_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused and left behind; those after it are done meanwhile. Too many at once are refused at the start."""
+    ends = threading.Event()
+    threads = LargeStackThread()
+    for number in range(grammar_limits._MOST_LEFT):
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_limits, "_PATIENCE", 0.05)
+            with pytest.raises(ValueError, match="takes more than"):
+                threads.run(ends.wait)
+        if number < grammar_limits._MOST_LEFT - 1:
+            assert threads.run(lambda: 5) == 5
+    begun = threading.Event()
+    with pytest.raises(ValueError, match="still being compiled"):
+        threads.run(begun.set)
+    assert not begun.is_set()
+    left = [*threads._left]
+    assert all(thread.daemon for thread in left), "the interpreter's exit would wait for them"
+    ends.set()
+    for thread in left:
+        thread.join(20)
+    assert threads.run(lambda: 7) == 7

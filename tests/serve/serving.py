@@ -58,17 +58,18 @@ class Server:
         *arguments: str,
         model: Path | str = DEMO,
         env: dict[str, str] | None = None,
-        limits: dict[str, float] | None = None,
+        limits: dict[str, Any] | None = None,
+        first: str = "",
     ) -> None:
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
-        values, so that a test need not wait as long."""
+        values, so that a test need not wait as long. `first`: what the process runs before it takes them over."""
         self.log_file = folder / "server.log"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--served-model-name", "demo", "--port", "0"]
         if limits:
             named = [(("nanovllm.serve.limits:" + name).rsplit(":", 2)[-2:], value) for name, value in limits.items()]
-            patches = "; ".join(f"setattr(import_module({m!r}), {name!r}, {value})" for (m, name), value in named)
+            patches = "; ".join(f"setattr(import_module({m!r}), {name!r}, {value!r})" for (m, name), value in named)
             code = f"import sys; from importlib import import_module; {patches}; from nanovllm.cli.main import main"
-            command[1:3] = ["-c", f"{code}; sys.exit(main())"]
+            command[1:3] = ["-c", f"{first}{code}; sys.exit(main())"]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
         self.began = time.monotonic()

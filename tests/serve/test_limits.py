@@ -172,9 +172,9 @@ def test_bodies_too_large_together(impatient: Server) -> None:
         status, error = refusal(raw(impatient, head, b" " * (30 << 20)))
         assert (status, error["code"]) == (503, "server_overloaded")
     key = {"authorization": "Bearer sesame"}
-    body = b" " * (30 << 20) + json.dumps(ASK).encode()
+    body = b" " * (30 << 20) + b'{"prompt": "a", "max_tokens": 1}'
     for _ in range(2):
-        assert httpx.post(impatient.url + CHAT, content=body, headers=key | JSON).status_code == 200
+        assert httpx.post(impatient.url + "/v1/completions", content=body, headers=key | JSON).status_code == 200
 
 
 def test_slow_body(impatient: Server) -> None:
@@ -208,20 +208,6 @@ def test_unread_answers(impatient: Server) -> None:
             connection.recv(1)
             time.sleep(0.2)
             connection.sendall(b"GET")
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_pipeline_without_end_is_closed(server: Server, client: httpx.Client, reads: bool) -> None:
-    """34 MB of questions made 1.7 GB of requests that waited."""
-    before, _ = resources(server)
-    question = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection, pytest.raises(ConnectionError):
-        for _ in range(100):
-            connection.sendall(question * 8000)
-            if reads and not connection.recv(1 << 20):
-                raise ConnectionResetError
-    still_serves(client)
-    assert resources(server)[0] - before < 100
 
 
 def test_a_short_pipeline_is_answered_in_order(server: Server) -> None:
@@ -320,7 +306,7 @@ def test_structure_is_bounded_before_it_is_read(client: httpx.Client, items: byt
     opening, closing = (b"{", b"}") if b"]" in items[:3] else (b"[", b"]")
     body = b'{"a":' + opening + items * ((31 << 20) // len(items)) + items[:-1] + closing + b"}"
     begin = time.monotonic()
-    with pytest.raises(ApiError, match="more than 1,000,000 lists"):
+    with pytest.raises(ApiError, match="more than 250,000 lists"):
         limits.parse_json(body)
     assert time.monotonic() - begin < 2.0  # 0.2 s where nothing else runs on the cores
 

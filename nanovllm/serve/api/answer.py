@@ -2,6 +2,7 @@
 response."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,9 +33,11 @@ class Answer(Request):
         self, front: Front, call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any],
         max_tokens: list[int],
     ) -> None:  # fmt: skip
-        """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each."""
+        """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each. Raises ApiError where more may be
+        said about tokens than an answer holds."""
+        _check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
-        self.call_id, self.key = call.request_id, call.key
+        self.call, self.call_id, self.key = call, call.request_id, call.key
         self.fields, self.front, self.params, self.max_tokens = fields, front, params, max_tokens
         self.trace_headers = call.trace_headers if front.log.tracer is not None else {}
         self.is_streamed = bool(fields.stream)
@@ -46,6 +49,7 @@ class Answer(Request):
         self.k: int | None = params.get("logprobs")
         self.show = shower(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
         self.model = fields.model or front.model.name
+        self._prompt_entries: dict[int, shapes.PromptLogprobs] = {}
         self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['
         includes = params.get("include_stop_str_in_output", False)
         eos = () if params.get("ignore_eos") else front.model.info["eos_token_ids"]
@@ -161,24 +165,30 @@ class Answer(Request):
     @property
     def num_details(self) -> int:
         """Token ids and log-probabilities that the answer names beside its text."""
-        lines = [*self.prompt_lines, *(each.lines for each in self.completions)]
-        kept = sum(len(ids) // 4 for each in self.completions for ids in each.kept if ids is not None)
-        return kept + sum(len(line) // 4 for part in lines for line in part or () if line is not None)
+        lines = [*self.prompt_lines, *(part for each in self.completions for part in (each.lines, each.kept))]
+        return sum(num_numbers(part) for part in lines if part is not None)
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """Fields about a prompt; null where the request does not ask for them."""
         found: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
         if self.fields.return_token_ids:
             found["prompt_token_ids"] = self.prompts[prompt_index]
-        if self.fields.prompt_logprobs is not None:
-            lines = self.prompt_lines[prompt_index] or []
-            found["prompt_logprobs"] = prompt_entries(lines, self.fields.prompt_logprobs, self.show)
+        if (k := self.fields.prompt_logprobs) is not None:
+            if prompt_index not in self._prompt_entries:
+                entries = prompt_entries(self.prompt_lines[prompt_index] or [], k, self.show)
+                self._prompt_entries[prompt_index] = shapes.written(entries)
+            found["prompt_logprobs"] = self._prompt_entries[prompt_index]
         return found
 
     def usage(self, output: int | None = None) -> shapes.Usage:
         """`output`: tokens of it to count; all by default."""
         given, output = self.num_prompt_tokens, self.num_output_tokens if output is None else output
         return shapes.Usage(given, output, given + output, shapes.PromptDetails(self.num_cached_tokens))
+
+
+def num_numbers(lines: Sequence[bytes | None]) -> int:
+    """How many numbers of 4 bytes are in some lines."""
+    return sum(len(line) // 4 for line in lines if line is not None)
 
 
 async def answer(call: Call, request: Answer) -> None:
@@ -211,6 +221,21 @@ async def answer(call: Call, request: Answer) -> None:
         front.log.end_request(request)
 
 
+def _check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> None:
+    """`max_tokens`: of all prompts, that are kept up to the end of the answer."""
+    n = params.get("n", 1)
+    num_kept = min(top_k, vocab) if (top_k := params.get("top_k", 0)) > 0 else vocab
+    num_several = max_tokens if n * len(prompts) > 1 else 0
+    for name, count, num_each, most in (
+        ("prompt_logprobs", sum(map(len, prompts)), params.get("prompt_logprobs", -1) + 1, limits.PROMPT_LOGPROBS),
+        ("logprobs", num_several, params.get("logprobs", -1) + 1, limits.LOGPROBS),
+        ("sampling_mask", max_tokens, num_kept if params.get("sampling_mask") else 0, limits.MASK_IDS),
+    ):
+        if (total := n * count * num_each) > most:
+            tokens = f"{count} {'prompt tokens' if name == 'prompt_logprobs' else 'tokens (max_tokens)'}"
+            raise bad_request(f"{name}: {num_each} ids for each of {tokens}, n={n} times, is {total}, at most {most}")
+
+
 def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: int | None) -> tuple[list[int], int]:
     """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError."""
     limit = model.info["max_model_len"]
@@ -226,14 +251,13 @@ def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: 
     return prompt, room if asked is None else min(asked, room)
 
 
-def check_size(model: ServedModel, parts: Any, name: str) -> int:
-    """The bytes of what a prompt is made of, as JSON. Raises ApiError where they are more than the context is worth,
-    before anything is done with them."""
-    limit, size = model.info["max_model_len"], len(msgspec.json.encode(parts))
+def check_size(model: ServedModel, call: Call, name: str) -> None:
+    """Raises ApiError where a chat's body is longer than the context is worth, before anything is made of it."""
+    limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
-    if size > most:
-        raise _too_long(limit, f"{size} bytes of text, tools and template variables, at most {most} are taken", name)
-    return size
+    if call.size > most:
+        what = f"{call.size} bytes of text, tools and template variables, at most {most} are taken"
+        raise _too_long(limit, what, name)
 
 
 def check_characters(model: ServedModel, count: int, name: str) -> None:

@@ -167,8 +167,8 @@ async def encode(front: Front, call: Call, fields: api.ChatFields) -> tuple[str,
     """A chat's text and token ids. Raises ApiError."""
     if fields.chat_template is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
-    parts = (fields.messages, fields.tools, fields.chat_template_kwargs, fields.chat_template)
-    size = check_size(front.model, parts, "messages")
+    check_size(front.model, call, "messages")
+    size = len(msgspec.json.encode((fields.messages, fields.tools, fields.chat_template_kwargs)))
 
     def work() -> tuple[str, list[int]]:
         messages = template_values(fields.messages)
@@ -194,12 +194,13 @@ def _characters(content: Any) -> int:
 
 async def prepare(front: Front, call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
     """Turns a request's body into the request in flight, which `kind` turns into a response. Raises ApiError."""
+    check_size(front.model, call, "messages")
     model, fields = front.model, read(front, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    size = check_size(front.model, fields.tools, "tools")
+    size = len(msgspec.json.encode(fields.tools))
 
     def check() -> tuple[ToolChoice | None, StructuredOutput | None, dict[str, Any]]:
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, answer, check_characters, fit
+from nanovllm.serve.api.answer import Answer, answer, check_characters, fit, num_numbers
 from nanovllm.serve.api.logprobs import completion_logprobs
 from nanovllm.serve.api.reading import read
-from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
@@ -28,10 +29,36 @@ class CompletionAnswer(Answer):
     echoes: list[str] | None = None
     """The prompts' texts, where they are to be shown."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._heads: dict[Completion, asyncio.Task[bytes]] = {}
+        """First chunks with log-probabilities of the prompts: they are written in the pool, one at a time."""
+
     def fast_prefix(self, index: int) -> bytes:
         return b'{"index":%d,"text":' % index
 
-    def head(self, completion: Completion) -> bytes:
+    def head(self, completion: Completion) -> bytes | None:
+        if self.echoes is None or completion.lines is None:
+            return self._head(completion)
+        if (lines := self.prompt_lines[completion.prompt_index]) is None:
+            return None
+        if completion not in self._heads and all(each.done() for each in self._heads.values()):
+            work = self.front.pool.run(self.call, lambda: self._head(completion), num_numbers(lines))
+            self._heads[completion] = asyncio.create_task(work)
+            self._heads[completion].add_done_callback(self._on_head)
+        head = self._heads.get(completion)
+        if head is None or not head.done():
+            return None
+        del self._heads[completion]
+        return head.result()
+
+    def _on_head(self, head: asyncio.Task[bytes]) -> None:
+        if not head.cancelled() and isinstance(error := head.exception(), ApiError):
+            self.front.streams.fail(self, error)
+        else:
+            self.front.streams.write(self, self.front.now())
+
+    def _head(self, completion: Completion) -> bytes:
         with_ids = bool(self.fields.return_token_ids)
         if self.echoes is None and not with_ids:
             return b""
@@ -113,7 +140,6 @@ async def completions(front: Front, call: Call) -> None:
     prompts, counts = zip(*[fit(front.model, prompt, fields, asked) for prompt in given], strict=True)
     request = CompletionAnswer(front, call, fields, [*prompts], params, [*counts])
     if fields.echo:
-        request.needs_prompt_lines = fields.logprobs is not None
         whole = fields.truncate_prompt_tokens is None
         both = zip(_as_list(fields.prompt), request.prompts, strict=True)
         decode = partial(front.model.tokenizer.decode, skip_special_tokens=False)

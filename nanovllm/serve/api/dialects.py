@@ -70,8 +70,8 @@ class MessagesAnswer(DialectAnswer):
 async def create_response(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     body = await front.pool.json(call)
+    check_size(front.model, call, "input")
     fields = read(front, call, responses.ResponsesFields, body)
-    check_size(front.model, fields, "input")
     tools = ResponsesTools(fields.tools or ())
     note_ignored(front.options, call, tools.ignored)
     request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
@@ -82,8 +82,9 @@ async def create_response(front: Front, call: Call) -> None:
 
 async def create_message(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
-    fields = read(front, call, anthropic.MessagesFields, await front.pool.json(call))
-    check_size(front.model, fields, "messages")
+    body = await front.pool.json(call)
+    check_size(front.model, call, "messages")
+    fields = read(front, call, anthropic.MessagesFields, body)
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
@@ -91,8 +92,9 @@ async def create_message(front: Front, call: Call) -> None:
 
 async def count_tokens(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
-    counted = read(front, call, anthropic.CountFields, await front.pool.json(call))
-    check_size(front.model, counted, "messages")
+    body = await front.pool.json(call)
+    check_size(front.model, call, "messages")
+    counted = read(front, call, anthropic.CountFields, body)
     fields = read(front, call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, call, fields)
     await call.respond_json(shapes.InputTokens(len(ids)))

@@ -1,6 +1,5 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's endpoint for trainers; nothing is tokenized."""
 
-from array import array
 from typing import Any
 
 import msgspec
@@ -47,13 +46,17 @@ class GenerateAnswer(Answer):
             found.weight_versions = [shapes.WeightSpan(str(version), begin, end) for version, begin, end in versions]
             found.stop_reason = completion.stop_reason
         if self.params.get("sampling_mask"):
-            found.sampling_mask = [None if ids is None else array("i", ids).tolist() for ids in completion.kept]
+            found.sampling_mask = [None if ids is None else _written(ids) for ids in completion.kept]
         return found
 
     def response(self) -> bytes:
         choices = [self._choice(each) for each in self.completions]
         body = shapes.Generated(self.id, "tokens", self.created, self.model, choices, self.usage(), **self.of_prompt(0))
         return msgspec.json.encode(body)
+
+
+def _written(ids: bytes) -> list[int]:
+    return shapes.written(memoryview(ids).cast("i").tolist())
 
 
 async def generate(front: Front, call: Call) -> None:

@@ -46,7 +46,7 @@ def chat_entries(
     for line in lines:
         token_id, _, value, top = read_line(line, k)
         likeliest = [shapes.Token(*entry(*pair)) for pair in top]
-        found.append(shapes.ContentToken(*entry(token_id, value), likeliest))
+        found.append(shapes.written(shapes.ContentToken(*entry(token_id, value), likeliest)))
     return found
 
 
@@ -63,7 +63,7 @@ def prompt_entries(
         entries = {str(token_id): shapes.PromptToken(value, rank, show(token_id))}
         for place, (other, log) in enumerate(top, 1):
             entries.setdefault(str(other), shapes.PromptToken(log, place, show(other)))
-        found.append(entries)
+        found.append(shapes.written(entries))
     return found
 
 
@@ -74,7 +74,7 @@ def id_entries(lines: Sequence[bytes], k: int) -> list[shapes.SampledToken]:
         token_id, own_rank, value, top = read_line(line, k)
         own = token_id, value, own_rank
         others = [shapes.IdToken(other, log, rank) for rank, (other, log) in enumerate(top, 1) if other != token_id]
-        found.append(shapes.SampledToken(*own, [shapes.IdToken(*own), *others]))
+        found.append(shapes.written(shapes.SampledToken(*own, [shapes.IdToken(*own), *others])))
     return found
 
 
@@ -94,6 +94,6 @@ def completion_logprobs(
         found.text_offset.append(offset)
         found.token_logprobs.append(value)
         found.tokens.append(text)
-        found.top_logprobs.append(shown)
+        found.top_logprobs.append(shapes.written(shown))
         offset += len(text)
     return found

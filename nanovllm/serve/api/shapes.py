@@ -1,15 +1,21 @@
 """Answers of the endpoints, as types: answers are made of them, and the tests read answers by them."""
 
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+Value = TypeVar("Value")
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Shape(msgspec.Struct, forbid_unknown_fields=True):
     """An object with these fields and no other; those that may be left out are UNSET."""
+
+
+def written(value: Value) -> Value:
+    """A part of an answer as the JSON that it becomes, which takes a tenth of the memory of its objects."""
+    return cast(Value, msgspec.Raw(msgspec.json.encode(value)))
 
 
 class Error(Shape):

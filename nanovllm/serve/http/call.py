@@ -64,6 +64,8 @@ class Call:
         given = self.header(b"x-request-id")
         self.given_id = given if given is not None and _GIVEN_ID.fullmatch(given) else None
         self.request_id = self.given_id or uuid4().hex
+        self.size = 0
+        """Bytes of the body, once it was read."""
         self._pieces: list[bytes] = []
         self._came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set when the body is whole; an error, where the client has left before."""
@@ -114,6 +116,7 @@ class Call:
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._came
         body, self._pieces = b"".join(self._pieces), []
+        self.size = len(body)
         return body
 
     @property

@@ -13,6 +13,11 @@ from nanovllm.serve.http.app import App
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.options import ServeOptions
 
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
+_ACCEPTS = 8
+"""Of those, how many asyncio accepts in one turn: it takes some turns to close one that is refused, and the open ones
+need descriptors, of which SPARE_DESCRIPTORS are left."""
 _LAST_WORDS = 0.3  # seconds
 _LOOK = 0.02  # seconds between two looks at what has not left
 
@@ -39,7 +44,9 @@ class HttpServer:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
-        self._server = await create(lambda: Connection(self._shared), sock=self._listener, ssl=self._tls, backlog=2048)
+        server = create(lambda: Connection(self._shared), sock=self._listener, ssl=self._tls, backlog=_ACCEPTS)
+        self._server = await server
+        self._listener.listen(_BACKLOG)
 
     @property
     def has_unsent(self) -> bool:

@@ -1,0 +1,84 @@
+"""What the program around an engine does with requests that take long to check: they hold up nobody, and can be taken
+back."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from nanovllm.host import wire
+from nanovllm.host.engine_host import EngineHost
+
+SLOW = {"structured_outputs": {"regex": "slow"}, "n": 2}
+OTHER = {"structured_outputs": {"regex": "other"}}
+KNOWN = {"structured_outputs": {"json_object": True}}
+
+
+class Room:
+    """A host whose engine takes in what is not slow; `goes_on` lets a slow check end."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.began, self.goes_on, self.added = threading.Event(), threading.Event(), threading.Condition()
+        self.ids: list[int] = []
+        book = SimpleNamespace(check=self._check, knows_grammar=lambda wanted: "json_object" in wanted)
+        self.engine = Mock(book=book, add_request=self._add)
+        self.host = EngineHost(self.engine, self.said.append, Mock())
+
+    def _check(self, prompt: list[int], params: Any) -> None:
+        if params.structured_outputs.regex == "slow":
+            self.began.set()
+            assert self.goes_on.wait(20)
+
+    def _add(self, prompt: list[int], params: Any, request_id: int, known: list[int]) -> None:
+        with self.added:
+            self.ids.append(request_id)
+            self.added.notify_all()
+
+    def add(self, request_id: int, params: dict[str, Any]) -> None:
+        self.host.handle(wire.Add(request_id, b"\5\0\0\0", params))
+
+    def wait_for(self, request_id: int) -> None:
+        with self.added:
+            assert self.added.wait_for(lambda: request_id in self.ids, 20)
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    found = Room()
+    yield found
+    found.goes_on.set()
+
+
+def test_an_abort_while_a_grammar_compiles_is_an_abort(room: Room) -> None:
+    """All its completions end at once, as aborted and not as refused, and the engine computes none of them."""
+    room.add(3, SLOW)
+    assert room.began.wait(20)
+    room.host.handle(wire.Abort(3))
+    assert room.said == [wire.aborted(3, 2)]
+    room.goes_on.set()
+    room.add(5, OTHER)
+    room.wait_for(5)
+    assert room.said == [wire.aborted(3, 2)]
+    assert [call.args for call in room.engine.abort.call_args_list].count((3,)) == 2, "also after it was checked"
+
+
+def test_an_abort_of_one_that_waits_for_its_check(room: Room) -> None:
+    room.add(3, SLOW)
+    room.add(5, OTHER)
+    room.host.handle(wire.Abort(5))
+    assert room.said == [wire.aborted(5, 1)]
+    room.goes_on.set()
+    room.add(7, OTHER)
+    room.wait_for(7)
+    assert room.ids == [3, 7]
+
+
+def test_a_known_grammar_overtakes(room: Room) -> None:
+    room.add(3, SLOW)
+    assert room.began.wait(20)
+    room.add(5, KNOWN)
+    assert room.ids == [5]

@@ -1,0 +1,265 @@
+"""Every known attack, beside a stream of another user: it goes on, /health answers, the front's memory stays."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import watching
+from serving import Server, user, wait_for
+
+from nanovllm.serve import limits
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
+GENERATE = "/inference/v1/generate"
+JSON = {"content-type": "application/json"}
+GAP = 0.1
+"""CPU seconds in which the event loop, or the engine, may do nothing for others."""
+MEMORY = 100
+"""MiB that the front may grow by, over what it had when it was ready."""
+PLAIN = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+OBJECT = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json_object": True}}
+
+
+class Watched(NamedTuple):
+    """A server, how long it was held up, and the MiB that its front had when it was ready."""
+
+    server: Server
+    watch: watching.Watch
+    memory: float
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    watch = watching.Watch(folder / "watch")
+    env = {watching.FILE: str(folder / "watch"), "PYTHONPATH": str(Path(__file__).parent)}
+    patches = {"nanovllm.host.handle:MODULE": "watching", "nanovllm.serve.lifecycle:_DESCRIPTORS": 1}
+    with Server(folder, env=env, limits=patches, first="import watching; watching.watch_front(); ") as server:
+        server.wait_until_ready()
+        assert httpx.post(server.url + COMPLETIONS, json=OBJECT, timeout=60).status_code == 200
+        yield Watched(server, watch, peak(server))
+        assert "Traceback" not in server.log
+
+
+def peak(server: Server) -> float:
+    """MiB that the front has had since this was reset."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+@contextmanager
+def another_user(server: Server) -> Iterator[None]:
+    """Reads streams one after the other and asks for /health; both must go on."""
+    begun, is_over = threading.Event(), threading.Event()
+
+    def read(client: httpx.Client) -> None:
+        while not is_over.is_set():
+            with client.stream("POST", COMPLETIONS, json=PLAIN) as response:
+                assert response.status_code == 200
+                for _ in response.iter_bytes():
+                    begun.set()
+                    if is_over.is_set():
+                        return
+
+    def look(client: httpx.Client) -> None:
+        while not is_over.wait(0.05):
+            assert client.get("/health").json() == {"status": "ok"}
+
+    with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(each, client) for each in (read, look)]
+        assert begun.wait(20)
+        client.get("/health")  # its connection is kept for the others
+        try:
+            yield
+        finally:
+            is_over.set()
+        for each in both:
+            each.result()
+
+
+# -- attacks ----------------------------------------------------------------------------------------------------------
+
+
+class Attack(NamedTuple):
+    """What is done to a server, and what it may hold up."""
+
+    run: Callable[[Server], None]
+    computes: bool = False
+    """Whether the engine has long prompts to compute: then its steps take longer, as they may."""
+
+
+def post(path: str, *statuses: int, **fields: Any) -> Attack:
+    """Sends a request, which is answered by one of these."""
+    computes = "echo" in fields or "prompt_logprobs" in fields
+    return send(path, *statuses, body=json.dumps(fields).encode(), computes=computes)
+
+
+def send(path: str, *statuses: int, body: bytes, computes: bool = False) -> Attack:
+    def run(server: Server) -> None:
+        answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
+        assert answer.status_code in statuses, answer.text[:500]
+        assert answer.status_code == 200 or len(answer.content) < 1400
+
+    return Attack(run, computes)
+
+
+def chat(**fields: Any) -> Attack:
+    """Of a chat that is refused."""
+    return post(CHAT, 400, **({"messages": user("a"), "max_tokens": 4} | fields))
+
+
+def called(**function: Any) -> Attack:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"} | function}
+    return chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
+def said(**block: Any) -> Attack:
+    return post(MESSAGES, 400, max_tokens=4, messages=[{"role": "assistant", "content": [block]}])
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}} | fields}
+
+
+def generate(**params: Any) -> Attack:
+    masked = {"sampling_mask": True, "ignore_eos": True, "temperature": 2.0, "top_p": 0.999}
+    status = 400 if params["max_tokens"] > 1000 else 200
+    return post(GENERATE, status, token_ids=[5], sampling_params=masked | params)
+
+
+def hard(**constraint: Any) -> Attack:
+    """A constraint that is served or refused."""
+    return post(COMPLETIONS, 200, 400, prompt="a", max_tokens=10, structured_outputs=constraint)
+
+
+def chained(count: int) -> dict[str, Any]:
+    """Objects, each of which refers to the next."""
+    chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count)}
+    return {"$defs": {**chain, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def echo_read_late(server: Server) -> None:
+    """The first chunks of all prompts wait for a client that reads when the engine is done."""
+    body = {"prompt": [[5] * 1900] * 6, "stream": True} | ECHO
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
+        wait_for(lambda: server.num_running() <= 1, "end of the prompts")
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def pipeline(server: Server, reads: bool = False) -> None:
+    """Asks on and on; 34 MB of questions once made 1.7 GB of requests that waited."""
+    question = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection, suppress(ConnectionError):
+        for _ in range(100):
+            connection.sendall(question * 8000)
+            if reads and not connection.recv(1 << 20):
+                return
+        raise AssertionError("nothing ends it")
+
+
+def slow_schemas(server: Server) -> None:
+    """60 of them, and another user who asks for JSON, which is known."""
+    url = server.url + COMPLETIONS
+
+    def schema(number: int) -> int:
+        properties = {f"a{number}_{i}": {"type": "integer"} for i in range(400)}
+        wanted = {"json": {"type": "object", "properties": properties}}
+        body = {"prompt": "a", "max_tokens": 1, "structured_outputs": wanted}
+        return httpx.post(url, json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(60) as pool:
+        answers = [pool.submit(schema, number) for number in range(60)]
+        wait_for(lambda: server.num_running() > 30, "schemas")
+        assert httpx.post(url, json=OBJECT, timeout=60).status_code == 200
+        assert sum(each.done() for each in answers) < 60, "JSON waited for all schemas"
+        assert {each.result() for each in answers} <= {200, 400}
+
+
+def more_connections_than_descriptors(server: Server) -> None:
+    with ExitStack() as stack:
+        made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(250)]
+        made[-1].settimeout(20)
+        assert made[-1].recv(12) == b"HTTP/1.1 503"
+        wait_for(lambda: "the limit of open files" in server.log, "line of the log")
+
+
+LARGEST = {
+    "text": b'"' + b"a" * (limits.BODY_BYTES - 200) + b'"',
+    "numbers": b"[" + b"5555," * (limits.JSON_COMMAS - 10) + b"5]",
+    "objects": b"[" + b'{"a":1},' * (limits.JSON_ITEMS - 10) + b"{}]",
+}
+"""Values of a body that is as large as may be."""
+LONG = "lorem ipsum " * 2_000_000
+DEEP = '{"a":' * 2000 + "1" + "}" * 2000
+ECHO = {"max_tokens": 1, "echo": True, "logprobs": 20}
+WORDS = [f"{i} " + "xq" * 124 for i in range(256)]
+ATTACKS = {
+    # grammars
+    "a grammar of newlines": post(COMPLETIONS, 400, prompt="a", structured_outputs={"grammar": "\n" * 131_000}),
+    "a deep schema beside tools": chat(tools=[tool("f")], structured_outputs={"json": DEEP}),
+    "a schema as long a chain as may be": hard(json=chained(498)),
+    "a schema of many properties": hard(json={"properties": {f"p{i}": {"type": "integer"} for i in range(990)}}),
+    "an expression with two repeats": hard(regex="(a+)+b"),
+    "an expression with overlaps": hard(regex="(a|aa)*c"),
+    "an expression that counts": hard(regex="(x{1,50}){1,50}"),
+    "60 slow schemas": Attack(slow_schemas),
+    # lists of words and ids
+    "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
+    "allowed ids": post(COMPLETIONS, 400, prompt="a", allowed_token_ids=[*range(262_144)]),
+    # text
+    "content": chat(messages=user(LONG)),
+    "messages": chat(messages=user("a") * 60_000),
+    "reasoning": chat(messages=[{"role": "assistant", "content": "a", "reasoning_content": LONG}]),
+    "a name": chat(messages=[{"role": "user", "content": "a", "name": LONG}]),
+    "a call's name": called(name=LONG),
+    "a call's arguments": called(arguments=LONG),
+    "a tool's description": chat(tools=[tool("f", description=LONG)]),
+    "tools": chat(tools=[tool(f"f{i}", description=LONG[:114_000]) for i in range(128)]),
+    "template variables": chat(chat_template_kwargs={"a": LONG}),
+    "text to tokenize": post(TOKENIZE, 400, prompt=LONG),
+    "template variables to tokenize": post(TOKENIZE, 400, messages=user("a"), chat_template_kwargs={"a": LONG}),
+    "thoughts": said(type="thinking", thinking=LONG),
+    "a call's input": said(type="tool_use", id="a", name="f", input={"a": LONG}),
+    "a system message": post(COUNT, 400, messages=user("a"), system=LONG),
+    "an item": post(RESPONSES, 400, input=[{"type": "function_call", "call_id": "a", "name": "f", "arguments": LONG}]),
+    "a prompt": post(COMPLETIONS, 400, prompt=LONG),
+    "prompts": post(COMPLETIONS, 400, prompt=[LONG[:9_000]] * 1000),
+    # answers
+    "log-probabilities of prompts": post(COMPLETIONS, 200, prompt=[[5] * 1900] * 6, **ECHO),
+    "log-probabilities of prompts in a stream": Attack(echo_read_late, computes=True),
+    "log-probabilities of one prompt n times": post(COMPLETIONS, 200, prompt=[5] * 1900, n=6, prompt_logprobs=20),
+    "more of them": post(COMPLETIONS, 400, prompt=[5] * 1900, n=32, **ECHO),
+    "sampling masks": generate(max_tokens=60, n=16),
+    "more sampling masks": generate(max_tokens=1900, n=3),
+    # connections
+    "a pipeline that is not read": Attack(pipeline),
+    "a pipeline that is read": Attack(lambda server: pipeline(server, reads=True)),
+    "more connections than descriptors": Attack(more_connections_than_descriptors),
+} | {
+    f"{path}: the largest body of {kind}": send(path, 400, body=b'{"%b": %b}' % (name, value))
+    for path, name in (
+        (CHAT, b"messages"), (COMPLETIONS, b"prompt"), (MESSAGES, b"messages"), (RESPONSES, b"input"),
+        (GENERATE, b"token_ids"), (DETOKENIZE, b"tokens"),
+    )
+    for kind, value in LARGEST.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_others_are_served_meanwhile(watched: Watched, attack: Attack) -> None:
+    server, watch, memory = watched
+    with another_user(server):
+        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+        watch.reset()
+        attack.run(server)
+    assert watch[watching.CALLBACK] < GAP and watch[watching.LOOP] < GAP
+    assert watch[watching.ENGINE] < GAP or attack.computes
+    assert peak(server) - memory < MEMORY

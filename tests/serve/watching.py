@@ -1,0 +1,99 @@
+"""Watches a server from within: how long its event loop and its engine were held up, in CPU time, so that other work on
+the machine does not count. Imported by the processes that are watched; the test reads the file that they map.
+
+    python -c "import watching; watching.watch_front(); ..."
+    python -m watching FD PARENT        an engine, see host/program.py
+"""
+
+import asyncio
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FILE = "NANOVLLM_TEST_WATCH"
+"""Environment variable: the file."""
+BEAT = 0.005
+_FIELD = struct.Struct("d")
+CALLBACK, LOOP, ENGINE = 0, 8, 16
+"""Where the file has the longest callback of the event loop (CPU seconds of its thread), the longest time in which the
+loop did nothing else (CPU seconds of the front), and the longest time between two steps (CPU seconds of the engine)."""
+
+
+class Watch:
+    """The file."""
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).exists():
+            Path(path).write_bytes(b"\0" * 24)
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 24)
+
+    def note(self, field: int, seconds: float) -> None:
+        if seconds > self[field]:
+            _FIELD.pack_into(self._map, field, seconds)
+
+    def __getitem__(self, field: int) -> float:
+        return float(_FIELD.unpack_from(self._map, field)[0])
+
+    def reset(self) -> None:
+        self._map[:] = b"\0" * 24
+
+
+def watch_front() -> None:
+    """Runs the server in asyncio's own event loop, whose callbacks can be timed."""
+    watch = Watch(os.environ[FILE])
+    sys.modules["uvloop"] = None  # type: ignore[assignment]
+    run: Callable[[Any], None] = asyncio.events.Handle._run  # type: ignore[attr-defined]
+
+    def timed(handle: Any) -> None:
+        begin = time.thread_time()
+        run(handle)
+        watch.note(CALLBACK, time.thread_time() - begin)
+
+    asyncio.events.Handle._run = timed  # type: ignore[attr-defined]
+    start = asyncio.Runner.run
+
+    def run_with_beat(runner: asyncio.Runner, main: Any) -> Any:
+        loop = runner.get_loop()
+        last = time.process_time()
+
+        def beat() -> None:
+            nonlocal last
+            now = time.process_time()
+            watch.note(LOOP, now - last)
+            last = now
+            loop.call_later(BEAT, beat)
+
+        loop.call_soon(beat)
+        return start(runner, main)
+
+    asyncio.Runner.run = run_with_beat  # type: ignore[method-assign, assignment]
+
+
+def _watch_engine() -> None:
+    from nanovllm.host.engine_host import EngineHost
+
+    watch = Watch(os.environ[FILE])
+    send = EngineHost._send_gained
+    last = time.process_time()
+
+    def noted(host: EngineHost, gained: Any) -> None:
+        nonlocal last
+        now = time.process_time()
+        watch.note(ENGINE, now - last)
+        last = now
+        send(host, gained)
+
+    EngineHost._send_gained = noted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _watch_engine()
+    from nanovllm.host.program import main
+
+    main(*map(int, sys.argv[1:3]))
