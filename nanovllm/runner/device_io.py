@@ -1,4 +1,9 @@
-"""Between host and device: a step in, its tokens out, and the stream that orders everything."""
+"""Between host and device: a step in, its tokens out, and the stream that orders everything.
+
+A copy in and a copy out between two graphs cost some 17 us a step, most of it spent on switching between the graph and
+the copies. A decode step's graph therefore fetches its packed step from memory of the host with its first kernel and
+leaves its tokens there with its last: the mailbox, a ring whose lines both sides count for themselves.
+"""
 
 import time
 from collections import deque
@@ -11,7 +16,6 @@ import torch
 
 from nanovllm.errors import StepTimeout
 from nanovllm.kernels.base.device import ordinary_launch
-from nanovllm.runner.mailbox import RING, Mailbox
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.step import StepTokens
 
@@ -19,10 +23,27 @@ _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step 
 _LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause (Ctrl-Z) this process stood still itself
 
 
+RING = 3
+"""Steps in flight (two), and one being filled."""
+
+
+class Mailbox(NamedTuple):
+    """Memory of one rank's host that captured decode steps read and write themselves. A line may be posted to when the
+    step that had it last, RING before, has ended."""
+
+    steps: torch.Tensor
+    """int32 [RING, capacity] on the host. Zeros are a step without rows: what warms a graph up."""
+    tokens: torch.Tensor
+    """int32 [RING, max_rows, width] on the host."""
+    ring_index: torch.Tensor
+    """int32 [1] on the device: the line of the next step."""
+
+
 class _Result(NamedTuple):
     """Result of a running step: host memory that is complete when the event has come."""
 
     tokens: torch.Tensor
+    """int32 [rows, width] (StepTokens.of)."""
     event: torch.cuda.Event | None
     padding: slice
     """Rows of the tokens that are padding."""
@@ -64,19 +85,32 @@ class DeviceIO:
         """Index of the last step's staging buffer; a step's buffer is free when its tokens are here."""
         return self._index
 
-    def allocate(self, capacity: int, max_rows: int, mailbox: bool = True) -> None:
-        """`capacity`: int32 words of the largest packed step. `max_rows`: most tokens of a result. `mailbox`: whether
-        captured decode steps fetch theirs themselves."""
-        self.mailbox = Mailbox(capacity, max_rows, self.device) if mailbox else None
+    def allocate(self, capacity: int, max_rows: int, mailbox: bool = True, width: int = 1) -> None:
+        """`capacity`: int32 words of the largest packed step. `max_rows`, `width`: rows of a result, and words of each.
+        `mailbox`: whether captured decode steps fetch theirs themselves."""
+
+        def on_host(*shape: int) -> torch.Tensor:
+            return torch.zeros(RING, *shape, dtype=torch.int32, device="cpu", pin_memory=self.is_cuda)
+
+        if mailbox:
+            line = torch.zeros(1, dtype=torch.int32, device=self.device)
+            self.mailbox = Mailbox(on_host(capacity), on_host(max_rows, width), line)
+            self._mailbox_lines = self.mailbox.steps.numpy()
+            self.begin_mailbox()
         if not self.is_cuda:
             return
         self._index = 0
-        self._staging = [torch.empty(capacity, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
-        self._staging_views = [staging.numpy() for staging in self._staging]
-        self._results = [torch.empty(max_rows, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(RING)]
+        self._staging, self._results = on_host(capacity), on_host(max_rows, width)
+        self._staging_lines = self._staging.numpy()
         self._events = [torch.cuda.Event() for _ in range(RING)]
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         """Buffer in which a CUDA graph finds its step, unless the step comes through the mailbox."""
+
+    def begin_mailbox(self) -> None:
+        """Host and device count its lines from zero from here on; whatever ran before had no rows."""
+        if self.mailbox is not None:
+            self.mailbox.ring_index.zero_()
+            self._posted = -1
 
     def _next_index(self) -> None:
         self._index = (self._index + 1) % RING
@@ -88,39 +122,38 @@ class DeviceIO:
             return torch.from_numpy(packed.copy())
         self._next_index()
         size = packed.shape[0]
-        self._staging_views[self._index][:size] = packed
+        self._staging_lines[self._index, :size] = packed
         self.step_buffer[:size].copy_(self._staging[self._index][:size], non_blocking=True)
         return self.step_buffer
 
-    def post(self, packed: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Posts the captured step that is launched next, in place of `upload`; see Mailbox.post."""
+    def post(self, packed: np.ndarray) -> torch.Tensor:
+        """In place of `upload`: puts a packed step where its graph, which must be launched next, will fetch it. Returns
+        that line, int32 [capacity]."""
         assert self.mailbox is not None
         if self.is_cuda:
             self._next_index()
-        return self.mailbox.post(packed)
+        self._posted = (self._posted + 1) % RING
+        self._mailbox_lines[self._posted, : packed.shape[0]] = packed
+        return self.mailbox.steps[self._posted]
 
-    def download(
-        self, tokens: torch.Tensor, num_decode_rows: int, first_chunk_row: int, scores: StepScores | None = None
+    def receive(
+        self, tokens: torch.Tensor, padding: slice, scores: StepScores | None = None, posted: bool = False
     ) -> None:
-        """Starts the copy of a step's tokens (int32 [rows]) to the host; `collect` hands them out in this order,
-        without the padding rows between its `num_decode_rows` decodes and its `first_chunk_row`. `scores`: on their way
-        to the host too."""
-        if self.is_cuda:
-            result = self._results[self._index][: tokens.shape[0]]
-            result.copy_(tokens, non_blocking=True)
+        """A step is launched that leaves `tokens`, int32 [rows, width]: `collect` hands them out in this order, without
+        the rows of `padding`. `posted`: the step brings them to the host itself, through the mailbox; else they are
+        copied. `scores`: on their way to the host too."""
+        rows, event = tokens.shape[0], None
+        if posted:
+            assert self.mailbox is not None
+            result = self.mailbox.tokens[self._posted][:rows]
+        elif self.is_cuda:
+            result = self._results[self._index][:rows].copy_(tokens, non_blocking=True)
         else:
             result = tokens.clone()
-        self.expect(result, num_decode_rows, first_chunk_row, scores)
-
-    def expect(
-        self, result: torch.Tensor, num_decode_rows: int, first_chunk_row: int, scores: StepScores | None = None
-    ) -> None:
-        """Registers a result that the device itself brings to `result`, on the host, by the end of the step."""
-        event = None
         if self.is_cuda:
             event = self._events[self._index]
             event.record()
-        self._launched.append(_Result(result, event, slice(num_decode_rows, first_chunk_row), scores))
+        self._launched.append(_Result(result, event, padding, scores))
 
     def forget_results(self) -> None:
         """Drops the results of steps whose tokens are not collected."""
@@ -139,9 +172,8 @@ class DeviceIO:
         tokens, event, padding, scores = self._launched.popleft()
         if event is not None:
             self._wait(event, timeout, check)
-        token_ids = tokens.tolist()
-        del token_ids[padding]
-        return StepTokens(token_ids), None if scores is None else scores.copy()  # other steps will have that memory
+        # Copies: other steps will have that memory.
+        return StepTokens.of(tokens.numpy(), padding), None if scores is None else scores.copy()
 
     @staticmethod
     def _wait(event: torch.cuda.Event, timeout: float, check: Callable[[], bool]) -> None:

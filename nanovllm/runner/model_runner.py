@@ -255,7 +255,8 @@ class ModelRunner(WeightCommands):
             capacity = packed_capacity(
                 num_blocks, config.max_num_seqs, config.max_num_batched_tokens, self.state_memory.layout.num_tables
             )
-            self.io.allocate(capacity, rows, config.uses("mailbox") and not config.enforce_eager)
+            mailbox = config.uses("mailbox") and not config.enforce_eager
+            self.io.allocate(capacity, rows, mailbox, self.work.buffers.tokens.shape[1])
 
     def _tell_backend(self) -> None:
         """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""
@@ -280,8 +281,7 @@ class ModelRunner(WeightCommands):
             with self.memory.libraries(self.graphs.usual_bytes):
                 self.graphs.capture_all()
             self.memory.note_graphs(self.memory.used_bytes() - before)
-            if self.io.mailbox is not None:
-                self.io.mailbox.begin()
+            self.io.begin_mailbox()
         return len(self.graphs)
 
     @torch.inference_mode()
@@ -316,19 +316,15 @@ class ModelRunner(WeightCommands):
         packed, section = split_section(packed)
         num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = StepCounts.of(packed)
         keep_hidden = section is not None and section.size("targets") > 0
-        work, graphs, shape, posted, scores = self.work, self.graphs, None, None, None
+        work, graphs, shape, scores = self.work, self.graphs, None, None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
-            if shape is not None and not shape.chunk_tokens and self.io.mailbox is not None:
-                step, posted = self.io.post(packed)
-            else:
-                step = self.io.upload(packed)
+            posted = shape is not None and not shape.chunk_tokens and self.io.mailbox is not None
+            step = self.io.post(packed) if posted else self.io.upload(packed)
             work.copy_blocks(step, packed)
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
-                if posted is not None and self.io.mailbox is not None:
-                    self.io.mailbox.count_launch()
                 first_chunk_row, hidden = shape.decode_rows, None
                 logits = None if section is None else work.captured_logits[shape].tensor()
             else:
@@ -338,11 +334,9 @@ class ModelRunner(WeightCommands):
                 scores = self.option_sampler.run(
                     section, logits, first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model
                 )
-            end = first_chunk_row + num_sample_rows - num_decode_rows
-            if posted is not None and section is None:
-                self.io.expect(posted[:end], num_decode_rows, first_chunk_row)
-            else:
-                self.io.download(work.buffers.tokens[:end], num_decode_rows, first_chunk_row, scores)
+            tokens = work.buffers.tokens[: first_chunk_row + num_sample_rows - num_decode_rows]
+            padding = slice(num_decode_rows, first_chunk_row)
+            self.io.receive(tokens, padding, scores, posted=posted and section is None)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -64,6 +64,17 @@ class StepTokens(NamedTuple):
     counts: list[int] | None = None
     """Of each row; None: one."""
 
+    @classmethod
+    def of(cls, result: np.ndarray, padding: slice = slice(0)) -> "StepTokens":
+        """`result`: int32 [rows, width] of a step. Width 1: each row's token; width k + 1: up to k tokens of each, and
+        how many these are. `padding`: rows to leave out."""
+        if padding.stop > (padding.start or 0):
+            result = np.delete(result, padding, axis=0)
+        if result.shape[1] == 1:
+            return cls(result.ravel().tolist())
+        tokens, counts = result[:, :-1], result[:, -1]
+        return cls(tokens[np.arange(tokens.shape[1]) < counts[:, None]].tolist(), counts.tolist())
+
 
 def most_block_updates(num_blocks: int, max_num_seqs: int, num_tables: int = 1) -> int:
     """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner.mailbox import RING
+from nanovllm.runner.device_io import RING
 from tests.padding import PaddedSteps
 from tests.processes.process_checks import write_tiny_config
 
@@ -54,15 +54,22 @@ def test_steps_by_mailbox_by_copy_and_redrawn_follow_each_other(
         llm.engine.scheduler.reset_prefix_cache()
         PaddedSteps(llm, monkeypatch)
         io, ways = llm.engine.executor.runner.io, []
-        for name in ("post", "upload", "expect", "download"):
+
+        def watch(name: str) -> None:
             method = getattr(io, name)
-            # `download` leaves what it copied to `expect`, as a posted step does
-            monkeypatch.setattr(io, name, lambda *args, name=name, method=method: (ways.append(name), method(*args))[1])
+
+            def watched(*args: Any, posted: bool = False) -> Any:
+                ways.append(("fetch;" if posted else "copy;") if name == "receive" else name)
+                return method(*args, posted=posted) if name == "receive" else method(*args)
+
+            monkeypatch.setattr(io, name, watched)
+
+        for name in ("post", "upload", "receive"):
+            watch(name)
         assert [out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == exact
-    calls = " ".join(ways).replace("download expect", "download;").replace("expect ", "expect; ")
-    steps = [tuple(step.split()) for step in calls.split(";") if step.strip()]
+    steps = [tuple(step.split()) for step in " ".join(ways).split(";") if step]
     followed = set(pairwise(steps))
-    posted, redrawn, copied = ("post", "expect"), ("post", "download"), ("upload", "download")
+    posted, redrawn, copied = ("post", "fetch"), ("post", "copy"), ("upload", "copy")
     assert set(steps) == {posted, redrawn, copied}
     assert {(posted, posted), (posted, copied), (copied, posted), (copied, redrawn), (redrawn, redrawn)} <= followed
     assert steps.count(posted) > 2 * RING
