@@ -254,3 +254,39 @@ def test_every_kernel_names_the_shapes_of_its_operands() -> None:
             if not re.search(r"\[[^\]]+\]", ast.get_docstring(node) or ""):
                 silent.append(f"{path.name}: {node.name}")
     assert not silent
+
+
+FRAGMENT = re.compile(
+    r"(By|For|From|At|On|In|Of|To|With|Without|Until|After|Before|When|Where|If|As|How|What|Which|Who|Whose|That|Those|"
+    r"These|They|Them|There|It|Its|Not|And|Or|But|So|This(?! \w+'s)|The same (of|for|to|with|where|as|on|by|in|but))\b"
+)
+"""Beginnings of docstrings whose noun or verb stands elsewhere, if anywhere."""
+
+
+def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of each docstring: of modules, classes and functions, and those below an assignment."""
+    for holder in ast.walk(node):
+        body = getattr(holder, "body", None)
+        for before, child in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
+            is_first = before is None and isinstance(
+                holder, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            )
+            if not (is_first or isinstance(before, (ast.Assign, ast.AnnAssign))):
+                continue
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
+                yield child.lineno, child.value.value
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """So that each can be read alone: "Rows of each kind", not "By kind"."""
+    fragments = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        if FRAGMENT.match(text)
+    ]
+    assert not fragments, "\n".join(fragments)
