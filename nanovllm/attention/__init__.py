@@ -24,7 +24,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
 }
 
 FP8_CAPABILITY = (8, 9)
-"""Of the first GPUs that convert e4m3."""
+"""Lowest compute capability that converts e4m3."""
 
 
 def check_fp8_cache(capability: tuple[int, int]) -> None:

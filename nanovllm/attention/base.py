@@ -24,7 +24,7 @@ class KVCache:
     """bfloat16 [num_blocks, num_kv_heads, block_size, 2]: what each token's key and value are multiplied with, where
     they are e4m3."""
     table: int = 0
-    """Which of a row's block tables says which blocks are its own."""
+    """Index of the block table, among a row's, that lists the blocks of this cache."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class AttentionMetadata:
     token_ends: np.ndarray | None = field(default=None, repr=False)
     """int64 [R]: cu_seqlens_q[1:], where the host knows it."""
     workspace: Any = field(default=None, repr=False)
-    """What the backend's prepare computed once for all layers; only the backend reads it."""
+    """Data that the backend's prepare computed once for all layers; only the backend reads it."""
 
     @property
     def num_prefill_rows(self) -> int:
@@ -81,17 +81,18 @@ class AttentionBackend(ABC):
 
     name: str
     can_capture: bool = True
-    """Its steps can be captured in CUDA graphs."""
+    """Whether its steps can be captured in CUDA graphs."""
     takes_functions: bool = False
-    """Its constructor takes score_mod and mask_mod of the user's."""
+    """Whether its constructor takes the user's score_mod and mask_mod."""
     prefers_eager_prompts: bool = False
     """Prompts of eager steps take less time with it than those of captured ones."""
     token_major_cache: bool = False
-    """It wants caches whose tokens of all blocks have one stride: memory [num_blocks, block_size, heads, head_dim]."""
+    """Whether it wants caches whose tokens of all blocks have one stride: memory [num_blocks, block_size, heads,
+    head_dim]."""
     is_required: bool = False
     """Asked for by name: finding out late that it cannot work is an error, not a reason to do without."""
     fallen_back_from: str = ""
-    """What could not be used after all, and why."""
+    """Report of a backend that could not be used after all, and why; else ""."""
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
                  device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:

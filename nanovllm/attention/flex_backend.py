@@ -55,8 +55,8 @@ class _Tiles(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What layers of one block table and window share: tiles, those of decode rows apart, each with its mask, and the
-    pages that a CPU gathers for them first."""
+    """Work shared by the layers of one block table and window: tiles, those of decode rows apart, each with its mask,
+    and the pages that a CPU gathers for them first."""
 
     tiles: list[tuple[_Tiles, BlockMask]]
     pages: torch.Tensor | None
@@ -68,9 +68,9 @@ class _Step(NamedTuple):
     starts: np.ndarray
     lens: np.ndarray
     cuts: dict[int, list[tuple[int, int]]]
-    """By queries of a tile: (row, number of its first token within the row's) of each tile."""
+    """Tiles by number of queries: (row, number of its first token within the row's) of each."""
     works: dict[tuple[int, int | None], _Work]
-    """By table and window."""
+    """Work by table and window."""
 
 
 class FlexBackend(AttentionBackend):
@@ -133,7 +133,7 @@ class FlexBackend(AttentionBackend):
         return _Work([(each, self._block_mask(each, window, num_pages * self.block_size)) for each in tiles], gathered)
 
     def _held(self, pages: int, first: torch.Tensor, ends: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Which of so many pages queries at `first` .. `ends` - 1 reach, bool [B, pages]; a row's table names others'
+        """Mask bool [B, pages] of the pages that queries at `first` .. `ends` - 1 reach. A row's table names others'
         pages, too, where its window has passed."""
         begins = torch.arange(pages, device=self.device) * self.block_size
         held = begins < ends[:, None]

@@ -19,7 +19,7 @@ class _Row(NamedTuple):
     """Within the gathered blocks."""
     slot: int
     blocks: slice
-    """Of the slot's line of a block table: those that hold the keys."""
+    """Part of the slot's line of a block table that holds the keys."""
     mask: torch.Tensor | None
     """bool [group size * tokens, keys], True where visible; None for a single token, which sees all of `keys`."""
 
@@ -52,7 +52,8 @@ class TorchBackend(AttentionBackend):
         metadata.workspace = rows
 
     def _at_once(self, tokens: slice, context: int) -> list[tuple[slice, int]]:
-        """Which of a row's tokens are computed together, each part with the keys that its last one sees."""
+        """Splits a row's tokens into parts that are computed together, each with the number of keys that its last token
+        sees."""
         return [(tokens, context)]
 
     def _row(self, slot: int, tokens: slice, context: int, window: int | None, group_size: int) -> _Row:

@@ -25,7 +25,7 @@ class PrefillRows(NamedTuple):
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     tiles: dict[int, torch.Tensor]
-    """By queries of a tile."""
+    """Tiles by their number of queries."""
 
 
 class TritonBackend(AttentionBackend):

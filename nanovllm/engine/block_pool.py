@@ -16,7 +16,7 @@ class Page:
     key: bytes | None = None
     """Key of its text, under which the prefix cache has it; None: it has not."""
     index: int = 0
-    """Which block of that text it is."""
+    """Number of the block within that text."""
     start: bytes = b""
     """Key of the page's text as far as it is written, under which a copy of it may be made; empty: not registered."""
 

@@ -24,18 +24,18 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Lookahead:
-    """What was seen of the lengths of outputs, and what it says of the future."""
+    """Forecast of memory from the lengths of the outputs that were seen."""
 
     def __init__(self, memory: RowMemory, tokens_per_step: int = 1) -> None:
         """tokens_per_step: most tokens that a row gains in one step."""
         self._memory, self._in_flight = memory, _STEPS_IN_FLIGHT * tokens_per_step
         self._most_blocks = 0
-        """What all that run would hold if each came to its longest and none ended before."""
+        """Blocks that all running rows would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
         self._lengths: np.ndarray | None = None
-        """Those of _past, ascending; None: to be sorted anew."""
+        """Lengths of _past, ascending; None: to be sorted anew."""
         self._sums = np.zeros(1, np.int64)
-        """Of the lengths from an index on."""
+        """Sums of the lengths from an index on."""
 
     def _most_blocks_of(self, seq: Sequence) -> int:
         return self._memory.row_blocks(seq.max_total_tokens - 1)  # the last token's KV is never needed
@@ -47,7 +47,7 @@ class Lookahead:
         self._most_blocks -= self._most_blocks_of(seq)
 
     def surely_fits(self, seq: Sequence) -> bool:
-        """Without a look at any row: where memory is no concern, none is taken."""
+        """Whether a row fits without a look at any other row: the cheap check where memory is no concern."""
         return self._most_blocks + self._most_blocks_of(seq) <= self._memory.num_blocks
 
     def note_end(self, seq: Sequence) -> None:
@@ -73,7 +73,7 @@ class Lookahead:
         return np.where([seq.may_stop for seq in seqs], np.minimum(most, expected), most)
 
     def forecast(self, running: list[Sequence]) -> "Forecast":
-        """That of the rows that hold blocks now."""
+        """Forecast of the rows that hold blocks now."""
         memory, size = self._memory, self._memory.block_size
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
         # Whole blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
@@ -89,7 +89,8 @@ class Lookahead:
         )  # fmt: skip
 
     def held_tokens(self, seq: Sequence, num_shared_blocks: int) -> int:
-        """What `Forecast.add_if_it_fits` counts as held by a row that begins with so many blocks of other rows."""
+        """Tokens that `Forecast.add_if_it_fits` counts as held by a row that begins with so many blocks of other
+        rows."""
         memory = self._memory
         own = memory.num_full_tables * seq.num_tokens - num_shared_blocks * memory.block_size
         return own + memory.window_blocks(seq.max_total_tokens) * memory.block_size

@@ -120,7 +120,7 @@ class PrefixCache:
         return end
 
     def _still_matched(self, seq: Sequence) -> list[list[Page]]:
-        """What was found of a row and is still there: pages by group without a window."""
+        """Pages, by group without a window, that were found of a row and are still there."""
         num_gone, matched = self._generation - seq.matched_at, seq.matched
         if not matched or num_gone > len(self._gone):
             seq.matched = matched = [[] for _ in self._full]

@@ -27,7 +27,7 @@ class RowMemory:
         tokens_per_step: most tokens that a row gains in one step."""
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
         self._held = tuple(group.widened(margin) for group in groups)
-        """What rows hold of each group while they decode."""
+        """Memory of each group that rows hold while they decode."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
         self.pool = BlockPool(num_blocks, self.cache.forget)
@@ -66,9 +66,9 @@ class RowMemory:
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def fit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> tuple[CachedPrefix, int]:
-        """How many tokens, at most `count`, a waiting row can compute first where it gets its `prefix`, blocks for all
-        its tokens in layers without a window, and for these in the others; 0: it does not fit. And that prefix,
-        without what it would copy where a block of that is needed."""
+        """Finds how many tokens, at most `count`, a waiting row can compute first if it gets its `prefix`, blocks for
+        all its tokens in layers without a window, and for these in the others; 0: it does not fit. Returns the prefix
+        too, without what it would copy where a block of that is needed."""
         shared = prefix.num_blocks
         left = self.num_free_blocks - self.num_full_tables * (self.num_blocks_for(seq.num_tokens) - shared)
         if left < 0:
@@ -88,8 +88,8 @@ class RowMemory:
         return self.num_full_tables * prefix.num_blocks - cached
 
     def _within_windows(self, start: int, count: int, num_blocks: int, num_free: int) -> int:
-        """How many of `count` tokens from `start` on `num_free` blocks serve, in groups with windows whose tables have
-        `num_blocks` so far."""
+        """Number of `count` tokens from `start` on that `num_free` blocks serve, in groups with windows whose tables
+        have `num_blocks` so far."""
         if num_free < 0:
             return 0
         if not self._windows:

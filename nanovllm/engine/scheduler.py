@@ -68,9 +68,9 @@ class Scheduler:
         self.num_preemptions = 0
         """Rows that lost their blocks to older ones."""
         self.num_prompt_tokens = 0
-        """Of all requests that have begun; each prompt counts once."""
+        """Prompt tokens of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
-        """Those of them that the prefix cache had."""
+        """Prompt tokens of these that the prefix cache had."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -184,8 +184,8 @@ class Scheduler:
 
     @staticmethod
     def _bounds(seq: Sequence, budget: int) -> tuple[int, int]:
-        """Where a row that may gain several tokens begins at the latest, and where it surely ends: before the last
-        token of all, which needs no KV."""
+        """Latest begin and certain end of a row that may gain several tokens. The end is before the last token of all,
+        which needs no KV."""
         most = seq.max_total_tokens - 1
         count = min(seq.most_gained, budget, most - seq.num_least_computed)
         end = min(seq.num_computed_tokens + count, most)
@@ -245,7 +245,7 @@ class Scheduler:
         return chunks, 0 if lacks_memory else budget
 
     def _chunk(self, num_remaining_tokens: int, budget: int, short_waits: bool) -> int:
-        """How many of a prompt's tokens this step computes."""
+        """Number of a prompt's tokens that this step computes."""
         count = min(num_remaining_tokens, budget)
         if short_waits and self.waiting.is_long(num_remaining_tokens):
             # Leave room for the short prompts after it, also where the budget itself is below the threshold.
@@ -384,7 +384,7 @@ class Scheduler:
         return gained
 
     def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:
-        """What these rows of a step have written becomes hits, where they have kept their blocks since."""
+        """Makes what these rows of a step have written available as hits, if they have kept their blocks since."""
         for row in rows:
             seq = plan.seqs[row]
             if seq.epoch == plan.epochs[row]:

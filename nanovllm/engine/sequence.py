@@ -38,7 +38,7 @@ class Sequence:
     request_id: int
     """The request's, of which this is completion `index`. Requests of a batch may come in another order."""
     token_ids: list[int]
-    """Of prompt and output; the row's own list."""
+    """Token ids of prompt and output; the row's own list."""
     params: SamplingParams
     _: KW_ONLY
     num_prompt_tokens: int
@@ -50,7 +50,7 @@ class Sequence:
     metrics: RequestMetrics
     index: int = 0
     sampling: "SamplingRow | None" = None
-    """What greedy and temperature leave out; None for most."""
+    """Sampling beyond greedy and temperature; None for most rows."""
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int | None = field(default=None, init=False)
@@ -74,13 +74,13 @@ class Sequence:
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
     pages: list[list[Page | None]] = field(default_factory=list, init=False)
-    """Its memory by group of layers and block of tokens; None: no layer of the group needs that block any more."""
+    """Memory by group of layers and block of tokens; None: no layer of the group needs that block any more."""
     num_held_blocks: int = field(default=0, init=False)
     """Blocks of all these pages."""
     num_reserved_tokens: int = field(default=0, init=False)
     """Tokens that there are pages for in all groups."""
     extras: Extras = field(init=False)
-    """What its keys and values depend on beside its tokens."""
+    """Inputs beside the tokens that keys and values depend on."""
     block_keys: list[bytes] = field(default_factory=list, init=False)
     """Keys of its first blocks, as far as they were asked for."""
     matched: list[list[Page]] = field(default_factory=list, init=False)
@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Those known to the host."""
+        """Output tokens known to the host."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -155,7 +155,7 @@ class Sequence:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 
     def drop_output(self) -> None:
-        """For max_tokens=0: forgets the token that came with computing the prompt."""
+        """Forgets the token that came with computing the prompt, for max_tokens=0."""
         del self.token_ids[self.num_prompt_tokens :]
         self.num_tokens = self.num_prompt_tokens
 

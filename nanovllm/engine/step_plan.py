@@ -27,7 +27,7 @@ class StepPlan:
     num_old_tokens: int = 0
     """and their tokens."""
     num_decode_rows: int = 0
-    """These first, then rows that begin with all but one token cached."""
+    """Running decodes, and after them rows that begin with all but one token cached."""
     num_sample_rows: int = 0
     num_tokens: int = 0
     block_updates: list[int] = field(default_factory=list)

@@ -22,7 +22,7 @@ from nanovllm.model_config import LayerSpec, ModelConfig
 
 @dataclass
 class ForwardStep:
-    """What the layers need to know of a step, besides the hidden states [T, hidden]."""
+    """Inputs of the layers in a step, besides the hidden states [T, hidden]."""
 
     positions: torch.Tensor
     """int32 [T]"""
@@ -47,14 +47,14 @@ def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tens
 
 
 def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:
-    """What a rank with these heads asks of the attention backend."""
+    """Attention that a rank with these heads asks of the backend."""
     scale = layer.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     sizes = (heads.local_heads, heads.local_kv_heads, layer.head_dim)
     return AttentionSpec(*sizes, scale, layer.window, config.attention_softcap, layer.has_sinks)
 
 
 def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNormRope:
-    """What it asks of qk_norm_rope_store."""
+    """Norm and rotation of this layer, as qk_norm_rope_store takes them."""
     rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim)
     return QKNormRope(
         heads.local_heads, heads.local_kv_heads, layer.head_dim, rotary_dim, config.qk_norm, config.norm_eps,
@@ -102,7 +102,7 @@ class Attention(WeightedModule):
         self._gate = config.attention_gate
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
-        """What the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
+        """Number that the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
         float32."""
         self._norms_are_loaded = config.qk_norm_scale is None
         if config.qk_norm_scale is not None:

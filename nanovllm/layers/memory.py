@@ -1,4 +1,5 @@
-"""What a layer remembers of its rows. It says so, and runner/state_memory.py sums, allocates and frees it."""
+"""Memory that a layer needs for its rows. The layer declares it; runner/state_memory.py sums, allocates and frees
+it."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ class Pages:
 
 
 class Mixer(Protocol):
-    """What mixes tokens in a layer, and remembers something of them for later steps."""
+    """Mixer of tokens in a layer, with memory for later steps."""
 
     @property
     def memory(self) -> tuple[Pages, ...]:

@@ -331,7 +331,7 @@ class DecoderForCausalLM(WeightedModule):
         return sum(one.num_weights for layer in self.layers for one in layer.operations)
 
     def mixers(self) -> Sequence[Mixer]:
-        """What remembers something of a row."""
+        """Layers' mixers, which keep memory of rows."""
         return [layer.self_attn for layer in self.layers]
 
     def attention_layers(self) -> list[Attention]:

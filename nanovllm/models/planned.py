@@ -18,7 +18,7 @@ INSIDE = ("norm", "gate", "residual")
 
 
 def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausalLM:
-    """What rank 0 of rules.world holds, without memory behind it. dtype: of activations, by torch's name. Raises
+    """Model of rank 0 of rules.world, without memory behind it. dtype: of activations, by torch's name. Raises
     ValueError as building an engine's model does."""
     if config.implementation != "native":
         raise ValueError(f"{config.architecture}: transformers computes it, nothing of it is planned")

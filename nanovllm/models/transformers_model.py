@@ -96,7 +96,7 @@ class TransformersModel(WeightedModule):
         return tuple(dict.fromkeys(self._found))
 
     def mixers(self) -> Sequence[PagedAttention]:
-        """What remembers something of a row."""
+        """Attention layers, which keep memory of rows."""
         return self._layers
 
     def attention_layers(self) -> list[PagedAttention]:

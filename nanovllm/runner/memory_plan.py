@@ -77,11 +77,11 @@ class RankPlan:
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
-    """With the CUDA context."""
+    """Bytes of libraries and the CUDA context."""
     reserved: Mapping[str, int]
     """Bytes kept free, by name: "step", "graphs" and "filters"."""
     token_bytes: Mapping[Pages, tuple[int, int]]
-    """By kind of layers: how many there are, and bytes that a token takes in them."""
+    """Number of layers, and bytes that a token takes in them, by kind of layers."""
     layout: StateLayout
     block_bytes: int
     block_size: int
@@ -107,7 +107,8 @@ class RankPlan:
 
     @property
     def tokens(self) -> int:
-        """Of the longest request that fits alone, or that the blocks hold where windows alone bound a request."""
+        """Tokens of the longest request that fits alone, or that the blocks hold where windows alone bound a
+        request."""
         longest = capacity_tokens(self.layout.groups, self.blocks, self.block_size)
         return min(longest, self.blocks * self.block_size)
 
@@ -139,8 +140,8 @@ def host_share(config: EngineConfig) -> float:
 
 
 def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
-    """What a rank of these options takes of that GPU. Raises ValueError as an engine does for what no such GPU can do.
-    config: no "auto" is left."""
+    """Plans the memory of a rank with these options on that GPU. Raises ValueError as an engine does for what no such
+    GPU can do. config: no "auto" is left."""
     assert config.kvcache_block_size and config.max_model_len
     rules = rules_of(config, model, gpu.device, config.uses("fused_kernels"))
     layers, counts = one_of_each(model, rules, config.dtype)

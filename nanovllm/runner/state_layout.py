@@ -1,4 +1,5 @@
-"""Where the layers' keys and values are: which share a block table, and what a block is made of. Plain arithmetic.
+"""Layout of the layers' keys and values: which layers share a block table, and what a block is made of. Plain
+arithmetic.
 
 Layers with the same window need the same tokens of a row, and are a group. A group's layers are dealt out to tables of
 equal numbers of layers, all groups alike, so that a block serves any table: lane k of a block belongs to the k-th layer
@@ -16,13 +17,13 @@ from nanovllm.layers.memory import Pages
 from nanovllm.wire.state import PageGroup, row_blocks
 
 _MOST_PADDING = 0.1
-"""Of the bytes of all layers, and of those that keep everything: what lanes without a layer may take."""
+"""Most padding, lanes without a layer, as a share of the bytes of all layers and of those that keep everything."""
 _LEAST_SAVED = 0.1
-"""Of the bytes of the longest row, for which groups are made."""
+"""Least share of the longest row's bytes that groups must save to be made."""
 
 
 class Place(NamedTuple):
-    """Where a layer's keys and values are."""
+    """Table and lane of a layer's keys and values."""
 
     table: int
     lane: int
@@ -36,9 +37,9 @@ class StateLayout:
     group_layers: tuple[int, ...]
     """Layers of each group."""
     places: tuple[Place, ...]
-    """By layer."""
+    """Places by layer."""
     lanes: tuple[Pages, ...]
-    """What a block has for a layer of each table."""
+    """Pages of a block for a layer of each table."""
 
     @property
     def num_tables(self) -> int:
@@ -92,7 +93,8 @@ def _layers_of_a_table(counts: Sequence[int]) -> int:
     """The most layers of a table with which few lanes have no layer. counts: layers of each group."""
 
     def padding(depth: int) -> float:
-        """Of long rows the first group has most of the memory, of short ones each has its share."""
+        """Share of padding, the larger of two cases: in long rows the first group has most of the memory, in short ones
+        each has its share."""
         lanes = [depth * -(-count // depth) for count in counts]
         return max(lanes[0] / counts[0], sum(lanes) / sum(counts)) - 1
 

@@ -1,4 +1,4 @@
-"""What the layers of one rank remember: how much that is, and its memory, from the first step to the last."""
+"""Memory that the layers of one rank need for rows: its size, and its life from the first step to the last."""
 
 from collections.abc import Sequence
 from dataclasses import replace

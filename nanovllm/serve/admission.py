@@ -17,7 +17,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 
 class Admission:
-    """Where the server is in its life, and who may come in."""
+    """State of the server's life, and admission of requests."""
 
     def __init__(
         self, options: ServeOptions, model: ServedModel, streams: Streams, pool: TextPool, metrics: Metrics
@@ -67,7 +67,7 @@ class Admission:
         return errors.engine_dead()
 
     def _share(self, places: int) -> int | None:
-        """How many of the places that wait one key may take; None: all."""
+        """Most waiting places that one key may take, of so many; None: all."""
         if (given := self._options.max_waiting_per_key) is not None:
             return given
         return max(0, places) // 2 if len(self._options.api_keys) > 1 else None

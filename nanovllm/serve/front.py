@@ -24,7 +24,7 @@ from nanovllm.serve.text_pool import TextPool
 
 
 class Front:
-    """What stands between the HTTP connections and the engines."""
+    """Server between the HTTP connections and the engines: owns the parts that handlers take."""
 
     def __init__(self, path: str, options: ServeOptions, launch: Launch) -> None:
         """`path`: of the model, as the command names it."""

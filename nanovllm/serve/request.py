@@ -67,7 +67,7 @@ class Request:
     """One HTTP request in flight: its completions, and how their text is put into a response (by the subclasses)."""
 
     id_prefix = ""
-    """What an id that the server gives begins with."""
+    """Prefix of the ids that the server gives."""
     is_streamed = False
     include_usage = False
     interval = 1

@@ -1,4 +1,4 @@
-"""What the log and the tracer say of requests."""
+"""Log lines and trace spans of requests."""
 
 import asyncio
 import logging

@@ -29,7 +29,7 @@ class ServedModel:
         self.created = int(time.time())
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
         self.info: dict[str, Any] = {}
-        """What the engines say of themselves (host/program.py), once they and the tokenizer are there."""
+        """Facts about the engines (host/program.py), once they and the tokenizer are there."""
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None

@@ -40,14 +40,14 @@ class CheckpointTokenizer:
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
         self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
-        """By role, as templates name them: bos_token, eos_token, ..."""
+        """Special tokens by role, as templates name them: bos_token, eos_token, ..."""
         self._add_missing_tokens(config)
         self._settle(_template_sources(folder, config, chat_template))
 
     @classmethod
     def of_transformers(cls, given: Any) -> "CheckpointTokenizer":
-        """The same of a transformers tokenizer, whose backend it takes over. Raises ValueError where that is not one
-        of `tokenizers`."""
+        """Makes a tokenizer from a transformers tokenizer, whose backend it takes over. Raises ValueError if that is
+        not one of `tokenizers`."""
         self = cls.__new__(cls)
         if not isinstance(backend := getattr(given, "backend_tokenizer", None), Tokenizer):
             raise ValueError(f"{type(given).__name__}: must be a fast tokenizer, of the library tokenizers")
@@ -59,7 +59,7 @@ class CheckpointTokenizer:
         return self
 
     def _settle(self, templates: Mapping[str, str]) -> None:
-        """What follows from the backend. `templates`: sources by name."""
+        """Derives all other attributes from the backend. `templates`: sources by name."""
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
         self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
@@ -99,7 +99,7 @@ class CheckpointTokenizer:
         return self.decode([token_id], skip_special_tokens=False)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one output, token by token; the same text in the end as `decode` gives."""
+        """Creates an incremental detokenizer for one output; in the end its text equals that of `decode`."""
         if self.is_byte_level:
             return ByteDetokenizer(self._token_bytes, skip_special_tokens)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
@@ -123,7 +123,7 @@ class CheckpointTokenizer:
         return bool(self._guards)
 
     def with_template(self, source: str) -> "CheckpointTokenizer":
-        """The same with another chat template. Raises ValueError where it is no jinja2."""
+        """Copy with another chat template. Raises ValueError if it is no jinja2."""
         other = copy.copy(self)
         other._guards = {"default": _Guard(other, ChatTemplate(source, self.special_tokens))}
         return other

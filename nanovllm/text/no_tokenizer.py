@@ -1,4 +1,4 @@
-"""What stands in for a tokenizer where requests bring token ids and get token ids."""
+"""Stand-in for a tokenizer where requests bring token ids and get token ids."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ _NEEDED = "must be token ids: there is no tokenizer (skip_tokenizer_init=True)"
 
 
 class NoText:
-    """In place of a detokenizer."""
+    """Stand-in for a detokenizer: all text is empty."""
 
     def push(self, token_id: int) -> str:
         return ""

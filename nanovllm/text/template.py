@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 Messages = Sequence[Mapping[str, Any]]
-"""Of a chat; also its tools."""
+"""Messages of a chat; also its tools."""
 RENDER_SECONDS = 2.0
 _CONTINUE_HERE = "\U0010fffd continue here \U0010fffd"
 """Marks the end of a message that is to go on. A blank after it shows whether the template trims."""
@@ -44,7 +44,7 @@ class ChatTemplate:
             raise ValueError(f"chat_template: is no valid jinja2: {error}") from error
         self._fixed = _OWN_VARIABLES.union(self._special_tokens, self._environment.globals)
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
-        """What `chat_template_kwargs` may set: the variables that the template mentions and does not set itself."""
+        """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
         self.takes_parts = _walks_content(tree)
         """Whether the template goes through a content's parts; other templates want one text."""
         self.needs_parts = False
@@ -62,7 +62,7 @@ class ChatTemplate:
             return False
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `kwargs` that the template mentions. Raises ValueError for the renderer's own variables."""
+        """Selects the `kwargs` that the template mentions. Raises ValueError for the renderer's own variables."""
         own = sorted(self._fixed.intersection(kwargs))
         if own:
             raise ValueError(f"chat_template_kwargs: must not hold {own[0]!r}: the server sets it")
@@ -197,7 +197,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """How long the calling thread may render."""
+        """Limits the seconds for which the calling thread may render."""
         self._deadline.at = time.monotonic() + seconds
         try:
             yield

@@ -57,12 +57,12 @@ class StepCounts(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What the first rows of a step gained."""
+    """Tokens that the first rows of a step gained."""
 
     ids: list[int]
     """Row after row."""
     counts: list[int] | None = None
-    """Of each row; None: one."""
+    """Number of tokens of each row; None: one."""
 
     @classmethod
     def of(cls, result: np.ndarray, padding: slice = slice(0)) -> "StepTokens":

@@ -21,7 +21,7 @@ class Sample:
 
 
 class PromptTokenizer:
-    """What drawing prompts needs of a tokenizer."""
+    """Tokenizer as far as drawing prompts needs it."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: of a checkpoint, or the hub id of one. Raises FileNotFoundError without a tokenizer.json."""
@@ -98,7 +98,7 @@ def sharegpt_samples(given: Any, tokenizer: PromptTokenizer) -> list[Sample]:
 
 
 def draw_samples(given: Any, tokenizer_folder: str) -> list[Sample]:
-    """Those that the options ask for. Raises ValueError, FileNotFoundError."""
+    """Draws the requests that the options ask for. Raises ValueError, FileNotFoundError."""
     if given.num_prompts < 1:
         raise ValueError(f"num_prompts={given.num_prompts}: must be >= 1")
     tokenizer = PromptTokenizer(tokenizer_folder)

@@ -80,7 +80,7 @@ def _steps_of(begin, ROWS: tl.constexpr):
 
 @triton.jit
 def groups_of_steps(begin, WARPS: tl.constexpr, ROWS: tl.constexpr = 1):
-    """Of the steps of 8 columns from `begin` on, each warp's groups: [W, 1, 8]."""
+    """Groups of each warp, for the steps of 8 columns from `begin` on: [W, 1, 8]."""
     return _steps_of(begin, ROWS)[None, None, :] * WARPS + tl.arange(0, WARPS)[:, None, None]
 
 
@@ -173,8 +173,8 @@ def _part_of_x(
     x_ptr, X_SCALE, gain, factor, part, scale_stride, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, rows, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """What load_x gives, without scales for weights of 16 bits. Without X_SCALE x is normalised here where there is a
-    gain, and then rounded if weights are in e4m3."""
+    """Loads x as load_x does, without scales for weights of 16 bits. Without X_SCALE x is normalised here where there
+    is a gain, and then rounded if weights are in e4m3."""
     begin = part * (8 // ROWS)
     if X_SCALE is not None:
         return load_x(x_ptr, X_SCALE, begin, scale_stride, K, WARPS, ROWS, rows)
@@ -193,8 +193,8 @@ def _part_of_x(
 def all_of_x(
     x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """What load_x gives of one row, of every 8 steps. Without X_SCALE x is rounded here, where there are gains after
-    its norm."""
+    """Loads one row of x for all steps, as load_x does for 8. Without X_SCALE x is rounded here, where there are gains
+    after its norm."""
     loaded, factor = (), 1.0
     if len(gains) > 0:
         factor = _factors(x_ptr, eps, K, PARTS, WARPS, 64, 1, None)
@@ -300,7 +300,7 @@ def stream_kernel(
 
 @triton.jit
 def _places(col, rows, n_out, ROWS: tl.constexpr):
-    """Where results belong, of one row [16], of more [16, ROWS], and which of them are there."""
+    """Indices in out of the results, of one row [16], of more [16, ROWS], and a mask of those that belong there."""
     if ROWS == 1:
         return col, col < n_out
     else:
@@ -381,7 +381,7 @@ def _rounded(
 
 
 def _registers(config: GemmConfig, steps: int, programs: int, gated: bool, device: torch.device) -> int | None:
-    """Of a thread at most, for one row of e4m3."""
+    """Most registers of a thread, for one row of e4m3; None: the compiler chooses."""
     if config.num_warps == 8 and steps <= 16 and not gated:  # one that holds more of x, or of weights, needs more
         return 128  # two programs fit a multiprocessor
     processors = multiprocessors(device)

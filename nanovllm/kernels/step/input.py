@@ -20,7 +20,7 @@ _RECORD = tl.constexpr(RECORD_SIZE)
 
 @dataclass
 class DeviceState:
-    """What a rank remembers of each running request, by slot."""
+    """State of each running request that a rank keeps, by slot."""
 
     block_table: torch.Tensor
     """int32 [S, tables, table width]: the blocks of a row, by table."""
@@ -130,9 +130,9 @@ def _apply_deltas(
 def _apply_deltas_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What the packed step BUFFER int32 [words] (wire/step.py) brings into BLOCK_TABLE int32 [S, table_stride] (all
-    tables of a slot), LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs share the entries by
-    BLOCK."""
+    """Writes the updates of the packed step BUFFER int32 [words] (wire/step.py) into BLOCK_TABLE int32 [S,
+    table_stride] (all tables of a slot), LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs
+    share the entries by BLOCK."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
@@ -142,7 +142,7 @@ def _map_other_tables(
     SLOT_MAPPING, TABLES, token, position, live, inside, table_width, mapping_stride, NUM_TABLES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where keys and values of these tokens go by all of their slot's TABLES but the first; -1 where not live."""
+    """Writes the cache slots of these tokens by all of their slot's TABLES but the first; -1 where not live."""
     for number in tl.static_range(1, NUM_TABLES):
         block = tl.load(TABLES + number * table_width + position // BLOCK_SIZE, mask=live & inside, other=0)
         place = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)

@@ -1,4 +1,4 @@
-"""From a request's body to its checked fields."""
+"""Reading of a request's body into checked fields."""
 
 import logging
 from typing import Any

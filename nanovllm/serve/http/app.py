@@ -19,7 +19,7 @@ class Operation(NamedTuple):
     """Handler of a method of a path, and what the API's description says of it."""
 
     handler: Callable[[Front, Call], Awaitable[None]]
-    """What answers the call."""
+    """Function that answers the call."""
     error_body: Callable[[ApiError], bytes] = ApiError.body
     """Makes the bodies of errors."""
     is_admin: bool = False
