@@ -127,8 +127,8 @@ class DeviceIO:
         return self.step_buffer
 
     def post(self, packed: np.ndarray) -> torch.Tensor:
-        """In place of `upload`: puts a packed step where its graph, which must be launched next, will fetch it. Returns
-        that line, int32 [capacity]."""
+        """Puts a packed step where its graph, which must be launched next, will fetch it: the counterpart of `upload`.
+        Returns that line, int32 [capacity]."""
         assert self.mailbox is not None
         if self.is_cuda:
             self._next_index()

@@ -187,7 +187,7 @@ class Answer(Request):
 
 
 def num_numbers(lines: Sequence[bytes | None]) -> int:
-    """How many numbers of 4 bytes are in some lines."""
+    """Number of 4-byte numbers in some lines."""
     return sum(len(line) // 4 for line in lines if line is not None)
 
 

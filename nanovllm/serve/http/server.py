@@ -16,7 +16,7 @@ from nanovllm.serve.options import ServeOptions
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
 _ACCEPTS = 8
-"""Of those, how many asyncio accepts in one turn: it takes some turns to close one that is refused, and the open ones
+"""Connections that asyncio accepts in one turn: it takes some turns to close one that is refused, and the open ones
 need descriptors, of which SPARE_DESCRIPTORS are left."""
 _LAST_WORDS = 0.3  # seconds
 _LOOK = 0.02  # seconds between two looks at what has not left
