@@ -28,6 +28,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 HEADS = {"head_dim": 16}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 7}
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
 LLAMA3 = {
@@ -84,6 +85,8 @@ CASES = {
     ),
     "mistral": Case("Mistral", {"sliding_window": WINDOW, **HEADS}),
     "mistral without windows": Case("Mistral", {"sliding_window": None}),
+    "ministral": Case("Ministral", {**ALTERNATING, **HEADS}),
+    "cwm": Case("Cwm", {**HEADS, "rope_parameters": LLAMA3, "sliding_window": WINDOW, **SPECIAL}),
     "ministral3": Case(
         "Ministral3",
         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3}, **HEADS},

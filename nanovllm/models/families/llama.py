@@ -39,6 +39,12 @@ def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
     return read_decoder(config, generation, query_scaling=scaling, **windows_everywhere(config))
 
 
+def read_cwm(config: ConfigReader, generation: Fields) -> Fields:
+    kinds = [SLIDING if i % 4 else FULL for i in range(config.integer("num_hidden_layers"))]
+    config.require("mlp_bias", False)
+    return read_decoder(config, generation, kinds=kinds, window=config.integer("sliding_window"))
+
+
 def read_smollm3(config: ConfigReader, generation: Fields) -> Fields:
     """Every fourth layer has no rotary embedding; these are the ones that may see a window."""
     count = config.integer("num_hidden_layers")
@@ -116,6 +122,14 @@ _YARN16 = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 _MINISTRAL3 = {"head_dim": 128, "rope_parameters": _YARN16, "rms_norm_eps": 1e-5}
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_CWM = {
+    "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_theta": 1e6,
+    "rope_parameters": _CWM_ROPE, "eos_token_id": [128001, 128008, 128009],
+}  # fmt: skip
 _ERNIE4_5 = {"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _MUSE_NAMES = CheckpointNames(SANDWICH_NORMS, paths={"self_attn.g_proj": "self_attn.gate_proj"})
 _MUSE = {
@@ -127,6 +141,8 @@ HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_no
 FAMILIES = {
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "MinistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "CwmForCausalLM": Family(read_cwm, defaults=_CWM),
     "Ministral3ForCausalLM": Family(read_ministral3, defaults=_MINISTRAL3),
     "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "GraniteForCausalLM": Family(read_granite),
