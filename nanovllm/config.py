@@ -17,6 +17,7 @@ OPTIMISATIONS = {
     "pdl": "no kernel starts before the one before it has ended",
     "mailbox": "decode steps and their tokens are copied between graphs that else fetch and leave them on the host",
     "peer_all_reduce": "NCCL for every all-reduce",
+    "window_groups": "layers with a window keep all tokens, as those without do",
     "two_batch_overlap": "no step runs in two halves, one of which is computed while the ranks sum the other",
     "parallel_compile": "at the first start kernels are compiled one by one, by the engine itself",
     "async_scheduling": "the tokens of a step are there before the next step is scheduled",

@@ -35,7 +35,9 @@ class EngineLoop:
         self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace
         assert self.config.kvcache_block_size
         num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
-        self.scheduler = Scheduler(self.config, num_blocks, block_size, is_dense=model_config.moe is None)
+        self.scheduler = Scheduler(
+            self.config, num_blocks, block_size, is_dense=model_config.moe is None, groups=executor.page_groups
+        )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()

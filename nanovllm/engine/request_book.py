@@ -91,7 +91,7 @@ class RequestBook:
     def _length_limit(self) -> tuple[str, int]:
         assert self.config.max_model_len
         if self._capacity_tokens < self.config.max_model_len:
-            return "KV cache tokens (num_kvcache_blocks * kvcache_block_size)", self._capacity_tokens
+            return "KV cache tokens (by num_kvcache_blocks and kvcache_block_size)", self._capacity_tokens
         return "max_model_len", self.config.max_model_len
 
     def knows_grammar(self, wanted: Mapping[str, Any]) -> bool:

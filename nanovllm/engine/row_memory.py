@@ -63,6 +63,11 @@ class RowMemory:
         """Tokens of the longest row that fits alone."""
         return capacity_tokens(self._held, self.num_blocks, self.block_size)
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that all blocks hold: of one long row, or where windows alone bound a row, of several."""
+        return min(self.capacity_tokens, self.num_blocks * self.block_size)
+
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def fit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> tuple[CachedPrefix, int]:

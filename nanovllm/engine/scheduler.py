@@ -21,7 +21,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import PageGroup, table_width
 from nanovllm.wire.step import UPDATE_SIZE, StepTokens, most_block_updates
 
 _Chunk = tuple[Sequence, int]
@@ -52,10 +52,10 @@ class Scheduler:
         little; one of a mixture of experts reads experts that the decodes do not. `groups`: of its layers, by the
         tokens that they need. `tokens_per_step`: most tokens that a row gains in one step."""
         self.config, self._is_dense = config, is_dense
-        table_width = -(-(config.max_model_len or 0) // block_size)
+        width = table_width(config.max_model_len or 0, block_size, sum(group.num_tables for group in groups))
         self._tokens_per_step = tokens_per_step
         self.memory = RowMemory(
-            num_blocks, block_size, groups, config.enable_prefix_caching, table_width, tokens_per_step
+            num_blocks, block_size, groups, config.enable_prefix_caching, width, tokens_per_step
         )
         self._most_updates = most_block_updates(num_blocks, config.max_num_seqs, self.memory.num_tables)
         self.lookahead = Lookahead(self.memory, tokens_per_step)

@@ -25,6 +25,7 @@ from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
+from nanovllm.wire.state import PageGroup, StateSize
 from nanovllm.wire.step import StepTokens
 
 _BUCKET_BYTES = 256 << 20
@@ -43,6 +44,8 @@ class LocalExecutor:
 
     config: EngineConfig
     """The options, with no "auto" left."""
+    page_groups: tuple[PageGroup, ...]
+    """Layers by the tokens that they need."""
     num_kvcache_blocks: int
     """KV blocks that requests can use: the least that any rank has."""
 
@@ -101,7 +104,9 @@ class LocalExecutor:
                 compiler.wait()
                 compiler.close()
         with self._phase("warm-up"):
-            self.num_kvcache_blocks = min(self.call("measure_kv_cache"))
+            sizes: list[StateSize] = self.call("measure_kv_cache")
+            self.page_groups, self.num_kvcache_blocks = sizes[0].groups, min(size.num_blocks for size in sizes)
+            assert all(size.groups == self.page_groups for size in sizes)
             self.call("allocate_kv_cache", self.num_kvcache_blocks)
         with self._phase("choose kernels"):
             choices = self.runner.choose_kernels()

@@ -120,7 +120,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "vocab_size": model.vocab_size,
         "eos_token_ids": list(model.eos_token_ids),
-        "num_kv_tokens": engine.scheduler.capacity_tokens,
+        "num_kv_tokens": engine.scheduler.memory.num_kv_tokens,
         "block_size": config.kvcache_block_size,
         "startup_seconds": engine.startup_seconds,
         "dtype": config.dtype,

@@ -94,7 +94,7 @@ class RankPlan:
     def blocks(self) -> int:
         """Raises ValueError as an engine does that has no room for one."""
         room = kv_room(self.share, self.used, self.share - self.used, self.reserved)
-        return blocks_that_fit(room, self.block_bytes, self.option)
+        return blocks_that_fit(room, self.block_bytes, self.layout.num_tables, self.option)
 
     @property
     def used(self) -> int:
@@ -102,8 +102,9 @@ class RankPlan:
 
     @property
     def surely_fits(self) -> bool:
-        """A block fits beside what every engine takes that is none of the estimates."""
-        return self.share - self.weights - self.tables - self.reserved["filters"] >= self.block_bytes
+        """A token fits beside what every engine takes that is none of the estimates."""
+        left = self.share - self.weights - self.tables - self.reserved["filters"]
+        return left >= self.layout.num_tables * self.block_bytes
 
     @property
     def tokens(self) -> int:
@@ -124,7 +125,7 @@ def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -
         total = torch.cuda.mem_get_info(device)[1]
         plan = plan_rank(config, model, Gpu(Device.of(device), total))
         if not (plan.surely_fits or config.share_gpus):
-            assert plan.blocks < 1  # which raises
+            assert not plan.blocks  # which raises
         return
     share = host_share(config)
     layers, counts = one_of_each(model, rules_of(config, model, CPU, False), config.dtype)
@@ -158,7 +159,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     }
     mixers = zip(layers.mixers(), counts, strict=True)
     pages = [one for mixer, count in mixers for _ in range(count) for one in mixer.memory]
-    layout = layout_of(pages, config.max_model_len, config.kvcache_block_size, kv_dtype, by_window=False)
+    layout = layout_of(pages, config, kv_dtype)
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
     return RankPlan(

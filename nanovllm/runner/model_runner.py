@@ -45,6 +45,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
@@ -146,10 +147,7 @@ class ModelRunner(WeightCommands):
         self.weights = list(self.model.checkpoint_weights())
         self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
         mixers = self.model.mixers()
-        layout = layout_of(
-            [pages for mixer in mixers for pages in mixer.memory], self.max_model_len, self.block_size, self.kv_dtype,
-            by_window=False,
-        )  # fmt: skip
+        layout = layout_of([pages for mixer in mixers for pages in mixer.memory], config, self.kv_dtype)
         self.state_memory = StateMemory(
             mixers, layout, self.block_size, self.kv_dtype, self.device, self.kernels,
             self.backend.token_major_cache, self.sleepable,
@@ -200,16 +198,20 @@ class ModelRunner(WeightCommands):
                 load_checkpoint(self.weights, tensors, self.device, self._progress, on_share)
 
     @torch.inference_mode()
-    def measure_kv_cache(self) -> int:
-        """Blocks that fit beside the weights, the largest step and the graphs; that step runs here, on one block."""
-        config, per_block = self.config, self.state_memory.block_bytes
+    def measure_kv_cache(self) -> StateSize:
+        """Groups of layers, and blocks that fit beside the weights, the largest step and the graphs; that step runs
+        here, on one block."""
+        return StateSize(self.state_memory.layout.groups, self._blocks_asked_for(self._blocks_that_fit()))
+
+    def _blocks_that_fit(self) -> int:
+        config, per_block, least = self.config, self.state_memory.block_bytes, self.state_memory.layout.num_tables
         if self.device.type == "cpu":
             share, gib = host_share(config), config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
-                return self._blocks_asked_for(int(share / per_block))
+                return int(share / per_block)
             if gib * GIB > share:
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of the memory here")
-            return blocks_that_fit(int(gib * GIB), per_block, f"cpu_kvcache_gib={gib}")
+            return blocks_that_fit(int(gib * GIB), per_block, least, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
             with self.memory.libraries():
                 self.allocate_kv_cache(1)
@@ -227,8 +229,7 @@ class ModelRunner(WeightCommands):
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
-        fits = blocks_that_fit(budget, per_block, option, self.memory.crowded)
-        return self._blocks_asked_for(fits)
+        return blocks_that_fit(budget, per_block, least, option, self.memory.crowded)
 
     def warm_up_attention(self) -> None:
         """Compiles what the backend needs for each kind of attention layer."""
@@ -240,6 +241,8 @@ class ModelRunner(WeightCommands):
         blocks = self.config.num_kvcache_blocks or fits
         if blocks > fits:
             raise ValueError(f"num_kvcache_blocks={blocks}: must be at most the {fits} that fit")
+        if blocks < (least := self.state_memory.layout.num_tables):
+            raise ValueError(f"num_kvcache_blocks={blocks}: must be at least {least}, one for each table of a row")
         return blocks
 
     @torch.inference_mode()
@@ -351,6 +354,7 @@ class ModelRunner(WeightCommands):
             "attention_backend": self.backend.name,
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
+            "kv_cache_groups": self.state_memory.describe(),
             "all_reduce": self.group.all_reduce_name,
             "gemms": describe(self.model, self.planner.rules),
             "exact_bits": self.config.exact_bits,

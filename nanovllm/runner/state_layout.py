@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.config import EngineConfig
 from nanovllm.layers.memory import Pages
 from nanovllm.wire.state import PageGroup, row_blocks
 
@@ -54,23 +55,22 @@ class StateLayout:
         return row_blocks(self.groups, num_tokens, block_size) * block_size * self.token_bytes(dtype)
 
 
-def one_group(layers: Sequence[Pages], window: int | None = None) -> StateLayout:
-    """All layers in one table."""
+def one_group(layers: Sequence[Pages]) -> StateLayout:
+    """All layers in one table, which keeps everything."""
     places = tuple(Place(0, number) for number in range(len(layers)))
-    return StateLayout((PageGroup(window),), (len(layers),), places, tuple(layers))
+    return StateLayout((PageGroup(),), (len(layers),), places, tuple(layers))
 
 
-def layout_of(
-    layers: Sequence[Pages], max_model_len: int, block_size: int, dtype: torch.dtype, by_window: bool = True
-) -> StateLayout:
-    """Groups by window where these save memory of a row of `max_model_len` tokens, and all layers take as much; else
-    one group. dtype: of the cache. by_window: False: one group, whatever the windows."""
+def layout_of(layers: Sequence[Pages], config: EngineConfig, dtype: torch.dtype) -> StateLayout:
+    """Groups by window where these save memory of a row of the longest context, and all layers take as much; else one
+    group. config: no "auto" is left. dtype: of the cache."""
+    assert config.max_model_len and config.kvcache_block_size
     whole = one_group(layers)
-    if not by_window or len({(pages.heads, pages.head_dim) for pages in layers}) != 1:
+    if not config.uses("window_groups") or len({(pages.heads, pages.head_dim) for pages in layers}) != 1:
         return whole
     grouped = _by_window(layers)
-    sizes = [each.row_bytes(max_model_len, block_size, dtype) for each in (whole, grouped)]
-    return grouped if sizes[1] <= (1 - _LEAST_SAVED) * sizes[0] else whole
+    longest = (config.max_model_len, config.kvcache_block_size, dtype)
+    return grouped if grouped.row_bytes(*longest) <= (1 - _LEAST_SAVED) * whole.row_bytes(*longest) else whole
 
 
 def _by_window(layers: Sequence[Pages]) -> StateLayout:

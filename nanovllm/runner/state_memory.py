@@ -24,14 +24,15 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def blocks_that_fit(budget_bytes: int, bytes_per_block: int, option: str, because: str = "") -> int:
+def blocks_that_fit(budget_bytes: int, bytes_per_block: int, least: int, option: str, because: str = "") -> int:
     """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value), and `because` of
-    what the budget is so small, where there is no room for one."""
+    what the budget is so small, where there is no room for the `least`, with one for each table of a row."""
     blocks = budget_bytes // bytes_per_block
-    if blocks < 1:
+    if blocks < least:
+        needed = f"{_size(least * bytes_per_block)} ({'one block' if least == 1 else f'{least} blocks'})"
         raise ValueError(
-            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {_size(bytes_per_block)} "
-            f"(one block){because and f': {because}'}"
+            f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {needed}"
+            f"{because and f': {because}'}"
         )
     return int(blocks)
 
@@ -53,6 +54,17 @@ class StateMemory:
     def block_bytes(self) -> int:
         """Bytes of one block, of whatever table."""
         return self._block_size * self.layout.token_bytes(self._dtype)
+
+    def describe(self) -> list[dict[str, int | None]]:
+        """Entries of engine_info, one for each group."""
+        layout = self.layout
+        return [
+            {
+                "window": group.window, "layers": layers, "tables": group.num_tables,
+                "token_bytes": group.num_tables * layout.token_bytes(self._dtype), "block_bytes": self.block_bytes,
+            }
+            for group, layers in zip(layout.groups, layout.group_layers, strict=True)
+        ]  # fmt: skip
 
     def allocate(self, num_blocks: int) -> None:
         """Allocates blocks, and gives each layer its part of them.

@@ -25,6 +25,14 @@ class PageGroup(NamedTuple):
         return most if self.window is None else min(most, -(-(self.window - 1) // block_size) + 1)
 
 
+class StateSize(NamedTuple):
+    """Memory of one rank for the rows' keys and values."""
+
+    groups: tuple[PageGroup, ...]
+    num_blocks: int
+    """Blocks of whatever table."""
+
+
 def row_blocks(groups: Iterable[PageGroup], num_tokens: int, block_size: int) -> int:
     """Most blocks that a row of up to `num_tokens` holds while it decodes."""
     return sum(group.num_tables * group.most_blocks(num_tokens, block_size) for group in groups)

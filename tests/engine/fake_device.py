@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nanovllm.wire.state import PageGroup
 from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, StepTokens, block_copies
 
 VOCAB_SIZE = 16
@@ -34,9 +35,14 @@ class FakeDevice:
     """State by slot, block tables and a KV store, fed by packed steps."""
 
     def __init__(
-        self, max_num_seqs: int, num_blocks: int, block_size: int, gain: Callable[[int], int] | None = None
-    ) -> None:
-        """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many."""
+        self, max_num_seqs: int, num_blocks: int, block_size: int, gain: Callable[[int], int] | None = None,
+        groups: tuple[PageGroup, ...] = (PageGroup(),), table_width: int = 1 << 20,
+    ) -> None:  # fmt: skip
+        """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many. groups: of the
+        layers; a layer of each table attends to its own blocks."""
+        self.windows = [group.window for group in groups for _ in range(group.num_tables)]
+        """By table."""
+        self._table_width = table_width
         self.max_num_seqs, self._gain = max_num_seqs, gain
         self.block_size = block_size
         self.last_token: list[int | None] = [None] * max_num_seqs
@@ -109,10 +115,11 @@ class FakeDevice:
                 node = self._descend(node, token)
                 if position < self.num_computed[slot]:
                     nodes[row] = node
-                place = self._place(slot, position)
-                assert place not in written, f"two rows write {place}"
-                written.add(place)
-                self.kv[place[0]][place[1]] = (self.weights_version, node)
+                for table in range(len(self.windows)):
+                    place = self._place(slot, position, table)
+                    assert place not in written, f"two rows write {place}"
+                    written.add(place)
+                    self.kv[place[0]][place[1]] = (self.weights_version, node)
             if num_decodes <= row < num_samples:
                 gained.append([self._sample(slot, nodes[row])])
         for slot, start in zip(slots, starts, strict=True):
@@ -143,20 +150,30 @@ class FakeDevice:
         self.last_token[slot] = int(record[4])
         self.num_computed[slot] = int(record[5])
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
+    def _place(self, slot: int, position: int, table: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
-        return self.block_table[slot][index], offset
+        assert index < self._table_width
+        return self.block_table[slot][table * self._table_width + index], offset
 
     def _prefix(self, slot: int, length: int) -> int:
-        """The text that the slot's KV holds for positions 0..length-1; every entry must continue the one before."""
-        node = ROOT
-        for position in range(length):
-            entry = self.kv[self._place(slot, position)[0]][position % self.block_size]
+        """The text that the slot's KV holds for positions 0..length-1, the same in each table."""
+        [node] = {self._prefix_in(slot, length, table, window) for table, window in enumerate(self.windows)}
+        return node
+
+    def _prefix_in(self, slot: int, length: int, table: int, window: int | None) -> int:
+        """Every entry that the token at `length` sees must continue the one before."""
+        first = 0 if window is None else max(0, length - window + 1)
+        node = ROOT if first == 0 else None
+        for position in range(first, length):
+            block, offset = self._place(slot, position, table)
+            entry = self.kv[block][offset]
             assert entry is not None, f"slot {slot} reads position {position} before it is written"
             version, found = entry
             assert version == self.weights_version, f"slot {slot} reads position {position} of older weights"
-            assert self._parent[found] == node and found != ROOT, f"slot {slot} reads another text at {position}"
+            goes_on = found != ROOT and node in (None, self._parent[found])
+            assert goes_on, f"slot {slot} reads another text at {position}"
             node = found
+        assert node is not None, "a window of one token alone does not say which text it is"
         return node
 
     def _descend(self, node: int, token: int) -> int:

@@ -14,6 +14,7 @@ from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
+from nanovllm.wire.state import PageGroup, table_width
 from nanovllm.wire.step import StepTokens, most_block_updates, packed_capacity
 
 
@@ -92,12 +93,13 @@ class Simulation:
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, tokens_per_step: int = 1,
-        gain: Callable[[int], int] | None = None, **options: object,
+        gain: Callable[[int], int] | None = None, groups: tuple[PageGroup, ...] = (PageGroup(),), **options: object,
     ) -> None:  # fmt: skip
-        """`gain`: see FakeDevice."""
-        self.config = EngineConfig.from_options("model", **options)
-        self.scheduler = Scheduler(self.config, num_blocks, block_size, tokens_per_step=tokens_per_step)
-        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain)
+        """`gain`, `groups`: see FakeDevice."""
+        self.config = EngineConfig.from_options("model", **{"max_model_len": 1 << 16, **options})
+        self.scheduler = Scheduler(self.config, num_blocks, block_size, groups=groups, tokens_per_step=tokens_per_step)
+        width = table_width(1 << 16, block_size, sum(group.num_tables for group in groups))
+        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width)
         self.depth = depth
         self.pipeline: deque[tuple[StepPlan, StepTokens]] = deque()
         self.requests: dict[int, Request] = {}
@@ -236,8 +238,9 @@ class Simulation:
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
         config, num_blocks = self.config, self.scheduler.memory.num_blocks
-        assert len(plan.block_updates) <= 3 * most_block_updates(num_blocks, config.max_num_seqs)
-        capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        num_tables = len(self.device.windows)
+        assert len(plan.block_updates) <= 3 * most_block_updates(num_blocks, config.max_num_seqs, num_tables)
+        capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens, num_tables)
         assert len(plan.pack(config.max_num_seqs)) <= capacity
         assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
         assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs

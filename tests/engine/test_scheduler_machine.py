@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from simulation import Request, Simulation, Watcher
 
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.wire.state import PageGroup
 
 BLOCK_SIZE = 4
 SHARED_PREFIXES = [[], [1] * 8, [1] * 16, [1] * 5, [2, 3] * 6, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]]
@@ -38,13 +39,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     simulation: Simulation
     highest_num_blocks = 14
     tokens_per_step = st.just(1)
+    groups = st.just((PageGroup(),))
 
     @initialize(data=st.data(), chosen=options)
     def start(self, data: Any, chosen: dict[str, Any]) -> None:
         several = data.draw(self.tokens_per_step, "tokens_per_step")
         choose = random.Random(data.draw(st.integers(0, 99), "gains"))
+        groups = data.draw(self.groups, "groups")
+        least = sum(group.num_tables for group in groups)
         self.simulation = Simulation(
-            num_blocks=data.draw(st.integers(1, self.highest_num_blocks), "num_blocks"),
+            num_blocks=data.draw(st.integers(least, least * self.highest_num_blocks), "num_blocks"),
+            groups=groups,
             block_size=BLOCK_SIZE,
             depth=data.draw(st.integers(1, 2), "depth"),
             tokens_per_step=several,
@@ -115,6 +120,23 @@ class SeveralTokensMachine(SchedulerMachine):
     tokens_per_step = st.integers(2, 9)
 
 
+class WindowsMachine(SchedulerMachine):
+    """Layers that need the last tokens alone: rows leave blocks behind, others take them, and hits end in windows."""
+
+    highest_num_blocks = 12
+    groups = st.sampled_from(
+        [
+            (PageGroup(), PageGroup(6)),
+            (PageGroup(), PageGroup(4, num_tables=3)),
+            (PageGroup(num_tables=2), PageGroup(2), PageGroup(9, num_tables=2)),
+            (PageGroup(5),),
+            (PageGroup(3, num_tables=2), PageGroup(11)),
+        ]
+    )
+    tokens_per_step = st.sampled_from([1, 1, 1, 4])
+
+
 TestTinyMemory = SchedulerMachine.TestCase
 TestSeveralTokens = SeveralTokensMachine.TestCase
+TestWindows = WindowsMachine.TestCase
 TestRoomyMemory = RoomySchedulerMachine.TestCase
