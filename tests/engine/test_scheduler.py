@@ -351,14 +351,15 @@ def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     simulation.run_to_end()
 
 
-def test_after_a_reset_nothing_computed_before_is_shared() -> None:
-    simulation = Simulation(block_size=32, max_num_batched_tokens=40, long_prefill_token_threshold=0)
-    simulation.add([1] * 90, max_tokens=60)
-    for _ in range(2):
-        simulation.launch()
-        simulation.collect()
+@pytest.mark.parametrize(("block_size", "num_prompt_tokens"), [(32, 90), (128, 100)])
+def test_after_a_reset_nothing_computed_before_is_shared(block_size: int, num_prompt_tokens: int) -> None:
+    """Neither whole blocks nor the begun one that the step before the reset wrote."""
+    simulation = Simulation(block_size=block_size, max_num_batched_tokens=80, long_prefill_token_threshold=0)
+    simulation.add([1] * num_prompt_tokens, max_tokens=20)
+    simulation.launch()
+    simulation.collect()
     simulation.scheduler.reset_prefix_cache()
-    late = simulation.add([1] * 90)
+    late = simulation.add([1] * num_prompt_tokens)
     simulation.step()
     simulation.step()
     assert late.seq.num_cached_tokens == 0
