@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import msgspec
 
-from nanovllm.serve.api import shapes
-
 _MOST_MESSAGE = 1000  # characters
 _NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
 
@@ -24,8 +22,8 @@ class ApiError(Exception):
             self.type = "rate_limit_error"
 
     def body(self) -> bytes:
-        error = shapes.Error(self.message, self.type, self.param, self.code)
-        return msgspec.json.encode(shapes.ErrorAnswer(error))
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the response. (OpenAI's clients repeat a request after a 408 by themselves, and so treble a load

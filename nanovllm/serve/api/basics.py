@@ -1,12 +1,10 @@
 """The small endpoints: models, health, version, load, metrics, tokenize, detokenize."""
 
+from typing import Any
 from urllib.parse import unquote
-
-import msgspec
 
 import nanovllm
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.chat import encode
 from nanovllm.serve.api.reading import read
@@ -22,39 +20,38 @@ async def health(front: Front, call: Call) -> None:
     """200 when requests are served, or wait for new weights; 503 while the engine loads, while the server drains, when
     it has failed, while no engine gives a sign of life, and when a trainer has sent nothing for too long."""
     state, wait, now = front.admission.state, front.admission.weight_wait, front.now()
-    if state == "ready" and front.engines.silent_for > _SILENT_SECONDS:
-        await call.respond_json(shapes.Health("silent"), 503)
-        return
-    if state == "ready":
+    if state != "ready":
+        progress = front.admission.progress if state == "loading" else ()
+        await call.respond_json({"status": state, **dict(zip(("stage", "percent"), progress, strict=False))}, 503)
+    elif front.engines.silent_for > _SILENT_SECONDS:
+        await call.respond_json({"status": "silent"}, 503)
+    else:
         waiting, is_over = wait.text(now), wait.is_over(now)
-        answer = shapes.Health("incomplete" if is_over else "ok", waiting or msgspec.UNSET)
+        answer = {"status": "incomplete" if is_over else "ok", **({"stage": waiting} if waiting else {})}
         await call.respond_json(answer, 503 if is_over else 200)
-        return
-    progress = front.admission.progress if state == "loading" else ()
-    await call.respond_json(shapes.Health(state, *progress), 503)
 
 
 async def version(front: Front, call: Call) -> None:
-    await call.respond_json(shapes.Version(nanovllm.__version__))
+    await call.respond_json({"version": nanovllm.__version__})
 
 
 async def load(front: Front, call: Call) -> None:
     stats = front.metrics.engine
-    loads = front.streams.num_rows, stats.num_running, stats.num_waiting, stats.kv_cache_usage
-    await call.respond_json(shapes.Load(*loads))
+    counts = {"running": stats.num_running, "waiting": stats.num_waiting, "kv_cache_usage": stats.kv_cache_usage}
+    await call.respond_json({"server_load": front.streams.num_rows, **counts})
 
 
 async def metrics(front: Front, call: Call) -> None:
     await call.respond(front.metrics.text(), content_type=_METRICS_TYPE)
 
 
-def _model(front: Front, name: str) -> shapes.Model:
-    limit = front.model.info.get("max_model_len")
-    return shapes.Model(name, "model", front.model.created, "nanovllm", front.model.path, limit)
+def _model(front: Front, name: str) -> dict[str, Any]:
+    about = {"created": front.model.created, "owned_by": "nanovllm", "root": front.model.path}
+    return {"id": name, "object": "model", **about, "max_model_len": front.model.info.get("max_model_len")}
 
 
 async def models(front: Front, call: Call) -> None:
-    await call.respond_json(shapes.Models("list", [_model(front, name) for name in front.model.names]))
+    await call.respond_json({"object": "list", "data": [_model(front, name) for name in front.model.names]})
 
 
 async def model(front: Front, call: Call) -> None:
@@ -83,10 +80,11 @@ async def tokenize(front: Front, call: Call) -> None:
         text, special = fields.prompt, fields.add_special_tokens is not False
         check_characters(front.model, len(text), "prompt")
         ids = await front.pool.run(call, lambda: front.model.tokenizer.encode(text, special), len(text))
-    answer = shapes.Tokens(len(ids), front.model.info["max_model_len"], ids, None)
+    names = None
     if fields.return_token_strs:
-        answer.token_strs = [front.model.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
-    await call.respond_json(answer)
+        names = [front.model.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
+    about = {"count": len(ids), "max_model_len": front.model.info["max_model_len"]}
+    await call.respond_json({**about, "tokens": ids, "token_strs": names})
 
 
 async def detokenize(front: Front, call: Call) -> None:
@@ -98,4 +96,4 @@ async def detokenize(front: Front, call: Call) -> None:
     if max(fields.tokens, default=0) >= vocab:
         raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
     text = await front.pool.run(call, lambda: front.model.tokenizer.decode(fields.tokens, False), len(fields.tokens))
-    await call.respond_json(shapes.Prompt(text))
+    await call.respond_json({"prompt": text})

@@ -59,7 +59,7 @@ class ChatAnswer(Answer):
         return b'{"index":%d,"delta":{"content":' % index
 
     def head(self, completion: Completion) -> bytes:
-        delta = shapes.Delta("assistant", "")
+        delta = {"role": "assistant", "content": ""}
         choice = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._event(choice, **({"prompt_token_ids": self.prompts[0]} if self.fields.return_token_ids else {}))
 
@@ -76,7 +76,7 @@ class ChatAnswer(Answer):
                 return b""
             if len(found) == 1 and found[0].kind == "content" and not self.usage_in_chunks:
                 return completion.prefix + msgspec.json.encode(found[0].text) + self.fast_suffix
-        *before, last = [_delta(each) for each in joined(found)] or [shapes.Delta()]
+        *before, last = [_delta(each) for each in joined(found)] or [{}]
         shape = {"index": completion.index, "finish_reason": None, "logprobs": None}
         events = [self._event({**shape, "delta": delta}) for delta in before]
         choice = {"delta": last, "logprobs": self._logprobs(completion)}
@@ -107,10 +107,8 @@ class ChatAnswer(Answer):
             usage.completion_tokens_details = shapes.OutputDetails(count)
         return usage
 
-    def _logprobs(self, completion: Completion) -> shapes.ChatLogprobs | None:
-        if completion.lines is None:
-            return None
-        return shapes.ChatLogprobs(self.entries(completion.lines), None)
+    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        return None if completion.lines is None else {"content": self.entries(completion.lines), "refusal": None}
 
     def entries(self, lines: list[bytes]) -> list[shapes.ContentToken]:
         """Log-probabilities as chats show them."""
@@ -120,38 +118,39 @@ class ChatAnswer(Answer):
 Answered = TypeVar("Answered", bound=ChatAnswer)
 
 
-def _delta(found: Delta) -> shapes.Delta:
+def _delta(found: Delta) -> dict[str, Any]:
     """A reader's piece as a chunk's delta. Reasoning goes out under both names that clients know."""
     if found.kind == "reasoning":
-        return shapes.Delta(reasoning_content=found.text, reasoning=found.text)
+        return {"reasoning_content": found.text, "reasoning": found.text}
     if found.kind == "content":
-        return shapes.Delta(content=found.text)
-    call = _call(found) if found.kind == "call" else shapes.ToolCall(function=shapes.Function(arguments=found.text))
-    call.index = found.call_index
-    return shapes.Delta(tool_calls=[call])
+        return {"content": found.text}
+    call = _call(found) if found.kind == "call" else {"function": {"arguments": found.text}}
+    return {"tool_calls": [{"index": found.call_index, **call}]}
 
 
-def _call(found: Delta) -> shapes.ToolCall:
+def _call(found: Delta) -> dict[str, Any]:
     """A call that has begun."""
-    return shapes.ToolCall(id=found.id, type="function", function=shapes.Function(name=found.name, arguments=""))
+    return {"id": found.id, "type": "function", "function": {"name": found.name, "arguments": ""}}
 
 
-def _message(found: list[Delta]) -> shapes.Message:
-    """Message made of all that was found in a whole answer."""
+def _message(found: list[Delta]) -> dict[str, Any]:
+    """The message of a whole answer, from all that was found in it."""
     content = "".join(each.text for each in found if each.kind == "content")
     reasoning = "".join(each.text for each in found if each.kind == "reasoning")
-    calls: list[shapes.ToolCall] = []
+    calls: list[dict[str, Any]] = []
     for each in found:
         if each.kind == "call":
             calls.append(_call(each))
         elif each.kind == "arguments":
-            calls[each.call_index].function.arguments += each.text
-    message = shapes.Message("assistant", content if content or not calls else None, reasoning=None, refusal=None)
-    if reasoning:
-        message.reasoning_content = message.reasoning = reasoning
-    if calls:
-        message.tool_calls = calls
-    return message
+            calls[each.call_index]["function"]["arguments"] += each.text
+    return {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        "reasoning": reasoning or None,
+        **({"tool_calls": calls} if calls else {}),
+        "refusal": None,
+    }
 
 
 def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str, Any]:

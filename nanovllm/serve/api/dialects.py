@@ -4,7 +4,7 @@ engine requests as chat completions."""
 
 import msgspec
 
-from nanovllm.serve.api import anthropic, responses, shapes
+from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import answer, check_size
 from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
@@ -97,7 +97,7 @@ async def count_tokens(front: Front, call: Call) -> None:
     counted = read(front, call, anthropic.CountFields, body)
     fields = read(front, call, api.ChatFields, anthropic.chat_request(counted))
     _, ids = await encode(front, call, fields)
-    await call.respond_json(shapes.InputTokens(len(ids)))
+    await call.respond_json({"input_tokens": len(ids)})
 
 
 def message_error(error: ApiError) -> bytes:

@@ -237,7 +237,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
         wanted = "in the range of float64"
     parts = re.findall(r"[^.\[\]]+", path)
     if what.startswith("Invalid enum value"):
-        wanted = "one of " + ", ".join(map(repr, _choices(kind, parts)))
+        choices = [*map(repr, _choices(kind, parts))]
+        wanted = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     found: Any = body
     for part in parts:
         found = found[int(part)] if isinstance(found, list) else found[part]

@@ -37,22 +37,23 @@ class GenerateAnswer(Answer):
         completion.ids, completion.lines = [], None if completion.lines is None else []
         return self._event(choice)
 
-    def _choice(self, completion: Completion) -> shapes.GeneratedChoice:
+    def _choice(self, completion: Completion) -> dict[str, Any]:
         lines, reason = completion.lines, completion.finish_reason
-        logprobs = None if lines is None else shapes.IdLogprobs(id_entries(lines, self.k or 0))
-        found = shapes.GeneratedChoice(completion.index, completion.ids or [], logprobs, reason)  # type: ignore[arg-type]
+        logprobs = None if lines is None else {"content": id_entries(lines, self.k or 0)}
+        ids = completion.ids or []
+        found = {"index": completion.index, "token_ids": ids, "logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
             versions = completion.weight_versions or [(0, 0, completion.num_tokens)]
-            found.weight_versions = [shapes.WeightSpan(str(version), begin, end) for version, begin, end in versions]
-            found.stop_reason = completion.stop_reason
+            found["stop_reason"] = completion.stop_reason
+            found["weight_versions"] = [{"version": str(v), "start": begin, "end": end} for v, begin, end in versions]
         if self.params.get("sampling_mask"):
-            found.sampling_mask = [None if ids is None else _written(ids) for ids in completion.kept]
+            found["sampling_mask"] = [None if ids is None else _written(ids) for ids in completion.kept]
         return found
 
     def response(self) -> bytes:
+        about = {"request_id": self.id, "output_mode": "tokens", "created": self.created, "model": self.model}
         choices = [self._choice(each) for each in self.completions]
-        body = shapes.Generated(self.id, "tokens", self.created, self.model, choices, self.usage(), **self.of_prompt(0))
-        return msgspec.json.encode(body)
+        return msgspec.json.encode({**about, "choices": choices, "usage": self.usage(), **self.of_prompt(0)})
 
 
 def _written(ids: bytes) -> list[int]:
