@@ -169,7 +169,7 @@ def test_published_names_get_dummy_weights(tmp_path: Path) -> None:
         (["--output-len", "x"], "--output-len: 'x': must be LOW-HIGH"),
         (["--model", "7B"], "--model 7B: no such folder, no hub id (owner/name), not demo and not one of 0.6B"),
         (["--num-seqs", "0"], "--num-seqs"),
-        (["--json", "/nowhere/result.json"], "--json /nowhere/result.json: must be a file in a folder that is there"),
+        (["--json", "/nowhere/result.json"], "--json /nowhere/result.json: must be a file in an existing folder"),
     ],
 )
 def test_mistakes_are_named(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, 
     config = replace(config, model=str(folder))
     model = read_model_config(replace(config, tensor_parallel_size=1))
     if model.implementation != "native":
-        refuse("model", named, "of an architecture of ours: transformers' modules are not planned")
+        refuse("model", named, "an architecture with our own layers (model_impl='native')")
     headers = headers_of_hub(named, config.revision) if is_remote else headers_of_folder(folder)
     if not headers:
         return config, model, ["no weights there: from config.json alone"]

@@ -115,14 +115,14 @@ class Results:
                     record = json.loads(line)
                     self._count(record)
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f"{self._path}: line {number} is no result of run-batch") from None
+                    raise ValueError(f"{self._path}: line {number} is not a result of run-batch") from None
                 end += len(line)
         return end
 
     def has(self, number: int, line: bytes) -> bool:
         """Whether line `number` of the input is answered. Raises ValueError where another line was."""
         if number in self.finished and self.finished[number] != _custom_id(line):
-            raise ValueError(f"the results there are of another input: line {number} has another custom_id")
+            raise ValueError(f"the results are those of another input: line {number} has another custom_id")
         return number in self.finished
 
     def append(self, record: dict[str, Any]) -> None:
@@ -251,7 +251,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
         raise ValueError(f"max_concurrency={given.max_concurrency}: must be >= 1")
     with open(given.input, "rb") as lines:
         if os.path.exists(given.output) and os.path.samefile(given.input, given.output):
-            raise ValueError(f"{given.output}: input and output are one file")
+            raise ValueError(f"{given.output}: input and output must be different files")
         with contextlib.closing(Results(Path(given.output))) as results:
             finished = [results.has(number, line) for number, line in enumerate(lines, 1) if line.strip()]
             if not all(finished):

@@ -17,7 +17,7 @@ class FairLock:
     def __enter__(self) -> None:
         """Raises RuntimeError where this thread has the lock already: it would wait for itself."""
         if self._owner == threading.get_ident():  # a signal's handler in mid-step, or load_weights' own iterable
-            raise RuntimeError("this engine is in the middle of a call of this thread, and cannot begin another in it")
+            raise RuntimeError("this thread is already in a call of this engine")
         try:
             with self._next:
                 self._lock.acquire()

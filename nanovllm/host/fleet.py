@@ -375,11 +375,11 @@ class Fleet:
         elif self.num_restarts[number] < self._most_restarts:
             self.num_restarts[number] += 1
             when = " with the next weights" if self._weights_replaced else ""
-            logger.warning("replica %d was lost and is started again%s: %s", number, when, reason)
+            logger.warning("replica %d was lost and is being restarted%s: %s", number, when, reason)
             self._lost.append(number)
             self._start_lost()
         else:
-            logger.warning("replica %d was lost, and the others go on without it: %s", number, reason)
+            logger.warning("replica %d was lost; the others continue without it: %s", number, reason)
         if not self._there and (self._weights_replaced or not self._lost):
             self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
         for request_id in reversed(bound):
@@ -402,4 +402,4 @@ class Fleet:
                 self._restart(number)
                 self._there.add(number)
             except OSError as error:  # what took it, a lack of memory say, may keep a process from starting
-                logger.warning("replica %d cannot be started, and the others go on without it: %s", number, error)
+                logger.warning("replica %d cannot be restarted; the others continue without it: %s", number, error)

@@ -42,7 +42,7 @@ class StepWatch:
                 waited += _LOOK
             else:
                 step, waited = self._begun, 0.0
-        print(f"nanovllm: a {self._what} has not ended for {self._seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"nanovllm: a {self._what} has not finished for {self._seconds:.0f} s", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 

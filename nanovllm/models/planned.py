@@ -21,7 +21,7 @@ def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausa
     """Model of rank 0 of rules.world, without memory behind it. dtype: of activations, by torch's name. Raises
     ValueError as building an engine's model does."""
     if config.implementation != "native":
-        raise ValueError(f"{config.architecture}: transformers computes it, nothing of it is planned")
+        raise ValueError(f"{config.architecture}: transformers computes it, so there is no kernel plan")
     multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
     group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
     kernels, backend = select_kernels("cpu"), cast(Any, None)

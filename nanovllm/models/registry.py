@@ -182,7 +182,7 @@ def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
     from nanovllm.models.transformers_model import is_known
 
     if is_known({**raw, **config.hf_overrides}):
-        logger.warning("%s is no architecture of ours: transformers computes it, which is slow (model_impl)", found[0])
+        logger.warning("%s is unknown here: transformers computes it, which is slow (model_impl)", found[0])
         return True
     return False
 

@@ -79,7 +79,7 @@ class TensorParallelGroup:
             if self._share_gpus:
                 raise  # graphs cannot hold sums over the host
             if self.rank == 0:
-                logger.warning("all-reduce goes through %s alone: %s", self._library, reason)
+                logger.warning("all-reduce uses %s only: %s", self._library, reason)
 
     @property
     def peer_bytes(self) -> int:

@@ -92,7 +92,7 @@ class HostMemory:
         while min(self._counters.tolist()) < self._count:
             looks += 1
             if self._is_aborted:
-                raise RuntimeError("another rank is gone")
+                raise RuntimeError("another rank has died")
             if looks > _YIELDS:
                 time.sleep(_REST)
             elif looks > _LOOKS:

@@ -370,7 +370,7 @@ class ModelRunner(WeightCommands):
         if failed:
             self.group.abort()
             if not self.memory.is_idle_within(_LAST_WAIT):
-                logger.warning("the device did not come to rest within %g s: its memory stays taken", _LAST_WAIT)
+                logger.warning("the device did not become idle within %g s: its memory is not freed", _LAST_WAIT)
                 return
         if self.graphs is not None:
             self.graphs.clear()  # before the communicators that they captured

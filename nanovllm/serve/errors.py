@@ -57,8 +57,8 @@ def refusing() -> Iterator[None]:
 
 
 def server_error() -> ApiError:
-    """Says nothing of its cause: that is for the log."""
-    return ApiError(500, "the server has made a mistake; its log says more", "internal_error")
+    """Error without a cause, which only the log has; the x-request-id of the response finds it there."""
+    return ApiError(500, "internal server error; see the server log", "internal_error")
 
 
 def engine_dead() -> ApiError:

@@ -63,7 +63,7 @@ def _free_path(path: str) -> str:
     """An earlier server may have left its socket: it goes. A file of another kind stays."""
     if os.path.exists(path):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise OSError(f"{path} is there, and no socket")
+            raise OSError(f"{path} exists and is not a socket")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             try:
@@ -210,7 +210,7 @@ class _Life:
             logger.info("sampling defaults of the model: %s", model.defaults)
         local = options.uds is not None or options.host in ("127.0.0.1", "localhost", "::1")
         if not local and not options.api_keys:
-            logger.warning("anybody who reaches %s can use it: no --api-key is set", options.host)
+            logger.warning("no --api-key is set: anyone who reaches %s can use it", options.host)
         logger.info(
             "ready: %s serves %s, context %d tokens, KV cache %d tokens, after %.1f s",
             *(self._url(), model.name, model.info["max_model_len"], model.info["num_kv_tokens"]),
@@ -232,7 +232,7 @@ class _Life:
         end = front.now() + patience
         front.admission.become("draining")
         if count := len(front.streams.requests):
-            logger.info("shutting down: %d requests get up to %.0f s (again: at once)", count, patience)
+            logger.info("shutting down: %d requests get %.0f s to finish (a second signal ends them)", count, patience)
         while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
             await asyncio.sleep(_LOOK)
         front.fail(errors.shutting_down())

@@ -41,7 +41,7 @@ class ChatTemplate:
             tree = self._environment.parse(source)
             self._template = self._environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ValueError(f"chat_template: is no valid jinja2: {error}") from error
+            raise ValueError(f"chat_template: not valid jinja2: {error}") from error
         self._fixed = _OWN_VARIABLES.union(self._special_tokens, self._environment.globals)
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""

@@ -126,7 +126,7 @@ def test_results_of_something_else(server: Server, tmp_path: Path) -> None:
     out.write_text("notes\n")
     file = write(tmp_path / "in", [completion("a"), completion("b")])
     done = nanovllm("run-batch", file, str(out), "--url", server.url)
-    assert done.returncode == 2 and "no result of run-batch" in done.stderr
+    assert done.returncode == 2 and "not a result of run-batch" in done.stderr
     write(out, [{"id": "batch_req_1", "custom_id": "other", "response": None, "error": None}])
     done = nanovllm("run-batch", file, str(out), "--url", server.url)
     assert done.returncode == 2 and "another input" in done.stderr

@@ -77,6 +77,6 @@ def test_an_exception_while_waiting_leaves_it_to_its_owner() -> None:
 
 def test_a_thread_that_has_it_cannot_get_it_again() -> None:
     lock = FairLock()
-    with lock, pytest.raises(RuntimeError, match="in the middle of a call"), lock:
+    with lock, pytest.raises(RuntimeError, match="already in a call"), lock:
         pass
     assert is_free(lock)

@@ -29,4 +29,4 @@ def test_a_step_that_does_not_end() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", CODE], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "alive\n")
-    assert "a step has not ended for" in done.stderr and "in hang" in done.stderr
+    assert "a step has not finished for" in done.stderr and "in hang" in done.stderr

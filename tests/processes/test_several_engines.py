@@ -63,7 +63,7 @@ def test_a_call_from_within_a_call_is_refused(tiny: str, mark: str) -> None:
 
         def interrupted_launch(packed: Any) -> None:
             for call in (lambda: token_ids(llm, [6] * 9), llm.step, lambda: llm.load_weights([])):
-                with pytest.raises(RuntimeError, match="in the middle of a call of this thread"):
+                with pytest.raises(RuntimeError, match="this thread is already in a call"):
                     call()
                 refused.append(call)
             launch(packed)

@@ -113,7 +113,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
             timer.join()
             replace_second_node(cluster)
     assert wait_until(lambda: not actors(cluster)), "actors are left"
-    assert "was lost and is started again: ActorDiedError" in caplog.text
+    assert "was lost and is being restarted: ActorDiedError" in caplog.text
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_template_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="chat_template: is no valid jinja2"):
+    with pytest.raises(ValueError, match="chat_template: not valid jinja2"):
         ChatTemplate("{% if %}")
 
 

@@ -137,7 +137,7 @@ def check(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
     if min(args.num_seqs, args.repeats, args.batch_size) < 1:
         parser.error("--num-seqs, --repeats and --batch-size must be at least 1")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        parser.error(f"--json {args.json}: must be a file in a folder that is there")
+        parser.error(f"--json {args.json}: must be a file in an existing folder")
     try:
         args.decode_stall = None if args.decode_stall is None else parse_stall(args.decode_stall)
     except ValueError as error:

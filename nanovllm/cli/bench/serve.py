@@ -91,7 +91,7 @@ class Bench:
                 async for now, event in events:
                     self._take(found, now, event)
             if not found.times:
-                found.error = "no token came"
+                found.error = "the server sent no tokens"
         except OSError as error:
             found.error = str(error)
         return found

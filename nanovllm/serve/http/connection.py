@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self.refuse(ApiError(400, "this is no HTTP request", "invalid_http"))
+            self.refuse(ApiError(400, "not an HTTP request", "invalid_http"))
         if self._in_headers and self._received > limits.HEADER_BYTES:
             self.refuse(_headers_too_large())
         if self._waiting and self._reads_on and not self._refused:
@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
             if self._held_bytes > limits.BODY_BYTES:
                 self._stop_parsing(_body_too_large())
             if shared.body_bytes > limits.BODIES_BYTES:
-                self._stop_parsing(ApiError(503, "the server is receiving too much at once", "server_overloaded"))
+                self._stop_parsing(ApiError(503, "the server is receiving too many bytes at once", "server_overloaded"))
             call.take(body)
         if self._timer is not None and self._loop.time() > self._timer.when() - limits.BODY_SECONDS + 1.0:
             self._watch(limits.BODY_SECONDS, _body_too_slow())
@@ -328,4 +328,4 @@ def _body_too_large() -> ApiError:
 
 
 def _body_too_slow() -> ApiError:
-    return ApiError(408, "the rest of the body did not come in time", "request_timeout")
+    return ApiError(408, "the request's body did not arrive in time", "request_timeout")

@@ -58,7 +58,7 @@ def term(wanted: StructuredOutput) -> str:
             check_text("json", text)
             return json_term(json.loads(text))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"structured_outputs.json: is no JSON schema: {short(error)}") from None
+            raise ValueError(f"structured_outputs.json: not a JSON schema: {short(error)}") from None
     if wanted.json_object:
         return json_term({"type": "object"})
     if wanted.choice is not None:
