@@ -118,7 +118,7 @@ class WorkerProcesses:
         self._doorbells.append(bell_write)
         fds = (theirs.fileno(), memory, bell_read, self.store)
         try:
-            process = start_python(_WORKER_MODULE, str(rank), *map(str, fds), pass_fds=fds)
+            process = start_python(_WORKER_MODULE, *map(str, (rank, *fds, os.getpid())), pass_fds=fds)
         finally:
             theirs.close()
             os.close(bell_read)

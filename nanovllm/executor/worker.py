@@ -1,5 +1,5 @@
-"""A worker: `python -m nanovllm.executor.worker RANK CONTROL_FD MEMORY_FD DOORBELL_FD STORE_FD`, started by
-processes.py. It reads a command, carries it out, and answers if it was a call."""
+"""A worker: `python -m nanovllm.executor.worker RANK CONTROL_FD MEMORY_FD DOORBELL_FD STORE_FD PARENT`,
+started by processes.py. It reads a command, carries it out, and answers if it was a call."""
 
 import os
 import pickle
@@ -18,11 +18,12 @@ _LOOK_SECONDS = 0.5
 _SPIN_SECONDS = 2.0  # for which a worker of a GPU waits for its next command before it sleeps
 
 
-def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int) -> None:
+def main(rank: int, control_fd: int, memory_fd: int, doorbell_fd: int, store_fd: int, parent: int) -> None:
+    """parent: rank 0's process, which may be gone by now."""
     leave_signals_to_parent()
     control = socket.socket(fileno=control_fd)
     ring = CommandReader(memory_fd, rank - 1, doorbell_fd)
-    threading.Thread(target=_follow_parent, args=(control, ring), daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(control, ring, parent), daemon=True).start()
     try:
         _work(ring, control, rank, store_fd)
     except BaseException as error:
@@ -40,12 +41,11 @@ def _send(control: socket.socket, kind: str, value: Any) -> None:
         control.sendall(piece)
 
 
-def _follow_parent(control: socket.socket, ring: CommandReader) -> None:
+def _follow_parent(control: socket.socket, ring: CommandReader, parent: int) -> None:
     """Ends this process when rank 0 says so (by any message), closes its end, or is no more.
 
     Whatever the main thread is doing meanwhile: importing, loading, waiting in a collective for ranks that are gone.
     """
-    parent = os.getppid()
     try:
         said = select.poll()
         said.register(control, select.POLLIN)
@@ -108,4 +108,4 @@ def _report_compiling(ring: CommandReader) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:6]))
+    main(*map(int, sys.argv[1:7]))

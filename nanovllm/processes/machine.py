@@ -1,6 +1,7 @@
 """Cores and memory that this process may use: the machine's, its affinity's and its control groups'. No torch."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -16,14 +17,32 @@ def usable_cores() -> int:
 def usable_memory() -> int:
     """Bytes of memory that this process may use: the machine's, or the least that a control group of its allows."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = [machine]
+    return min([machine, *(limit for limit, _ in _memory_limits())])
+
+
+def available_memory() -> int:
+    """Bytes of memory that this process may take beside what is taken: of the machine, or the least that a control
+    group of its leaves. What is cached of files counts as free."""
+    with open("/proc/meminfo") as lines:
+        machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min([machine, *(limit - taken for limit, taken in _memory_limits())])
+
+
+def _memory_limits() -> list[tuple[int, int]]:
+    """(bytes allowed, bytes taken, but for files) of each control group of this process that has a limit (versions 1
+    and 2)."""
+    found = []
     for folder in _own_folders("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            try:
-                found.append(int((folder / name).read_text()))
-            except (OSError, ValueError):
-                continue  # another version, or "max"
-    return min(found)
+        names = ("memory.max", "memory.current", "")
+        if (folder / "memory.limit_in_bytes").exists():
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        with suppress(OSError, ValueError, KeyError):  # no limit, or nothing that says what is taken
+            limit = int((folder / names[0]).read_text())
+            found.append((limit, 0))
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(counts[f"{names[2]}{kind}_file"]) for kind in ("active", "inactive"))
+            found[-1] = (limit, int((folder / names[1]).read_text()) - files)
+    return found
 
 
 def _quotas() -> list[float]:

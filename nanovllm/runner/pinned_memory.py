@@ -11,15 +11,10 @@ import torch
 
 from nanovllm.errors import OutOfMemory
 from nanovllm.parallel.peer.driver import Driver
+from nanovllm.processes.machine import available_memory
 
 _PIECE = 256 << 20  # bytes that a thread fills in at a time
 _MAX_THREADS = 16
-
-
-def _available() -> int:
-    """Bytes that the host can give to processes."""
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 class PinnedMemory:
@@ -28,7 +23,7 @@ class PinnedMemory:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         """Raises OutOfMemory where the host does not have it."""
         self._driver = driver
-        if nbytes > (room := _available()):  # taking it would end some process
+        if nbytes > (room := available_memory()):  # taking it would end some process
             raise OutOfMemory(f"{nbytes} bytes of host memory are needed, and {room} are available")
         try:
             self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -56,7 +56,7 @@ class KernelCompiler:
         with no_standard_numbers():
             self._control, theirs = Pipe()
         try:
-            args = (str(theirs.fileno()), str(num_processes))
+            args = map(str, (theirs.fileno(), num_processes, os.getpid()))
             self._process: subprocess.Popen[bytes] = start_python(_SERVER_MODULE, *args, pass_fds=(theirs.fileno(),))
         except BaseException:
             self._control.close()

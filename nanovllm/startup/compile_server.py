@@ -1,4 +1,4 @@
-"""Compiles Triton kernels into Triton's cache: `python -m nanovllm.startup.compile_server CONTROL_FD NUM_PROCESSES`.
+"""Compiles Triton kernels into Triton's cache: `python -m nanovllm.startup.compile_server CONTROL_FD PROCESSES PARENT`.
 
 Started by compile_pool.py, which sends one CompileJob after another and hears of each when it is done. A kernel is
 compiled in a fork of this process: compiling holds the interpreter's lock, so threads would not help. No process here
@@ -149,4 +149,4 @@ def main(control_fd: int, num_processes: int, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), os.getppid())
+    main(*map(int, sys.argv[1:4]))

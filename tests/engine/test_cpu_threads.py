@@ -12,7 +12,7 @@ import pytest
 from nanovllm.executor import cpu_threads
 from nanovllm.executor.cpu_threads import threads_for
 from nanovllm.processes import machine
-from nanovllm.processes.machine import usable_cores, usable_memory
+from nanovllm.processes.machine import available_memory, usable_cores, usable_memory
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 1024,
@@ -102,11 +102,27 @@ def test_control_groups_count(
 @pytest.mark.parametrize(
     ("groups", "files", "limit"),
     [
-        ("0::/pod/own", {"pod/memory.max": str(1 << 30), "pod/own/memory.max": "max"}, 1 << 30),
-        ("4:cpu:/a\n5:memory:/own", {"memory/own/memory.limit_in_bytes": str(1 << 29)}, 1 << 29),
+        (
+            "0::/pod/own",
+            {
+                "pod/memory.max": str(1 << 30), "pod/own/memory.max": "max",
+                "pod/memory.current": str((1 << 30) - 4096),
+                "pod/memory.stat": "anon 9\nactive_file 1000\ninactive_file 24",
+            },
+            1 << 30,
+        ),
+        (
+            "4:cpu:/a\n5:memory:/own",
+            {
+                "memory/own/memory.limit_in_bytes": str(1 << 29),
+                "memory/own/memory.usage_in_bytes": str((1 << 29) - 4096),
+                "memory/own/memory.stat": "active_file 1\ntotal_active_file 1000\ntotal_inactive_file 24",
+            },
+            1 << 29,
+        ),
         ("0::/own", {"own/memory.max": "max"}, None),
     ],
-)
+)  # fmt: skip
 def test_memory_is_what_a_control_group_allows(
     groups: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,3 +134,4 @@ def test_memory_is_what_a_control_group_allows(
     monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert usable_memory() == (whole if limit is None else limit)
+    assert 0 < available_memory() < whole if limit is None else available_memory() == 4096 + 1024

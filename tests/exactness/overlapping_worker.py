@@ -14,4 +14,4 @@ def lower_thresholds() -> None:
 
 if __name__ == "__main__":
     lower_thresholds()
-    main(*map(int, sys.argv[1:6]))
+    main(*map(int, sys.argv[1:7]))

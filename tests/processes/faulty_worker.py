@@ -71,4 +71,4 @@ if __name__ == "__main__":
 
     if sys.argv[1] == "1":
         install(os.environ["FAULT"].split(":")[0])
-    main(*map(int, sys.argv[1:6]))
+    main(*map(int, sys.argv[1:7]))

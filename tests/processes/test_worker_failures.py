@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
+from process_checks import GREEDY, LONG, MARK, marked_processes, open_files, tiny_llm, token_ids, wait_until
 
 from nanovllm import LLM
 from nanovllm.errors import OutOfMemory, WorkerError
 from nanovllm.executor import processes
-from nanovllm.executor.channel import Word, WorkerState
+from nanovllm.executor.channel import Word, WorkerState, create_shared_memory
+from nanovllm.processes.child import socket_pair, start_python
 
 SOON = 20.0  # seconds within which a death must be an exception, on a busy machine: one that hangs waits for 60
 
@@ -233,3 +234,21 @@ def test_a_start_that_may_not_open_as_many_files_says_so_and_leaves_none(mark: s
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         assert sorted(open_files()) == before
+
+
+def test_a_worker_whose_rank_0_was_gone_before_it_looked_leaves(new_mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a process that rank 0 forked holds the other end of its socket, as this test does."""
+    monkeypatch.setenv(MARK, new_mark)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ours, theirs = socket_pair()
+    memory, (bell, ring), store = create_shared_memory(), os.pipe(), os.memfd_create("store")
+    fds = (theirs.fileno(), memory, bell, store)
+    try:
+        worker = start_python("nanovllm.executor.worker", *map(str, (1, *fds, gone.pid)), pass_fds=fds)
+        assert worker.wait(SOON) == 0
+    finally:
+        for fd in (memory, bell, ring, store):
+            os.close(fd)
+        ours.close()
+        theirs.close()

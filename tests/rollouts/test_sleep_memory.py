@@ -93,11 +93,11 @@ def test_no_memory_changes_nothing(memory: SleepableMemory, monkeypatch: pytest.
     memory.take("kv_cache", 5 * PAGE)
     driver: Driver = memory._driver  # type: ignore[assignment]
     both, mapped = ("kv_cache", "weights"), memory.nbytes
-    monkeypatch.setattr(pinned_memory, "_available", lambda: PAGE)
+    monkeypatch.setattr(pinned_memory, "available_memory", lambda: PAGE)
     with pytest.raises(OutOfMemory, match="host memory are needed, and 2097152 are available"):
         memory.take_host_memory()
     assert torch.equal(model[0], expected) and memory.nbytes == mapped
-    monkeypatch.setattr(pinned_memory, "_available", lambda: 1 << 40)
+    monkeypatch.setattr(pinned_memory, "available_memory", lambda: 1 << 40)
     memory.take_host_memory()
     memory.sleep(both, keep_weights=True)
     for room in (0, 5 * PAGE):  # for nothing, and for the first of two
