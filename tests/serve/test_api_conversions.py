@@ -152,7 +152,7 @@ def test_a_messages_request_is_a_chat() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "must be in a message of role 'assist"),
         ({"messages": [{"role": "user", "content": 3}]}, "content=3: must be str | array"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: is required"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "type='bash.*must be one of '"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "type='bash.*must be 'custom'"),
         ({"tools": [{"name": "bash"}]}, r"tools\[0\].input_schema: is required"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be one of 'auto', 'any', 'tool', 'none'"),
         ({"system": 3}, "system=3: must be str | array"),

@@ -24,6 +24,7 @@ MANY = list(map(str, range(1_000_000)))
     [
         (calls.Pause, {"mode": "stop"}, "mode='stop': must be one of 'abort', 'wait', 'keep'"),
         (calls.Sleep, {"tags": ["weights", "all"]}, "tags[1]='all': must be one of 'weights', 'kv_cache'"),
+        (api.DialectFields, {"n": 2}, "n=2: must be 1"),
         (api.DetokenizeFields, {"tokens": [1, -1]}, "tokens[1]=-1: must be int >= 0"),
         (api.ChatFields, {"messages": [{"role": "user"}], "n": {"a": 1}}, "n={'a': 1}: must be int, got object"),
     ],
