@@ -288,7 +288,7 @@ def test_a_responses_request_is_a_chat() -> None:
         ({"tools": [{"type": "web_search"}]}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
         ({"top_logprobs": 2}, r"top_logprobs: needs include=\['message.output_text.logprobs'\]"),
-        ({"n": 2}, "n=2: must be one of 1"),
+        ({"n": 2}, "n=2: must be 1"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 129}]},
          r"tools\[0\].tools=.*: must be array of length <= 128"),
         ({"include": ["everything"]}, r"include\[0\]='everything': must be one of"),
