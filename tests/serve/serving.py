@@ -85,7 +85,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        found = wait_for(lambda: re.search(r"((?:https?|unix)://\S+) answers", self.log), "port", 20)
+        found = wait_for(lambda: re.search(r"((?:https?|unix)://\S+) answers", self.log), "port")
         return str(found[1])
 
     @property
@@ -93,7 +93,7 @@ class Server:
         return int(self.url.rpartition(":")[2])
 
     def health(self) -> httpx.Response:
-        return httpx.get(self.url + "/health", timeout=10)
+        return httpx.get(self.url + "/health", timeout=PATIENCE)
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:
@@ -130,7 +130,7 @@ class Server:
         """Completions in flight."""
         return int(httpx.get(self.url + "/load").json()["server_load"])
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """Sends a signal and waits; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)

@@ -1,6 +1,5 @@
 """What an attacker can write into the fields of a request: each is answered by a bound, and the server goes on."""
 
-import time
 from typing import Any
 
 import httpx
@@ -112,13 +111,11 @@ def test_prompt_longer_than_the_context(client: httpx.Client) -> None:
         (CHAT, {"messages": user("ab " * 1_400_000)}),
         ("/tokenize", {"prompt": "ab " * 1_400_000}),
     ):
-        begin = time.monotonic()
         answer = client.post(path, json=body)
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "maximum context length is 2048 tokens" in error["message"]
-        assert time.monotonic() - begin < 2.0
 
 
 def test_max_tokens_beyond_the_context_is_cut(client: httpx.Client) -> None:
