@@ -208,15 +208,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         defaults = SamplingParams.__dict__
-        for name, value in list(vars(self).items()):
-            if value is defaults.get(name):
-                continue
+        given = [(name, value) for name, value in vars(self).items() if value is not defaults.get(name)]
+        for name, value in given:
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, plain)
             holds, bound = _BOUNDS.get(name, _ANY)
             if not holds(plain):
                 _refuse(name, plain, bound)
-        self._check_lists()
+        self._check_lists({name for name, _ in given})
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutput(**self.structured_outputs))
         if self.min_tokens > self.most_tokens:
@@ -224,16 +223,19 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
 
-    def _check_lists(self) -> None:
-        """Lists become tuples: a frozen object whose lists can change is not frozen."""
+    def _check_lists(self, given: set[str]) -> None:
+        """Lists become tuples: a frozen object whose lists can change is not frozen. `given`: fields that are not the
+        default."""
         for name, most in (("stop", MAX_STOP), ("bad_words", MAX_BAD_WORDS)):
-            value = () if (given := getattr(self, name)) is None else given
-            bound = f"a text or a list of texts, none of them empty or of more than {MAX_TEXT} characters"
-            texts = (value,) if isinstance(value, str) else _items(name, value, most, bound)
-            if not all(isinstance(text, str) and 0 < len(text) <= MAX_TEXT for text in texts):
-                _refuse(name, value, bound)
-            object.__setattr__(self, name, texts)
-        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids", MAX_IDS))
+            if name in given:
+                value = () if (found := getattr(self, name)) is None else found
+                bound = f"a text or a list of texts, none of them empty or of more than {MAX_TEXT} characters"
+                texts = (value,) if isinstance(value, str) else _items(name, value, most, bound)
+                if not all(isinstance(text, str) and 0 < len(text) <= MAX_TEXT for text in texts):
+                    _refuse(name, value, bound)
+                object.__setattr__(self, name, texts)
+        if "stop_token_ids" in given:
+            object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids", MAX_IDS))
         if self.allowed_token_ids is not None:
             ids = self._ids("allowed_token_ids", MAX_ALLOWED_IDS)
             if not ids:

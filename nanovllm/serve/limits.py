@@ -72,7 +72,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    for _ in range(JSON_DEPTH):
+    for _ in range(JSON_DEPTH if structure else 0):
         structure = structure.replace(b"[]", b"")  # what holds no list or object any more
     if structure:
         raise bad_request(f"the body nests deeper than {JSON_DEPTH} levels", code="invalid_json")

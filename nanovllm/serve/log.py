@@ -4,12 +4,13 @@ import atexit
 import json
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from typing import Any
 
 _MOST_LINES = 10_000
+_GATHER_SECONDS = 0.02
 _LAST_SECONDS = 1.0
 
 
@@ -29,46 +30,55 @@ class _TextFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """Writes in a thread of its own: a pipe that nobody reads holds nothing up but itself. Lines beyond those that may
-    wait are left out."""
+    """Writes in a thread of its own: a pipe that nobody reads holds nothing up but itself. Lines that come within a
+    moment are written together, since to wake the thread costs more than a line. Lines beyond those that may wait are
+    left out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: queue.Queue[str] = queue.Queue(_MOST_LINES)
+        self._lines: deque[str] = deque()
         self._num_left_out = 0
-        threading.Thread(target=self._write, name="nanovllm-log", daemon=True).start()
+        self._has_lines, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._write, name="nanovllm-log", daemon=True)
+        self._thread.start()
         atexit.register(self._drain)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
+        if len(self._lines) >= _MOST_LINES:
             self._num_left_out += 1
+            return
+        self._lines.append(self.format(record))
+        if not self._has_lines.is_set():
+            self._has_lines.set()
 
     def _write(self) -> None:
         descriptor = self.stream.fileno()
-        while True:
-            text = self._lines.get()
+        while self._has_lines.wait() and (self._lines or not self._is_over.is_set()):
+            self._is_over.wait(_GATHER_SECONDS)
+            self._has_lines.clear()
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
             if count := self._num_left_out:
                 self._num_left_out = 0
-                text = f"{text}\n{count} lines of the log were left out: nobody read it"
-            left = memoryview(f"{text}\n".encode("utf-8", "backslashreplace"))
+                lines.append(f"{count} lines of the log were left out: nobody read it")
+            left = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
             try:
                 while left:
                     left = left[os.write(descriptor, left) :]
             except OSError:
                 pass  # nobody can read it any more
-            self._lines.task_done()
+            if self._is_over.is_set():
+                self._has_lines.set()
 
     def _drain(self) -> None:
         """Waits for the last lines, but for no reader."""
-        deadline = time.monotonic() + _LAST_SECONDS
-        while self._lines.unfinished_tasks and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self._is_over.set()
+        self._has_lines.set()
+        self._thread.join(_LAST_SECONDS)
 
 
 def set_up_logging(form: str) -> None:
     """`form`: "text" or "json"."""
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line shows them
     handler = _Handler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     logger = logging.getLogger("nanovllm.serve")

@@ -1,7 +1,7 @@
 """A request in flight: its completions, and the bytes that its client gets of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.host import wire
@@ -95,8 +95,6 @@ class Request:
         """Completions with something to send."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set when the answer is complete, or an error where no response has begun."""
-        self.begin: Callable[[], Client | None] = lambda: None
-        """Begins the response of a stream; returns the connection that the stream writes to, None where it is gone."""
         self.connection: Client | None = None
         """Connection of a stream whose response has begun."""
         self.arrival = self.last_write = now
@@ -110,6 +108,10 @@ class Request:
         """Whether its client did."""
 
     # -- what an API adds ---------------------------------------------------------------------------------------
+
+    def begin(self) -> Client | None:
+        """Begins the response of a stream; returns the connection to write to, None where the client is gone."""
+        raise NotImplementedError
 
     def head(self, completion: Completion) -> bytes | None:
         """The first chunk of a completion; None: it is not known yet, and Streams.write is called when it is."""

@@ -67,7 +67,7 @@ class Room:
         self.request.completions = [Completion(self.request, i, i // n, text) for i, text in enumerate(texts)]
         self.streams.add(self.request)
         self.connection = Connection()
-        self.request.begin = lambda: self.connection  # type: ignore[assignment,return-value]
+        self.request.begin = lambda: self.connection  # type: ignore[method-assign,assignment,return-value]
 
     def step(self, *tokens: int, ends: bool = False, now: float = 1.0) -> None:
         rows = list(range(len(tokens)))

@@ -103,6 +103,16 @@ class Answer(Request):
 
     # -- streamed -----------------------------------------------------------------------------------------------
 
+    def begin(self) -> Client | None:
+        call, front = self.call, self.front
+        if call.is_gone:
+            return None
+        connection = call.connection
+        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
+        connection.on_writable = lambda: front.streams.write(self, front.now())
+        call.begin(200, SSE, _SSE_HEADERS)
+        return connection
+
     def chunk(self, completion: Completion, text: str) -> bytes:
         if (
             completion.finish_reason is None
@@ -195,16 +205,6 @@ async def answer(call: Call, request: Answer) -> None:
     """Sends a request to the engine and its answer to the client."""
     front, connection = request.front, call.connection
     call.require_client()  # who may have left while the prompt was tokenized
-
-    def begin() -> Client | None:
-        if call.is_gone:
-            return None
-        connection.transport.set_write_buffer_limits(high=limits.WRITE_BUFFER)
-        connection.on_writable = lambda: front.streams.write(request, front.now())
-        call.begin(200, SSE, _SSE_HEADERS)
-        return connection
-
-    request.begin = begin
     front.submit(request)
     connection.on_disconnect = lambda: front.streams.leave(request)
     try:
