@@ -89,7 +89,7 @@ def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, 
     alone = _settled(replace(config, tensor_parallel_size=1), model, gpu)
     layers = rank_model(model, rules_of(alone, model, gpu.device, config.uses("fused_kernels")), alone.dtype)
     check_headers(list(layers.checkpoint_weights()), model, headers, layers.embed_tokens.weight.dtype)
-    size = sum(header.nbytes for header in headers.values())
+    size = sum(one.shape.numel() * one.dtype.itemsize for one in headers.values())
     return config, model, [f"{len(headers):,} tensors, {size / _GIB:.2f} GiB, as the configuration needs them"]
 
 

@@ -30,22 +30,21 @@ class TensorSource(Protocol):
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class Turned:
+class DerivedTensor(NamedTuple):
+    """A TensorSource that is computed in the ranges that are asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    narrow: Callable[[int, int, int], torch.Tensor]
+    """(dim, start, length) -> that range."""
+
+
+def turned(source: TensorSource) -> DerivedTensor:
     """A tensor with three dimensions, of which the last two are exchanged."""
-
-    source: TensorSource
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.source.shape[0], *self.source.shape[:0:-1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        return self.source.narrow((0, 2, 1)[dim], start, length).transpose(1, 2)
+    shape = torch.Size((source.shape[0], *source.shape[:0:-1]))
+    return DerivedTensor(
+        shape, source.dtype, lambda dim, start, length: source.narrow((0, 2, 1)[dim], start, length).transpose(1, 2)
+    )
 
 
 class Cut(NamedTuple):
@@ -158,7 +157,7 @@ class CheckpointWeight:
 
     def _as_here(self, source: TensorSource) -> TensorSource:
         """The source in the order of our dimensions; in the file's order where both would do."""
-        return Turned(source) if self.may_be_turned and tuple(source.shape) != self.shape else source
+        return turned(source) if self.may_be_turned and tuple(source.shape) != self.shape else source
 
     def is_wide(self, source: TensorSource) -> bool:
         """Whether this is to be quantised on its way."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FILE_DTYPES = {
@@ -155,33 +155,29 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
-@dataclass(frozen=True)
-class DummySource:
+def _dummy(
+    weight: CheckpointWeight, dtype: torch.dtype, device: torch.device, seed: int
+) -> DerivedTensor:
     """Random values of a whole tensor, from its name and the seed alone: every rank cuts its shard of the same
     tensor."""
+    name, shape = weight.name, torch.Size(weight.shape)
 
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    seed: int
-    offset: float = 0.0
-    """Number that is added when it is loaded."""
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(self.name.encode()) ^ self.seed)
-        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if not self.dtype.is_floating_point:  # packed numbers
+    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
+        values = torch.empty(shape, dtype=dtype, device=device)
+        if not dtype.is_floating_point:  # packed numbers
             values.random_(-(1 << 15), 1 << 15, generator=generator)
-        elif self.name.endswith("_zero_point"):
+        elif name.endswith("_zero_point"):
             values.random_(0, 16, generator=generator)
-        elif self.name.endswith("_scale"):
+        elif name.endswith("_scale"):
             values.uniform_(0.003, 0.006, generator=generator)
-        elif len(self.shape) == 1 and self.name.endswith("weight"):  # of a norm
-            values.normal_(1.0 - self.offset, 0.1, generator=generator)
+        elif len(shape) == 1 and name.endswith("weight"):  # of a norm; its offset is added when it is loaded
+            values.normal_(1.0 - weight.offset, 0.1, generator=generator)
         else:
             values.normal_(0.0, 0.02, generator=generator)
         return values.narrow(dim, start, length)
+
+    return DerivedTensor(shape, dtype, narrow)
 
 
 def load_dummy(
@@ -195,4 +191,4 @@ def load_dummy(
         if weight.name in made:
             continue
         kind = torch.int16 if weight.shards and weight.shards[0].target.dtype == torch.int16 else dtype
-        weight.load(DummySource(weight.name, torch.Size(weight.shape), kind, device, seed, weight.offset), progress)
+        weight.load(_dummy(weight, kind, device, seed), progress)

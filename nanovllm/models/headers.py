@@ -1,13 +1,12 @@
 """Names, types and shapes of a checkpoint's tensors without the tensors: from the headers of its files."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from nanovllm.errors import short
-from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_checkpoint
 from nanovllm.models.int4_tensors import reader_for
@@ -17,31 +16,25 @@ from nanovllm.models.registry import names_of
 _META = torch.device("meta")
 
 
-@dataclass(frozen=True)
-class Header:
-    """Shape and dtype of one tensor, whose contents cannot be read."""
+def _header(shape: Sequence[int], dtype: torch.dtype) -> DerivedTensor:
+    """A tensor whose contents cannot be read."""
 
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        size = list(self.shape) or [1]
+    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+        size = list(shape) or [1]
         size[dim] = length
-        return torch.empty(size, dtype=self.dtype, device=_META)
+        return torch.empty(size, dtype=dtype, device=_META)
+
+    return DerivedTensor(torch.Size(shape), dtype, narrow)
 
 
-def headers_of_folder(folder: Path) -> dict[str, Header]:
+def headers_of_folder(folder: Path) -> dict[str, DerivedTensor]:
     """Empty where there are no files; raises ValueError as opening them does."""
     if not any(folder.glob("*.safetensors")):
         return {}
-    return {name: Header(tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(folder).items()}
+    return {name: _header(tensor.shape, tensor.dtype) for name, tensor in open_checkpoint(folder).items()}
 
 
-def headers_of_hub(model: str, revision: str | None = None) -> dict[str, Header]:
+def headers_of_hub(model: str, revision: str | None = None) -> dict[str, DerivedTensor]:
     """Headers of a repository's tensors by name, from a few ranges of its files. Raises FileNotFoundError if the hub
     does not give them."""
     from huggingface_hub import get_safetensors_metadata
@@ -55,16 +48,16 @@ def headers_of_hub(model: str, revision: str | None = None) -> dict[str, Header]
         for name, info in file.tensors.items():
             if info.dtype not in FILE_DTYPES:
                 raise ValueError(f"weight {name!r} has type {info.dtype}: must be one of {', '.join(FILE_DTYPES)}")
-            found[name] = Header(FILE_DTYPES[info.dtype], torch.Size(info.shape))
+            found[name] = _header(info.shape, FILE_DTYPES[info.dtype])
     return found
 
 
 def check_headers(
-    weights: list[CheckpointWeight], model: ModelConfig, headers: Mapping[str, Header], dtype: torch.dtype
+    weights: list[CheckpointWeight], model: ModelConfig, headers: Mapping[str, DerivedTensor], dtype: torch.dtype
 ) -> None:
     """Raises ValueError as loading into `weights` does for names that are missing or surplus, and for shapes and types
     that are not those of the configuration. dtype: the model's."""
-    found: dict[str, TensorSource] = widened(dict(names_of(model).select(headers.items())), _META)  # type: ignore[arg-type]
+    found: dict[str, TensorSource] = widened(dict(names_of(model).select(headers.items())), _META)
     reader = reader_for(model, weights, dtype, _META)
     if reader is not None:
         found = dict(reader.read(found.items(), wide=False))

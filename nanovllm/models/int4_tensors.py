@@ -13,14 +13,13 @@ in the range that is asked for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from nanovllm.kernels.gemm import int4
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, ZERO
 from nanovllm.layers.int4 import SCALES, ZEROS
-from nanovllm.layers.weights import CheckpointWeight, TensorSource, all_of
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 from nanovllm.model_config import ModelConfig, Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -39,94 +38,66 @@ def _range(source: TensorSource, dim: int, start: int, end: int) -> torch.Tensor
     return source.narrow(dim, start, end - start)
 
 
-@dataclass(frozen=True)
-class PackedWords:
+def _packed_words(packed: TensorSource, layout: str, device: torch.device) -> DerivedTensor:
     """A packed matrix as words, made on `device` from what is narrowed to."""
+    first, second = packed.shape
+    sizes = {"compressed-tensors": (first, 8 * second), "awq": (8 * second, first)}
+    rows, columns = sizes.get(layout, (second, 8 * first))  # rounded up to eight where it is packed
+    blocks = -(-columns // SPAN)
 
-    packed: TensorSource
-    layout: str
-    device: torch.device
-    dtype = torch.int16
-
-    @property
-    def _size(self) -> tuple[int, int]:
-        """Size (rows, columns) of the matrix, rounded up to eight where it is packed."""
-        first, second = self.packed.shape
-        return {"compressed-tensors": (first, 8 * second), "awq": (8 * second, first)}.get(
-            self.layout, (second, 8 * first)
-        )
-
-    @property
-    def shape(self) -> torch.Size:
-        rows, columns = self._size
-        return torch.Size((rows, -(-columns // SPAN), WORDS))
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        rows, blocks, _ = self.shape
+    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
         first, end = (start, start + length) if dim == 0 else (0, rows)
         begin, stop = (start, start + length) if dim == 1 else (0, blocks)
-        columns = begin * SPAN, min(stop * SPAN, self._size[1])
-        out = torch.empty(end - first, stop - begin, WORDS, dtype=torch.int16, device=self.device)
+        out = torch.empty(end - first, stop - begin, WORDS, dtype=torch.int16, device=device)
         step = max(8, _AT_ONCE // max(1, (stop - begin) * SPAN) // 8 * 8)
         for at in range(first, end, step):
-            codes = self._codes(at, min(end, at + step), *columns)
+            codes = _codes(packed, layout, device, at, min(end, at + step), begin * SPAN, min(stop * SPAN, columns))
             out[at - first : at - first + len(codes)] = int4.pack(codes).transpose(0, 1)
         return out
 
-    def _codes(self, first: int, end: int, begin: int, stop: int) -> torch.Tensor:
-        """Rows [first, end), columns [begin, stop): uint8."""
-        rows, columns = slice(first // 8, -(-end // 8)), slice(begin // 8, -(-stop // 8))
-        if self.layout == "compressed-tensors":
-            return _nibbles(_range(self.packed, 0, first, end)[:, columns].to(self.device))[:, : stop - begin]
-        if self.layout == "awq":
-            part = _nibbles(_range(self.packed, 0, begin, stop)[:, rows].to(self.device), interleaved=True)
-            return part.T[first % 8 : first % 8 + end - first]
-        part = _range(self.packed, 0, columns.start, columns.stop)[:, first:end].to(self.device)
-        return _nibbles(part.T.contiguous())[:, : stop - begin]
+    return DerivedTensor(torch.Size((rows, blocks, WORDS)), torch.int16, narrow)
 
 
-@dataclass(frozen=True)
-class WideWords:
-    """A matrix in a wide type as words of numbers in -8..7, rounded to a group's scale."""
+def _codes(
+    packed: TensorSource, layout: str, device: torch.device, first: int, end: int, begin: int, stop: int
+) -> torch.Tensor:
+    """Rows [first, end), columns [begin, stop) of a packed matrix: uint8."""
+    rows, columns = slice(first // 8, -(-end // 8)), slice(begin // 8, -(-stop // 8))
+    if layout == "compressed-tensors":
+        return _nibbles(_range(packed, 0, first, end)[:, columns].to(device))[:, : stop - begin]
+    if layout == "awq":
+        part = _nibbles(_range(packed, 0, begin, stop)[:, rows].to(device), interleaved=True)
+        return part.T[first % 8 : first % 8 + end - first]
+    part = _range(packed, 0, columns.start, columns.stop)[:, first:end].to(device)
+    return _nibbles(part.T.contiguous())[:, : stop - begin]
 
-    wide: TensorSource
-    group: int
-    kind: torch.dtype
-    """Dtype of the scales."""
-    device: torch.device
-    dtype = torch.int16
 
-    @property
-    def shape(self) -> torch.Size:
-        rows, columns = self.wide.shape
-        return torch.Size((rows, -(-columns // SPAN), WORDS))
+def _quantized(
+    wide: TensorSource, group: int, kind: torch.dtype, device: torch.device
+) -> tuple[DerivedTensor, DerivedTensor]:
+    """A matrix in a wide type as words of numbers in -8..7, rounded to a group's scale, and these scales, of type
+    `kind`."""
+    rows, columns = wide.shape
 
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        first, end = (start, start + length) if dim == 0 else (0, self.shape[0])
-        out = torch.cat([int4.pack(codes).transpose(0, 1) for codes, _ in self._quantized(first, end)])
+    def parts(first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes and scales of rows [first, end), a part at a time."""
+        step = max(1, _AT_ONCE // columns)
+        for at in range(first, end, step):
+            yield int4.quantize(_range(wide, 0, at, min(end, at + step)).to(device), group, kind)
+
+    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+        first, end = (start, start + length) if dim == 0 else (0, rows)
+        out = torch.cat([int4.pack(codes).transpose(0, 1) for codes, _ in parts(first, end)])
         return out if dim == 0 else out.narrow(dim, start, length)
 
-    def scales(self) -> torch.Tensor:
-        return torch.cat([scales for _, scales in self._quantized(0, self.shape[0])])
-
-    def _quantized(self, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes and scales of rows [first, end), a part at a time."""
-        step = max(1, _AT_ONCE // self.wide.shape[1])
-        for at in range(first, end, step):
-            part = _range(self.wide, 0, at, min(end, at + step)).to(self.device)
-            yield int4.quantize(part, self.group, self.kind)
+    words = DerivedTensor(torch.Size((rows, -(-columns // SPAN), WORDS)), torch.int16, narrow)
+    groups = torch.Size((rows, -(-columns // group) if group else 1))
+    return words, _lazy(groups, kind, lambda: torch.cat([scales for _, scales in parts(0, rows)]))
 
 
-@dataclass(frozen=True)
-class LazyTensor:
-    """A small tensor that is computed when it is asked for."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        return self.make().narrow(dim, start, length)
+def _lazy(shape: torch.Size, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> DerivedTensor:
+    """A small tensor that is computed as a whole when it is asked for."""
+    return DerivedTensor(shape, dtype, lambda dim, start, length: make().narrow(dim, start, length))
 
 
 def reader_for(
@@ -166,7 +137,7 @@ class Int4Reader:
             self._check_order(name, tensor)
         elif kind in ("qweight", "weight_packed"):
             self._check_type(name, tensor, torch.int32)
-            yield weight, PackedWords(tensor, self.quantization.layout, self.device)
+            yield weight, _packed_words(tensor, self.quantization.layout, self.device)
         elif kind in ("scales", SCALES):
             by_group = kind == "scales"
             size = (*reversed(tensor.shape),) if by_group else (*tensor.shape,)
@@ -199,20 +170,18 @@ class Int4Reader:
             found = f"has type {tensor.dtype} and shape {tuple(tensor.shape)}, and quantization_config says 4 bits"
             raise ValueError(f"weight '{path}.weight' {found}: must be packed")
         group = min(self.quantization.group, SPAN)
-        made = WideWords(tensor, group, self.dtype, self.device)
-        rows, columns = tensor.shape
-        shape = torch.Size((rows, -(-columns // group) if group else 1))
-        yield f"{path}.weight", made
-        yield f"{path}.{SCALES}", LazyTensor(shape, self.dtype, made.scales)
+        words, scales = _quantized(tensor, group, self.dtype, self.device)
+        yield f"{path}.weight", words
+        yield f"{path}.{SCALES}", scales
         if self.quantization.has_zeros:
-            yield f"{path}.{ZEROS}", LazyTensor(shape, torch.float32, lambda: torch.full(shape, float(ZERO)))
+            yield f"{path}.{ZEROS}", _lazy(scales.shape, torch.float32, lambda: torch.full(scales.shape, float(ZERO)))
 
     def _of_groups(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> TensorSource:
         """The tensor that `make` gives, with a column for each group that layers hold: at most 128 columns of the
         matrix."""
         times = max(1, self.quantization.group // SPAN)
         held = torch.Size((shape[0], shape[1] * times)) if len(shape) == 2 else torch.Size(shape)
-        return LazyTensor(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
+        return _lazy(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
 
     def _scales(self, tensor: TensorSource, by_group: bool) -> torch.Tensor:
         values = all_of(tensor)

@@ -6,56 +6,46 @@ of two with bias 127 on 32 numbers each. bfloat16 holds every product exactly.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from nanovllm.layers.weights import TensorSource
-from nanovllm.models.checkpoint import FileTensor
+from nanovllm.layers.weights import DerivedTensor, TensorSource
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _GROUP = 32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-@dataclass(frozen=True)
-class WidenedTensor:
+def _widened(blocks: TensorSource, scales: TensorSource, device: torch.device) -> DerivedTensor:
     """blocks [experts, rows, columns / 32, 16] and scales as bfloat16 [experts, columns, rows]: transposed, as gpt-oss
     has experts that are not quantised. What is narrowed to is widened on `device`."""
 
-    blocks: FileTensor
-    scales: FileTensor
-    device: torch.device
+    def wide(dim: int, start: int, length: int) -> torch.Tensor:
+        """A range of blocks and scales: [experts, columns, rows]."""
+        return _product(blocks.narrow(dim, start, length), scales.narrow(dim, start, length), device).transpose(1, 2)
 
-    dtype = torch.bfloat16
-
-    @property
-    def shape(self) -> torch.Size:
-        experts, rows, groups, _ = self.blocks.shape
-        return torch.Size((experts, groups * _GROUP, rows))
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
         if dim != 1:
-            of_blocks = 1 if dim == 2 else dim
-            return self._widened(of_blocks, start, length).transpose(1, 2)
+            return wide(1 if dim == 2 else dim, start, length)
         first, end = start // _GROUP, -(-(start + length) // _GROUP)
-        wide = self._widened(2, first, end - first)
-        return wide.narrow(2, start - first * _GROUP, length).transpose(1, 2)
+        return wide(2, first, end - first).narrow(1, start - first * _GROUP, length)
 
-    def _widened(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """A range of blocks and scales: [experts, rows, columns]."""
-        blocks, scales = (source.narrow(dim, start, length) for source in (self.blocks, self.scales))
-        experts, rows, groups, half = blocks.shape
-        values = torch.tensor([*_POSITIVE, *(-x for x in _POSITIVE)], dtype=torch.bfloat16, device=self.device)
-        out = torch.empty(experts, rows, groups, half, 2, dtype=torch.bfloat16, device=self.device)
-        for expert in range(experts):  # one by one, since indices take several times the bytes of what they pick
-            pairs, exponents = blocks[expert].to(self.device), scales[expert].to(self.device, torch.int32) - 127
-            numbers = values[torch.stack([pairs & 15, pairs >> 4], dim=-1).int()]
-            torch.ldexp(numbers, exponents[..., None, None], out=out[expert])
-        return out.flatten(2)
+    experts, rows, groups, _ = blocks.shape
+    return DerivedTensor(torch.Size((experts, groups * _GROUP, rows)), torch.bfloat16, narrow)
 
 
-def widened(tensors: Mapping[str, FileTensor], device: torch.device) -> dict[str, TensorSource]:
+def _product(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """bfloat16 [experts, rows, columns] on `device`."""
+    values = torch.tensor([*_POSITIVE, *(-x for x in _POSITIVE)], dtype=torch.bfloat16, device=device)
+    out = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16, device=device)
+    for expert, each in enumerate(out):  # one by one, since indices take several times the bytes of what they pick
+        pairs, exponents = blocks[expert].to(device), scales[expert].to(device, torch.int32) - 127
+        numbers = values[torch.stack([pairs & 15, pairs >> 4], dim=-1).int()]
+        torch.ldexp(numbers, exponents[..., None, None], out=each)
+    return out.flatten(2)
+
+
+def widened(tensors: Mapping[str, TensorSource], device: torch.device) -> dict[str, TensorSource]:
     """The tensors of a checkpoint with one in place of each pair of blocks and scales. Raises ValueError for other
     tensors of bytes."""
     found: dict[str, TensorSource] = {}
@@ -63,7 +53,7 @@ def widened(tensors: Mapping[str, FileTensor], device: torch.device) -> dict[str
         base = name.removesuffix(_BLOCKS)
         scales = tensors.get(base + _SCALES)
         if base != name and scales is not None and tensor.shape == (*scales.shape, _GROUP // 2):
-            found[base] = WidenedTensor(tensor, scales, device)
+            found[base] = _widened(tensor, scales, device)
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
             if tensor.dtype == torch.uint8:
                 raise ValueError(f"weight {name!r} has type U8 and is no part of an MXFP4 tensor")
