@@ -97,7 +97,8 @@ def load_halves(
         return tl.load(ptr + at, mask=at < K, other=0.0), tl.load(ptr + at + HALF, mask=at < K - HALF, other=0.0)
     else:
         row = (tl.arange(0, 8) % ROWS)[:, None, None]
-        ptrs, live, CACHE = ptr + row * K + at, row < rows, tl.constexpr(".ca" if AGAIN else "")
+        ptrs, live = ptr + row * K + at, row < rows
+        CACHE: tl.constexpr = ".ca" if AGAIN else ""
         low = tl.load(ptrs, mask=live & (at < K), other=0.0, cache_modifier=CACHE)
         return low, tl.load(ptrs + HALF, mask=live & (at < K - HALF), other=0.0, cache_modifier=CACHE)
 
