@@ -17,17 +17,18 @@ SPEC = AttentionSpec(4, 2, 64, scale=0.125)
 
 def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -> AttentionBackend:
     specs, block_size = (case.spec, *specs), case.k_cache.shape[2]
+    kv_dtype = None if case.kv_scales is None else case.k_cache.dtype
     try:
-        backend = select_backend(name, specs, device=DEVICE, dtype=DTYPE, block_size=block_size).backend
+        found = select_backend(name, specs, device=DEVICE, dtype=DTYPE, block_size=block_size, kv_dtype=kv_dtype)
     except ValueError as error:
         pytest.skip(str(error))
     slots, max_blocks = case.metadata.block_tables[0].shape
-    return backend(specs, block_size, slots, max_blocks * block_size, DEVICE, DTYPE)
+    return found.backend(specs, block_size, slots, max_blocks * block_size, DEVICE, DTYPE, kv_dtype)
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     backend.prepare(case.metadata)
-    return backend.forward(case.q, case.cache, case.metadata, nan_like(case.q), case.spec, case.sinks)
+    return backend.forward(case.q, case.cache, case.metadata, nan_like(case.q).to(DTYPE), case.spec, case.sinks)
 
 
 @pytest.mark.parametrize("name", list(BACKENDS))

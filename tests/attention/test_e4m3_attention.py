@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case
+from test_backends import make_backend, run
 
-from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
+from nanovllm.attention import AttentionSpec, select_backend
 from nanovllm.kernels.attention.reference import attention_reference
 
 FP8 = torch.float8_e4m3fn
@@ -21,22 +22,6 @@ FEATURES: list[dict[str, Any]] = [
     {"head_dim": 96, "softcap": 5.0, "has_sinks": True, "block_size": 64},
     {"head_dim": 32, "window": 150, "has_sinks": True, "block_size": 48},
 ]
-
-
-def make_backend(name: str, case: Case) -> AttentionBackend:
-    block_size = case.k_cache.shape[2]
-    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "block_size": block_size, "kv_dtype": FP8}
-    backend = select_backend(name, [case.spec], **options).backend
-    slots, max_blocks = case.metadata.block_tables[0].shape
-    return backend([case.spec], block_size, slots, max_blocks * block_size, DEVICE, DTYPE, FP8)
-
-
-def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
-    backend.prepare(case.metadata)
-    out = nan_like(case.q).to(DTYPE)
-    return backend.forward(
-        case.q, case.cache, case.metadata, out, case.spec, case.sinks
-    )
 
 
 def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> Case:

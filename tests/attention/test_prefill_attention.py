@@ -66,7 +66,7 @@ def test_features_match_float64(
     head_dim: int, heads: tuple[int, int], options: dict[str, Any], use_tma: bool
 ) -> None:
     """With tensor descriptors too, which the interpreter has."""
-    case = chunk_case([5, 1, 40, 0], [5, 40, 150, 0], heads=heads, head_dim=head_dim, padding_tokens=2,
+    case = chunk_case([5, 1, 40, 0, 2], [5, 40, 150, 0, 0], heads=heads, head_dim=head_dim, padding_tokens=2,
                       seed=head_dim, **options)
     m, attention = case.metadata, build(case)
     attention.use_tma = use_tma
@@ -75,6 +75,7 @@ def test_features_match_float64(
                                     m.cu_seqlens_q, m.context_lens, m.block_tables[0], case.spec, case.sinks)
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(reference[real], case.expected[real], atol=1e-9)
+    assert not reference[~real].any()
 
 
 def test_tuned_configuration_matches_float64() -> None:
@@ -89,25 +90,6 @@ def test_tensor_descriptors_give_the_same_bits() -> None:
     with_descriptors = run(case, attention)
     attention.use_tma = False
     assert torch.equal(with_descriptors.nan_to_num(), run(case, attention).nan_to_num())
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_batches_match_float64(seed: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    queries = torch.randint(1, 50, (6,), generator=rng)
-    prefixes = torch.randint(0, 80, (6,), generator=rng) * torch.randint(0, 2, (6,), generator=rng)
-    case = chunk_case(queries.tolist(), (queries + prefixes).tolist(), seed=seed)
-    assert case.error_of(run(case)) < TOLERANCE
-
-
-def test_reference_matches_float64() -> None:
-    case = chunk_case(QUERIES, CONTEXTS, padding_tokens=2)
-    m = case.metadata
-    out = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                              m.cu_seqlens_q, m.context_lens, m.block_tables[0], case.spec, case.sinks)
-    real = ~case.expected.isnan().flatten(1).any(1)
-    assert torch.allclose(out[real], case.expected[real], atol=1e-12)
-    assert not out[~real].any()
 
 
 @pytest.mark.parametrize("cuts", [(0, 37, 38, 100), (0, 32, 96, 100)])
