@@ -16,10 +16,11 @@
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  2 reserved
 
-Decode rows come first. Their ids are the slot's: first its last token, that of its record, where it has one in this
-step, else the one sampled last, which only the device need know. A decode row of several tokens begins where the slot
-is, again by its record or by the step before; it computes `count` tokens at most, and none from `start + count` on. Of
-one token `start` is that place. Within a step each (slot, index) and each slot record appears once.
+Decode rows come first. Their first id is the last of the slot: that of its record, where it has one in this step, else
+the one sampled last, which only the device need know. They begin where the slot is, again by its record or by the step
+before, which may have brought fewer tokens than it could: `start` is the last place that this can be. They compute
+`count` tokens at most, and none from `start + count` on. Within a step each (slot, index) and each slot record appears
+once.
 """
 
 import struct

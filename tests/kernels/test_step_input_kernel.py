@@ -35,7 +35,7 @@ class Step:
     num_decode: int = 0
     num_sample: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
-    records: list[tuple[int, float, int, int]] = field(default_factory=list)
+    records: list[tuple[int, float, int, int, int]] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
 
     def pack(self) -> torch.Tensor:
@@ -48,11 +48,11 @@ class Step:
         header[:6] = torch.tensor([*counts, len(self.updates), len(self.records)])
         updates = torch.tensor(self.updates, dtype=torch.int32).flatten()
         records = torch.zeros(len(self.records), 8, dtype=torch.int32)
-        for record, (slot, temperature, seed, token) in zip(records, self.records, strict=True):
+        for record, (slot, temperature, seed, token, computed) in zip(records, self.records, strict=True):
             record[0] = slot
             record[1:2] = torch.tensor([temperature]).view(torch.int32)
             record[2:4] = torch.tensor([seed]).view(torch.int32)
-            record[4] = token
+            record[4], record[5] = token, computed
         given = torch.tensor(self.given_ids, dtype=torch.int32)
         return torch.cat((header, arrays.flatten(), updates, records.flatten(), given, torch.full((50,), 777))).int()
 
@@ -70,7 +70,8 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_ta
     for slot, index in rng.sample(places, rng.choice([0, 1, 5, min(300, len(places))])):
         step.updates.append((slot, index, rng.randint(0, 2**31 // BLOCK_SIZE - 1)))
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
-        step.records.append((slot, rng.random(), rng.randint(-(2**63), 2**63 - 1), rng.randrange(10**6)))
+        seed = rng.randint(-(2**63), 2**63 - 1)
+        step.records.append((slot, rng.random(), seed, rng.randrange(10**6), rng.randrange(600)))
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
@@ -79,6 +80,7 @@ def random_state(max_num_seqs: int, device: torch.device, num_tables: int = 1) -
     state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device)
     state.block_table.random_(0, 10000)
     state.last_token.random_(0, 10**6)
+    state.num_computed.random_(0, MAX_BLOCKS * BLOCK_SIZE)
     state.temperature.uniform_()
     state.seed.random_()
     return state
@@ -117,7 +119,7 @@ def test_apply_and_expand_equal_their_twins(case: int, num_tables: int, device: 
     buffers, twin_buffers = (poisoned_buffers(rows, tokens, device, num_tables) for _ in range(2))
     decode_rows = step.num_decode + padding
     expand_rows(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(rows, tokens), decode_rows)
-    expand_rows_reference(packed, max_num_seqs, state, BLOCK_SIZE, twin_buffers.narrow(rows, tokens), decode_rows)
+    expand_rows_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(rows, tokens), decode_rows)
     assert_same(buffers, twin_buffers)
     assert_same(state, twin_state)
 
@@ -170,14 +172,18 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
     apply_deltas_reference(packed, 9, state)
     for slot, index, block in step.updates:
         assert state.block_table[slot, index // WIDTH, index % WIDTH] == block
-    for slot, temperature, seed, last in step.records:
-        assert state.last_token[slot] == last
+    for slot, temperature, seed, last, computed in step.records:
+        assert (state.last_token[slot], state.num_computed[slot]) == (last, computed)
         assert state.temperature[slot] == torch.tensor(temperature)
         assert state.seed[slot] == seed
     out = StepBuffers.allocate(12, 4000, num_tables, "cpu")
     padding = case % 3
     decode_rows = step.num_decode + padding
+    for row, slot in enumerate(step.slots[: step.num_decode]):  # the device knows where it begins, the host a bound
+        step.starts[row] = min(step.starts[row], int(state.num_computed[slot]))
     expand_rows_reference(packed, 9, state, BLOCK_SIZE, out, decode_rows)
+    ends = [start + count for start, count in zip(step.starts, step.counts, strict=True)]
+    assert state.num_computed[step.slots].tolist() == ends
     token, given = 0, iter(step.given_ids)
     for order, (slot, start, count) in enumerate(zip(step.slots, step.starts, step.counts, strict=True)):
         row = order

@@ -26,6 +26,8 @@ class DeviceState:
     """int32 [S, tables, table width]: the blocks of a row, by table."""
     last_token: torch.Tensor
     """int32 [S]: sampled last, or the last of what the row began with."""
+    num_computed: torch.Tensor
+    """int32 [S]: tokens whose keys and values are there: the position at which the row's next decode begins."""
     temperature: torch.Tensor
     """float32 [S]"""
     seed: torch.Tensor
@@ -38,6 +40,7 @@ class DeviceState:
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
             last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+            num_computed=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
         )
@@ -95,8 +98,9 @@ class StepBuffers:
 
 @triton.jit
 def _apply_deltas(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr, BLOCK: tl.constexpr
-):
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
     num_updates = tl.load(BUFFER + 4)
     num_records = tl.load(BUFFER + 5)
@@ -120,7 +124,9 @@ def _apply_deltas(
         low = tl.load(records + entry * _RECORD + 2, mask=live, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         high = tl.load(records + entry * _RECORD + 3, mask=live, other=0).to(tl.int64)
         token = tl.load(records + entry * _RECORD + 4, mask=live, other=0)
+        computed = tl.load(records + entry * _RECORD + 5, mask=live, other=0)
         tl.store(LAST_TOKEN + slot, token, mask=live)
+        tl.store(NUM_COMPUTED + slot, computed, mask=live)
         tl.store(TEMPERATURE + slot, temperature, mask=live)
         tl.store(SEED + slot, (high << 32) | low, mask=live)
         begin += step
@@ -128,13 +134,13 @@ def _apply_deltas(
 
 @triton.jit
 def _apply_deltas_kernel(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Writes the updates of the packed step BUFFER int32 [words] (wire/step.py) into BLOCK_TABLE int32 [S,
-    table_stride] (all tables of a slot), LAST_TOKEN int32 [S], TEMPERATURE float32 [S] and SEED int64 [S]. Programs
-    share the entries by BLOCK."""
+    table_stride] (all tables of a slot), LAST_TOKEN and NUM_COMPUTED int32 [S], TEMPERATURE float32 [S] and SEED int64
+    [S]. Programs share the entries by BLOCK."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
 
 
 @triton.jit
@@ -150,6 +156,13 @@ def _map_other_tables(
 
 
 @triton.jit
+def _own_start(NUM_COMPUTED, slot, latest, decodes):
+    """Position at which a row begins: that of its slot for a decode, but never behind `latest`, up to which it has
+    blocks."""
+    return tl.minimum(latest, tl.load(NUM_COMPUTED + slot, mask=decodes, other=1 << 30))
+
+
+@triton.jit
 def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_PADDED: tl.constexpr):
     """Tokens of the chunks before a row. Reading S numbers in every program is cheaper than a scan kernel first."""
     rows = tl.arange(0, S_PADDED)
@@ -159,15 +172,15 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
 def _expand_rows_kernel(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS, SLOT_MAPPING,
-    LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, out_tokens, decode_rows, S: tl.constexpr,
-    S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
+    SLOT_MAPPING, LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, out_tokens, decode_rows,
+    S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
     CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS int32 [out_tokens], SLOT_MAPPING int32 [NUM_TABLES, out_tokens
-    of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width] and LAST_TOKEN int32 [S]. Output row
-    `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the tokens' padding. The
-    first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
+    of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width] and LAST_TOKEN int32 [S]; NUM_COMPUTED int32
+    [S] goes on. Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the
+    tokens' padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
@@ -182,7 +195,9 @@ def _expand_rows_kernel(
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
     count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
+    start = _own_start(NUM_COMPUTED, slot, start, live & decodes)  # of the shares, the first alone has a decode's token
     if share == 0:
+        tl.store(NUM_COMPUTED + slot, start + count, mask=live)
         tl.store(CU_SEQLENS + out_row, begin)
         if out_row < out_rows:
             tl.store(ROW_SLOT + out_row, slot)
@@ -211,9 +226,10 @@ def _expand_rows_kernel(
 
 @triton.jit(do_not_specialize=["out_rows", "ring_stride"])
 def _prepare_decode_kernel(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, table_width, mapping_stride, out_rows,
-    S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, IN_RING: tl.constexpr,
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
+    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, table_width, mapping_stride,
+    out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    IN_RING: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel of a step of decodes, whose tokens are its rows; with IN_RING of
     line RING_INDEX int32 [1] of BUFFER [lines, ring_stride]. One program, so that a barrier is enough between the
@@ -221,13 +237,15 @@ def _prepare_decode_kernel(
     if IN_RING:
         BUFFER += tl.load(RING_INDEX) * ring_stride
     num_rows = tl.load(BUFFER + 0)
-    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
     live = row < num_rows
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
+    start = _own_start(NUM_COMPUTED, slot, start, live)
+    tl.store(NUM_COMPUTED + slot, start + 1, mask=live)
     table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
     block = tl.load(table + start // BLOCK_SIZE, mask=live, other=0)
     last_id = tl.load(LAST_TOKEN + slot, mask=live, other=0)
@@ -246,8 +264,8 @@ def _prepare_decode_kernel(
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
     """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
     _apply_deltas_kernel[(16,)](
-        buffer, state.block_table, state.last_token, state.temperature, state.seed, state.block_table.stride(0),
-        S=max_num_seqs, BLOCK=128, num_warps=4,
+        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed,
+        state.block_table.stride(0), S=max_num_seqs, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
 
@@ -271,10 +289,11 @@ def expand_rows(
     """
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
-        buffer, state.block_table, state.last_token, out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions,
-        out.input_ids, out.slot_mapping, out.logits_indices, *_table_strides(state, out), out_rows, out_tokens,
-        decode_rows, S=max_num_seqs, S_PADDED=triton.next_power_of_2(max_num_seqs),
-        NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
+        buffer, state.block_table, state.last_token, state.num_computed, out.row_slot, out.context_lens,
+        out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
+        *_table_strides(state, out), out_rows, out_tokens, decode_rows, S=max_num_seqs,
+        S_PADDED=triton.next_power_of_2(max_num_seqs), NUM_TABLES=state.block_table.shape[1],
+        BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
     )  # fmt: skip
 
 
@@ -289,8 +308,8 @@ def prepare_decode(
     One launch.
     """
     _prepare_decode_kernel[(1,)](
-        buffer, state.block_table, state.last_token, state.temperature, state.seed, out.row_slot, out.context_lens,
-        out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
+        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
+        out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
         buffer if ring_index is None else ring_index, buffer.stride(0), *_table_strides(state, out),
         out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
         IN_RING=ring_index is not None, BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
@@ -308,6 +327,7 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
     records = buffer[middle : middle + RECORD_SIZE * num_records].view(-1, RECORD_SIZE)
     slot = records[:, 0].long()
     state.last_token[slot] = records[:, 4]
+    state.num_computed[slot] = records[:, 5]
     state.temperature[slot] = records[:, 1].contiguous().view(torch.float32)
     low, high = records[:, 2].long() & 0xFFFFFFFF, records[:, 3].long()
     state.seed[slot] = (high << 32) | low
@@ -320,6 +340,8 @@ def expand_rows_reference(
     num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
     slot, start, count = arrays.long().unbind(0)
+    start = torch.cat([start[:num_decode].minimum(state.num_computed[slot[:num_decode]]), start[num_decode:]])
+    state.num_computed[slot] = (start + count).int()
     shift = decode_rows - num_decode
     ends = count.cumsum(0)
     ends[num_decode:] += shift
