@@ -33,6 +33,7 @@ from nanovllm.kernels.plan.config import (
     FP8,
     LIBRARY,
     SKINNY_ROWS,
+    STREAM_ROWS,
     SUMMED,
     TILE_ROWS,
     Choices,
@@ -81,6 +82,8 @@ _FP8_ROLES = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128,
 """(weight rows, rows, stages)"""
 _FP8_ONE_ROW = [(16, 8, 2), (16, 8, 4), (16, 6, 4), (16, 4, 4), (16, 3, 4), (16, 2, 4), (16, 4, 8), (16, 3, 8)]
 """(weight rows, stages, warps)"""
+_STREAM = [(4, 4), (4, 8), (8, 3), (8, 6), (16, 3)]
+"""(warps, stages) for several rows."""
 _INT4 = {
     16: [(128, 5, 4), (64, 6, 4)],
     32: [(128, 4, 8), (64, 5, 4)],
@@ -110,6 +113,12 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
 
 
+def _streams(rows: int, columns: int) -> list[GemmConfig]:
+    """Kernels that stream weights, `columns` of a step for each warp, where several rows share them."""
+    sizes = _STREAM if 1 < rows <= STREAM_ROWS else []
+    return [GemmConfig("stream", 16, 0, columns * warps, stages, num_warps=warps) for warps, stages in sizes]
+
+
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     """What is worth timing for `rows` rows of a GEMM; the library first, then our skinny kernels."""
     found = [LIBRARY]
@@ -117,6 +126,7 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
         if rows == 1:
             found += [one_row(*sizes) for sizes in _FP8_ONE_ROW]
+        found += _streams(rows, 128)
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
         for n, m, stages in _FP8_ROLES if rows > 1 else ():
@@ -126,6 +136,7 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     if rows <= SKINNY_ROWS:
         for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
+    found += _streams(rows, 64)
     if 1 < rows <= (16 if gemm.kind == "head" else TILE_ROWS):
         for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nanovllm.kernels.plan.config import (
     KINDS,
     LIBRARY,
     SKINNY_ROWS,
+    STREAM_ROWS,
     SUMMED,
     TILE_ROWS,
     Gemm,
@@ -68,6 +70,26 @@ def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after:
     assert planned.is_complete or rows > 1 or not after
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 5])
+def test_few_rows_of_large_weights_in_fp8_are_streamed(rows: int) -> None:
+    """All four of a layer or none, with tiles where scales are not for 16 rows; experts in FP8 stay with theirs."""
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+    after, before = {"o": "residual", "down": "residual", "gate_up": "gate"}, {"qkv": "norm", "gate_up": "norm"}
+    layer = tuple(
+        Product(kind, n, k, FP8, before=before.get(kind, ""), after=after.get(kind, ""), scale_rows=128, rounds=True,
+                adds_parts=kind in SUMMED)
+        for kind, (n, k) in shapes.items()
+    )  # fmt: skip
+    rules, few = Rules(KNOWN[0], own_kernels=True, table=H200), rows <= 4
+    planned = plan(layer, rows, rules)
+    assert {one.config.kernel for one in planned.launches.values()} == {"stream" if few else "tile"}
+    assert planned.is_complete == few and not any(one.norm for one in planned.launches.values())
+    assert choose(replace(layer[0], scale_rows=8), rows, rules)[0].kernel == "tile"
+    experts = Experts(128, 8, 4096, 768, FP8, after="residual")
+    mixed = plan((*layer[:2], experts), rows, rules)
+    assert not mixed.is_complete and not mixed.launches["experts"].residual
+
+
 def test_every_entry_fits_its_shape() -> None:
     assert H200.entries
     for gemm, ranges in H200.entries.items():
@@ -75,7 +97,7 @@ def test_every_entry_fits_its_shape() -> None:
         assert ends == sorted(set(ends)) and ends[-1] <= TILE_ROWS
         for most, config in ranges:
             assert not misfit(gemm, config)
-            assert most <= SKINNY_ROWS or not config.is_skinny
+            assert most <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
             if config.is_skinny:
                 assert config.block_k <= gemm.k, "no program without columns"
     for name in ("NVIDIA A100-SXM4-80GB", "cpu"):
@@ -96,7 +118,7 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
     config = lookup(H200, gemm, rows, device)
     assert not misfit(gemm, config, device.has_tma)
-    assert rows <= SKINNY_ROWS or not config.is_skinny
+    assert rows <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
     assert rows <= (INT4_ROWS if gemm.dtype == INT4 else TILE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
     if gemm.dtype != INT4 and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):

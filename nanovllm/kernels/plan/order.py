@@ -55,7 +55,7 @@ def without_library(by_rows: Ranges, k: int) -> Ranges:
 def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: GemmConfig) -> GemmConfig:
     """Measured kernel for so many rows, if it cuts K into so many parts, or two for more; else our default for few
     rows. A part has whole steps."""
-    config = next((config for most, config in measured if rows <= most), None)
+    config = next((config for most, config in measured if rows <= most and config.kernel != "stream"), None)
     kinds = ("library", "split", "tile") if rows > 1 else ("split", "tile")  # the library's for a vector differs
     if config is not None and config.kernel in kinds and config.parts == min(parts, 2):
         return _cut(gemm.k, config, parts)

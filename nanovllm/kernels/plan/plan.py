@@ -19,6 +19,7 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
+    STREAM_ROWS,
     TILE_ROWS,
     Choices,
     ExpertConfigs,
@@ -196,7 +197,7 @@ def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
     }
     experts = [one for one in operations if isinstance(one, Experts)]
     complete = any(each.norm or each.residual for each in launches.values())
-    complete &= all(one.after == "residual" for one in experts)
+    complete &= all(one.after == "residual" and (rows == 1 or one.dtype != FP8) for one in experts)
     launches |= {one.kind: experts_launch(one, rows, rules, complete) for one in experts}
     why = "" if complete else _why_apart(operations, rules)
     o = next((one for one in operations if one.kind == "o"), None)
@@ -237,6 +238,8 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
         config, why = measured, "measured"
     else:
         config, why = fallback(gemm, rows, rules.device.processors), "rule"
+        if rows > 1 and config.kernel == "stream" and _refusal(product, gemm, config, rules.device):
+            config = fallback(gemm, STREAM_ROWS + 1, rules.device.processors)  # tiles take any scales
     if reason := _refusal(product, gemm, config, rules.device):
         config, why = LIBRARY, f"{why}: {reason}"
     return config, why

@@ -71,6 +71,12 @@ _FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] 
 library. "o" is for all whose consumers add up parts of K."""
 
 
+_FP8_STREAM_ROWS = 4
+_FP8_STREAM = {"qkv": (4, 4), "o": (4, 8), "gate_up": (4, 3), "down": (8, 3)}
+"""(warps, stages) of "stream" for 2 to 4 rows of weights as large as those of 8B: a step of two rows takes 9.4 % less
+than with tiles, of four 1.4 %, of eight nothing."""
+
+
 def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """Kernels of their own for one row and for more than 16; where the consumer adds up parts of K, as many of them as
     keep all programs resident, by the tile that makes most. So it was best for the four layers of 8B on an H200."""
@@ -82,6 +88,10 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
+        return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
+    if rows <= _FP8_STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) >= 4096:
+        warps, stages = _FP8_STREAM[gemm.kind]
+        stages += gemm.kind == "down" and rows == 2
         return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
