@@ -60,6 +60,36 @@ def pack_keys(scores, ids):
     return (ordered.to(tl.int64) << 32) | (~ids).to(tl.uint32, bitcast=True).to(tl.int64)
 
 
+@triton.jit
+def _better(best, best_tile, scores, tile):
+    """The best scores of lanes and the numbers of their tiles, among those before and those of one more tile."""
+    is_better = scores > best
+    return tl.where(is_better, scores, best), tl.where(is_better, tile, best_tile)
+
+
+@triton.jit
+def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, masks_row, threshold, k0, k1, inverse_temperature,
+               vocab_start, LIMITED: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr):  # fmt: skip
+    """Best scores, with noise, of lanes [TILE] over the tiles of a chunk, and the numbers of their tiles; of ids at
+    `threshold` or above, where LIMITED."""
+    best = tl.full(lanes.shape, float("-inf"), tl.float32)
+    best_tile = tl.zeros(lanes.shape, tl.int32)
+    for tile in range(TILES):
+        index = lanes + tile * lanes.shape[0]
+        x = load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row)
+        any_kept = True
+        if LIMITED or masks_row is not None:
+            is_kept = (x >= threshold) & (x > float("-inf"))
+            any_kept = tl.max(is_kept.to(tl.int32), 0) > 0
+        if any_kept:
+            noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
+            scores = tl.fma(x, inverse_temperature, noise)
+            if LIMITED:
+                scores = tl.where(is_kept, scores, float("-inf"))
+            best, best_tile = _better(best, best_tile, scores, tile)
+    return best, best_tile
+
+
 @triton.jit(do_not_specialize_on_alignment=["SLOT", "ROW", "TARGET_ROW", "RECORDS"])
 def best_of_chunks_kernel(
     LOGITS, SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, ROW, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, MASKS,
@@ -98,33 +128,20 @@ def best_of_chunks_kernel(
             flags, penalties = tl.load(RECORDS + g * _RECORD), load_penalties(RECORDS + g * _RECORD)
         counts_row = None if COUNTS is None else COUNTS + slot.to(tl.int64) * counts_stride
         masks_row = None if MASKS is None else MASKS + slot.to(tl.int64) * mask_stride
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        best_tile = tl.zeros([TILE], tl.int32)
         if temperature >= _MIN_TEMPERATURE:
             inverse_temperature = 1.0 / temperature
             position = POSITIONS + (g if TARGET_ROW is None else tl.load(TARGET_ROW + g))
             k0, k1 = row_key(tl.load(SEED + slot), tl.load(position))
-            for tile in range(TILES):
-                index = lanes + tile * TILE
-                x = load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row)
-                any_kept = True
-                if THRESHOLD is not None or MASKS is not None:
-                    is_kept = (x >= threshold) & (x > float("-inf"))
-                    any_kept = tl.max(is_kept.to(tl.int32), 0) > 0
-                if any_kept:
-                    noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
-                    scores = tl.fma(x, inverse_temperature, noise)
-                    if THRESHOLD is not None:
-                        scores = tl.where(is_kept, scores, float("-inf"))
-                    better = scores > best
-                    best = tl.where(better, scores, best)
-                    best_tile = tl.where(better, tile, best_tile)
+            best, best_tile = _best_draw(
+                row, lanes, num_ids, flags, penalties, counts_row, masks_row, threshold, k0, k1,
+                inverse_temperature, vocab_start, THRESHOLD is not None, TILES, APPROX,
+            )  # fmt: skip
         else:
+            best = tl.full([TILE], float("-inf"), tl.float32)
+            best_tile = tl.zeros([TILE], tl.int32)
             for tile in range(TILES):
                 x = load_edited(row, lanes + tile * TILE, num_ids, flags, penalties, counts_row, masks_row)
-                better = x > best
-                best = tl.where(better, x, best)
-                best_tile = tl.where(better, tile, best_tile)
+                best, best_tile = _better(best, best_tile, x, tile)
         keys = pack_keys(best, vocab_start + lanes + best_tile * TILE)
         tl.store(PARTIAL + g * num_chunks + chunk, tl.max(keys, 0))
 
