@@ -77,13 +77,13 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite one."""
+    """Whether a value is a finite number."""
     return (isinstance(value, float) or is_integer(value)) and -math.inf < value < math.inf
 
 
 def short(error: object) -> str:
-    """Another library's message, which may repeat the user's input: its lines as one, without a worker's traceback, cut
-    as `shown` cuts."""
+    """Shortens another library's message, which may repeat the user's input: its lines as one, without a worker's
+    traceback, cut as `shown` cuts."""
     text = " ".join(str(error).partition("\nTraceback")[0].split()) or type(error).__name__
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 

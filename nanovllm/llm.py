@@ -325,8 +325,8 @@ class LLM:
         self._turns.call("begin_update", in_flight=in_flight, partial=partial)
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
-        """Some of the weights, as in load_weights. Raises ValueError naming one that is unknown, misshapen or was there
-        already; those before it are written, and a corrected call can follow."""
+        """Replaces some of the weights, as load_weights replaces all. Raises ValueError naming one that is unknown,
+        misshapen or was there already; those before it are written, and a corrected call can follow."""
         self._turns.call("update", weights=weights)
 
     def finish_update(self, version: int | None = None) -> None:
@@ -376,7 +376,7 @@ class LLM:
     # -- pauses -------------------------------------------------------------------------------------------------
 
     def pause(self, mode: str = "keep") -> None:
-        """Nothing is computed when this returns, until `resume`. "keep": requests stop where they are, and go on later;
+        """Stops computing when this returns, until `resume`. "keep": requests stop where they are, and go on later;
         "wait": those that have begun end first; "abort": all end now, with what they have. New requests wait;
         `generate` returns after `resume` only."""
         self._turns.call("pause", mode=mode)

@@ -152,7 +152,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted, in [-2, 2], from a token's logit as many times as the output has it."""
     repetition_penalty: float = 1.0
-    """Above 0: divides positive logits, multiplies negative ones, of tokens that prompt or output have. 1 is off."""
+    """Divides positive logits, multiplies negative ones, of tokens that prompt or output have; above 0. 1 is off."""
     seed: int | None = None
     """Keys this request's sampling; completion i of n has seed + i. Default: derived from the engine's seed and the
     request's number."""

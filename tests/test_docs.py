@@ -257,8 +257,9 @@ def test_every_kernel_names_the_shapes_of_its_operands() -> None:
 
 
 FRAGMENT = re.compile(
-    r"(By|For|From|At|On|In|Of|To|With|Without|Until|After|Before|When|Where|If|As|How|What|Which|Who|Whose|That|Those|"
-    r"These|They|Them|There|It|Its|Not|And|Or|But|So|This(?! \w+'s)|The same (of|for|to|with|where|as|on|by|in|but))\b"
+    r"(By|For|From|At|On|In|Of|To|With|Without|Within|Between|Up to|Until|After|Before|Once|When|Where|If|As|How|Why|"
+    r"What|Which|Who|Whose|That|Those|These|They|Them|There|It|Its|Not|And|Or|But|So|This(?! \w+'s)|"
+    r"(All|Any|One|Some) (of|that|there|more|who)|The same (of|for|to|with|where|as|on|by|in|but))\b"
 )
 """Beginnings of docstrings whose noun or verb stands elsewhere, if anywhere."""
 

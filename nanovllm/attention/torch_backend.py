@@ -16,7 +16,7 @@ class _Row(NamedTuple):
 
     tokens: slice
     keys: slice
-    """Within the gathered blocks."""
+    """Slice of the row's keys within the gathered blocks."""
     slot: int
     blocks: slice
     """Part of the slot's line of a block table that holds the keys."""

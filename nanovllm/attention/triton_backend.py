@@ -109,7 +109,7 @@ class TritonBackend(AttentionBackend):
                 rows.tiles[prefill.config.block_m], out, sinks, cache.scales)
 
     def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:
-        """Both kernels, and every size class of the decode plan."""
+        """Launches both kernels once, with every size class of the decode plan."""
         for rows in self.plans[spec].size_classes():
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)

@@ -86,7 +86,7 @@ class LocalServer:
 
 
 def main(fd: int, log: str) -> int:
-    """The child."""
+    """Entry point of the child process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)  # they end this server
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(number, 1)

@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": "what a model takes of a GPU, and how many users fit",
     "env": "versions, GPUs, the attention backend, what is missing",
 }
-"""Each command, and what it does; its module has make_parser() and run(parser, arguments)."""
+"""Commands and what each does. The module of a command has make_parser() and run(parser, arguments)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,7 +44,7 @@ class BlockPool:
         return Page(group, tuple([self._unused.pop() for _ in range(num_blocks)]))
 
     def share(self, page: Page) -> None:
-        """One more owner."""
+        """Adds an owner to a page."""
         if page.num_owners == 0:
             del self._cached[page]
             self.num_free_blocks -= len(page.blocks)

@@ -15,7 +15,7 @@ def block_start(before: bytes, token_ids: list[int]) -> bytes:
 
 
 def num_common(start: bytes, other: bytes) -> int:
-    """First tokens that are equal, where what comes before them is."""
+    """Number of tokens, from the first on, that are equal; 0 where the texts before the blocks differ."""
     length = min(len(start), len(other))
     if start[:length] == other[:length]:
         return (length - KEY_SIZE) // 4

@@ -41,7 +41,7 @@ class EngineState(msgspec.Struct, array_like=True):
     lacks_weights: bool = False
     weight_version: int = 0
     incomplete: str = ""
-    """Why there are no weights to step with."""
+    """Reason why there are no weights to step with; "" where there are."""
 
 
 # -- pauses and sleep -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _equal_checksums(answers: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One call."""
+    """Entry of the table of calls."""
 
     run: Callable[..., Any]
     """(engine, **options) -> its answer, or a generator that returns it."""

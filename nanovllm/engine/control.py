@@ -87,7 +87,7 @@ class EngineControl:
         self._loop.raise_failure()
 
     def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
-        """Some of the weights, or a folder's: LLM.update."""
+        """Replaces some of the weights, or a folder's: see LLM.update."""
         self._require_update("update")
         if isinstance(weights, (str, Path)):
             self._executor.load_folder(Path(weights))
@@ -96,7 +96,7 @@ class EngineControl:
 
     @contextmanager
     def relaying(self, relay: "Relay | None") -> "Iterator[None]":
-        """Within it, `relay` gets each weight of `update` too."""
+        """Context in which `relay` gets each weight of `update` too."""
         self._relay = relay
         try:
             yield
@@ -140,7 +140,7 @@ class EngineControl:
             self._executor.call("refresh_weights")
 
     def checksum(self) -> dict[str, str]:
-        """LLM.checksum."""
+        """Checksums of the weights: see LLM.checksum."""
         self._loop.require_awake("weights")
         self._loop.raise_failure()
         self._loop.require_weights()
@@ -169,7 +169,7 @@ class EngineControl:
         return wanted
 
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
-        """LLM.sleep."""
+        """Lets memory sleep: see LLM.sleep."""
         wanted = self.check_sleep(level, tags)
         if self._loop.has_begun() and not self._loop.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
@@ -182,7 +182,7 @@ class EngineControl:
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
-        """LLM.wake_up."""
+        """Wakes memory up: see LLM.wake_up."""
         self._loop.raise_failure()
         wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
         if not wanted or not self.asleep.issuperset(wanted):

@@ -50,7 +50,7 @@ class EngineLoop:
         self._error: BaseException | None = None
         """The error that ended this engine."""
         self.incomplete: str | None = None
-        """Why there are no weights to step with."""
+        """Reason why there are no weights to step with; None where there are."""
         self.asleep: set[str] = set()
         """Memory that sleeps, of TAGS (calls.py)."""
         self.is_paused = False

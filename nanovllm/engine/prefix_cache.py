@@ -35,7 +35,7 @@ class CachedPrefix(NamedTuple):
     source: tuple[Page, ...]
     """Pages to copy from, by group; empty where nothing is copied."""
     num_tokens: int
-    """All of these."""
+    """Tokens of the shared blocks and copied ones together."""
 
 
 def most_cached_tokens(seq: Sequence) -> int:

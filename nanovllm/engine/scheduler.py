@@ -1,4 +1,4 @@
-"""Each step: how many more tokens of which rows to compute.
+"""Scheduler: decides in each step how many more tokens of which rows to compute.
 
 Every request is a row of tokens, some computed and some not; the scheduler picks how many more of which rows this step
 computes, within one budget of tokens. There is no prefill phase and no decode phase: a decode is a row with one token

@@ -26,7 +26,7 @@ _MARK = "/*events*/"
 
 
 class _Step(NamedTuple):
-    """One that runs."""
+    """Step that is running."""
 
     number: int
     launched: float

@@ -10,7 +10,7 @@ _MOST_HELD = 64
 
 
 class WaitingQueues:
-    """Each in order of arrival, also of rows that come back."""
+    """Queues of waiting rows, each in the order of arrival, also of rows that come back."""
 
     def __init__(self, long_threshold: int) -> None:
         """long_threshold: prompts with more tokens are long; 0: none is."""
@@ -41,7 +41,7 @@ class WaitingQueues:
         self.num_tokens += seq.num_tokens
 
     def put_back(self, seq: Sequence) -> None:
-        """One that was taken out: before those that came after it."""
+        """Puts a row that was taken out before those that came after it."""
         queue, at = self._queue_of(seq), 0
         while at < len(queue) and _arrival(queue[at]) < _arrival(seq):
             at += 1

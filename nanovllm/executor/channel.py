@@ -93,14 +93,14 @@ class _Ring:
 
 
 class CommandWriter(_Ring):
-    """Rank 0's end."""
+    """Writing end of the ring, on rank 0."""
 
     def __init__(self, fd: int, doorbells: list[int]) -> None:
         """`doorbells`: one writable file descriptor a reader."""
         super().__init__(fd)
         self._doorbells = doorbells
         self.num_published = 0
-        """Slots."""
+        """Slots published so far."""
 
     def send_step(self, packed: Any, check: Callable[[], object]) -> None:
         """Sends a packed step (anything with the buffer protocol). `check` is called while waiting and may raise."""

@@ -46,7 +46,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why the workers are gone. Raised anew each time, so that no exception collects the frames of all who met it."""
+    """Failure of the workers. Raised anew each time, so that no exception collects the frames of all who met it."""
 
     kind: type[Exception]
     text: str
@@ -259,7 +259,7 @@ class WorkerProcesses:
             self.ring.close()
 
     def close_store(self) -> None:
-        """Last, after `close`: what still uses the store finds its file by number."""
+        """Closes the store, after `close`: what still uses the store finds its file by number."""
         store, self.store = self.store, -1
         if store >= 0:
             os.close(store)

@@ -53,7 +53,7 @@ class Fleet:
         self.state = EngineState()
         """State of all engines together."""
         self.ended: str | None = None
-        """Why there is no engine any more."""
+        """Reason why there is no engine any more; None where there is one."""
         self.out: list[wire.Up] = []
         """Frames for the owner of the requests, to be taken out."""
         self._there = set(range(count))

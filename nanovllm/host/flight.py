@@ -19,7 +19,7 @@ class Flight:
     versions: list[list[tuple[int, int]]]
     """Versions of the weights, and the first token of each, for each completion."""
     ended: set[int] = field(default_factory=set)
-    """Completions."""
+    """Numbers of the completions that have ended."""
     engine: int | None = None
     num_engines: int = 0
     """Engines that it was sent to so far."""

@@ -121,7 +121,7 @@ class ChildHandle:
         self._heard = time.monotonic()
         """Monotonic time of the last sign of life."""
         self._reason: str | None = None
-        """Why it was given up."""
+        """Reason why the engine was given up; None while it was not."""
         self._is_there = True
         self.send(start)
 

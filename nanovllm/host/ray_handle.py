@@ -73,7 +73,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes | None:
-        """All that the engine has said since the last call; waits a moment for it. None: it has ended."""
+        """Returns all that the engine has said since the last call; waits a moment for it. None: it has ended."""
         said = []
         ended = self._has_ended
         try:

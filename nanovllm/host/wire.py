@@ -54,7 +54,7 @@ class Abort(Frame):
 
 
 class Call(Frame):
-    """One of engine/calls.py, between two steps; answered by an Answer of the same number."""
+    """Call of engine/calls.py, run between two steps; answered by an Answer of the same number."""
 
     number: int
     name: str
@@ -164,7 +164,7 @@ class Step(Frame):
     prompts: list[tuple[int, list[bytes | None]]] = []
     """(request, a line of LogprobRows for each position of its prompt), once, at the latest with its Done."""
     stats: EngineStats | None = None
-    """Now and then."""
+    """Counters of the engine, sent now and then."""
     computed: tuple[int, int] = (0, 0)
     """Prompt tokens, and tokens of rows with one to compute, since the start; sent with stats."""
 

@@ -140,7 +140,8 @@ class Attention(WeightedModule):
         return self.o_proj(attended, residual=residual)
 
     def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """Everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
+        """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads *
+        head_dim]."""
         cache = self.cache
         q = self.kernels.qk_norm_rope_store(
             qkv, self.norm_rope, step.positions, step.slot_mappings[cache.table], cache.k, cache.v,

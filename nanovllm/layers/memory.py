@@ -27,7 +27,7 @@ class Mixer(Protocol):
 
     @property
     def memory(self) -> tuple[Pages, ...]:
-        """All that it remembers."""
+        """Pages that it keeps."""
 
     def bind(self, *memory: Any) -> None:
         """Takes what it declares, in that order: a KVCache for Pages. It is called anew when memory is allocated, and

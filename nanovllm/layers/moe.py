@@ -190,7 +190,7 @@ class MoE(WeightedModule):
 
 
 def is_plain_mixture(config: MoEConfig) -> bool:
-    """Nothing but a softmax, experts without biases and their sum."""
+    """Whether the mixture is a softmax, experts without biases and their sum, and nothing else."""
     is_plain = not config.bias and config.activation_limit is None and not config.shared_size
     return is_plain and config.scoring == "softmax" and config.num_groups == 1
 

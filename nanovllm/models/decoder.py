@@ -92,7 +92,7 @@ class PositionTables:
 
 
 def has_plain_joints(config: ModelConfig) -> bool:
-    """Between two blocks there is an addition and an RMSNorm, and nothing else."""
+    """Whether an addition and an RMSNorm, and nothing else, stand between two blocks."""
     return config.norm_placement == "pre" and config.norm_kind == "rms" and config.residual_multiplier == 1.0
 
 
@@ -180,7 +180,7 @@ def without_step(mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def side_by_side(attention: Attention, mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Both of the same rows, as a Block computes."""
+    """Function that computes attention and MLP of the same rows, for a Block."""
 
     def compute(x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         attended, own = attention(x, step), wanted_rows(x, step.wanted)
@@ -339,8 +339,8 @@ class DecoderForCausalLM(WeightedModule):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Within it the model has two layers of each signature. They launch every kernel that all would: layers of one
-        signature differ in their weights alone, but a prompt leaves rows out of the last one."""
+        """Context in which the model has two layers of each signature. They launch every kernel that all would: layers
+        of one signature differ in their weights alone, but a prompt leaves rows out of the last one."""
         layers, found = self.layers, Counter[Hashable]()
         kept = nn.ModuleList()
         for layer in layers:

@@ -103,7 +103,7 @@ def _lazy(shape: torch.Size, dtype: torch.dtype, make: Callable[[], torch.Tensor
 def reader_for(
     config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
 ) -> "Int4Reader | None":
-    """None where no layer is held in 4 bits."""
+    """Reader for a model with layers in 4 bits; None where there are none."""
     made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
     return Int4Reader(weights, made, dtype, device) if made is not None and made.method == "int4" else None
 

@@ -61,7 +61,7 @@ _State = tuple[int, int, int]
 
 
 def _state(tensor: torch.Tensor) -> _State:
-    """Another after a write that torch counts, and for another tensor."""
+    """State of a tensor that changes with a write that torch counts, and with another tensor in its place."""
     return id(tensor), tensor.data_ptr(), tensor._version
 
 
@@ -76,7 +76,7 @@ class LiveModule:
         self._seen: dict[str, _State] = {}
         self._was_optimized = False
         self.num_shared = self.num_copied = 0
-        """Elements."""
+        """Numbers of elements."""
         self._watch_optimizers()
 
     def _parameters(self) -> dict[str, torch.Tensor]:

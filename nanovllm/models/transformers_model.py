@@ -179,7 +179,7 @@ class TransformersModel(WeightedModule):
 
     @contextmanager
     def _attending(self, attend: Attend) -> Iterator[None]:
-        """Within it the module's attention is `attend`."""
+        """Context in which the module's attention is `attend`."""
         self._attend = attend
         try:
             yield
@@ -192,7 +192,7 @@ class TransformersModel(WeightedModule):
         return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
 
     def plan(self, num_rows: int) -> LayerPlan:
-        """Nothing of it is ours to choose."""
+        """Empty plan: there is nothing to choose."""
         return LayerPlan({})
 
     # -- the trial ----------------------------------------------------------------------------------------------

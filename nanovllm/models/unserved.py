@@ -1,4 +1,4 @@
-"""Why an architecture is not served, as far as its config.json says. No torch."""
+"""Reasons why an architecture is not served, as far as its config.json says. No torch."""
 
 from typing import Any
 

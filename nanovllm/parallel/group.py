@@ -142,8 +142,8 @@ class TensorParallelGroup:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Within it this rank is on its own: reductions through the library are the identity, whatever others do, and
-        copy engines do nothing."""
+        """Context in which this rank is on its own: reductions through the library are the identity, whatever others
+        do, and copy engines do nothing."""
         group, self._group = self._group, None
         sums = None if self.overlap is None else self.overlap.sums
         if sums is not None:

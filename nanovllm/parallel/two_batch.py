@@ -34,7 +34,7 @@ class Overlap:
     """The way of one rank's halves."""
 
     sums: "CopyEngineSums | None"
-    """None: the library sums, on a CPU."""
+    """Sums by copy engines; None on a CPU, where the library sums."""
 
     def cut(self, num_rows: int, num_decode_rows: int) -> int | None:
         """Number of the step's tokens in its first half, which has all decodes; None: the step stays whole. All ranks

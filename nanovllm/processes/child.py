@@ -86,7 +86,8 @@ def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", so
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Our end and one for a child. Both wait, whatever socket.setdefaulttimeout says in the caller's program."""
+    """Pair of sockets: our end, and one for a child. Both block, whatever socket.setdefaulttimeout says in the caller's
+    program."""
     with no_standard_numbers():
         ours, theirs = socket.socketpair()
     for each in (ours, theirs):
@@ -96,8 +97,8 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def no_standard_numbers() -> Iterator[None]:
-    """Within it no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do: there a
-    child has its input and output, not what we hand on."""
+    """Context in which no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do:
+    there a child has its input and output, not what we hand on."""
     held: list[int] = []
     try:
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -22,7 +22,7 @@ _HIDES_LAUNCHES = 5.5e12
 def why_no_graphs(
     device: torch.device, enforce_eager: bool, kernels: Kernels, backend: AttentionBackend
 ) -> str | None:
-    """Why steps are not captured in CUDA graphs; None where they are."""
+    """Reason why steps are not captured in CUDA graphs; None where they are."""
     if device.type != "cuda":
         return f"device {device.type!r}"
     if enforce_eager:
@@ -64,8 +64,8 @@ class LogitsView:
 
 
 def captured_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
-    """All that are captured, of chunks of up to `max_tokens`; largest first, so that smaller ones find their memory in
-    the pool."""
+    """Shapes that are captured, of chunks of up to `max_tokens`; largest first, so that smaller ones find their memory
+    in the pool."""
     shapes = [*mixed_shapes(max_num_seqs, max_tokens), *(StepShape(d, 0) for d in decode_buckets(max_num_seqs))]
     return sorted(shapes, key=lambda shape: -sum(shape))
 
@@ -101,7 +101,7 @@ class StepGraphs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """All that are captured, largest first."""
+        """Captured shapes, largest first."""
         return self._shapes
 
     def capture_all(self) -> None:

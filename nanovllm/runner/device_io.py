@@ -1,4 +1,4 @@
-"""Between host and device: a step in, its tokens out, and the stream that orders everything.
+"""Transfer between host and device: a step in, its tokens out, and the stream that orders everything.
 
 A copy in and a copy out between two graphs cost some 17 us a step, most of it spent on switching between the graph and
 the copies. A decode step's graph therefore fetches its packed step from memory of the host with its first kernel and
@@ -65,7 +65,7 @@ class DeviceIO:
         self._launched: deque[_Result] = deque(maxlen=RING)
 
     def stream_context(self) -> AbstractContextManager[object]:
-        """Everything on the device happens in this one stream, in the order of launches."""
+        """Context of the one stream in which everything on the device happens, in the order of launches."""
         if not self.is_cuda:
             return nullcontext()
         return torch.cuda.stream(self.stream) if self._pdl else self._ordinary_launches()

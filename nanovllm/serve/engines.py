@@ -63,7 +63,7 @@ class Engines:
         self._launch, self._streams, self._on_frame, self._on_end = launch, streams, on_frame, on_end
         self._loop = asyncio.get_running_loop()
         self.fleet: Fleet | None = None
-        """Once all engines are ready."""
+        """Fleet of the engines, once all are ready."""
         self._ready: dict[int, wire.Ready] = {}
         self._percents: dict[int, int] = {}
         self._has_ended = False
@@ -158,7 +158,7 @@ class Engines:
         self._watch(handle)
 
     def _look(self) -> None:
-        """Once a second: gives up what is silent for too long."""
+        """Gives up engines that are silent for too long; called once a second."""
         now = self._loop.time()
         away = now - self._last_look > _AWAY_SECONDS
         self._last_look = now

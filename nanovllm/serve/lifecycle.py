@@ -122,7 +122,8 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
 
 
 def _allow_descriptors() -> None:
-    """Each connection takes one, and most systems give a process 1,024 unless it asks for more."""
+    """Raises the limit of open files: each connection takes one, and most systems give a process 1,024 unless it asks
+    for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

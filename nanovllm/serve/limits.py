@@ -15,7 +15,7 @@ BODIES_BYTES = 512 << 20
 HEADER_SECONDS = 10.0
 """Most seconds for a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0
-"""Between two pieces of a body."""
+"""Most seconds between two pieces of a body."""
 KEEP_ALIVE_SECONDS = 75.0
 """Longer than the 60 s of most proxies: a connection that both close at once costs a request."""
 
@@ -32,8 +32,8 @@ JSON_COMMAS = 1_500_000
 SMALL_BODY = 1 << 20
 """Bytes that are read in some milliseconds, whatever they are."""
 TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
-"""All that a chat's prompt is made of: messages with reasoning and calls, tools, template variables, as JSON. So many
-bytes, and so many more for each token of the context."""
+"""Most bytes of all that a chat prompt is made of, and bytes more for each token of the context: messages with
+reasoning and calls, tools, template variables, as JSON."""
 PROMPTS_TEXT = 8 << 20
 """Characters of all prompts of a request."""
 PREPARING_BYTES = 64 << 20

@@ -37,7 +37,7 @@ class Completion:
         self.prefix = b""
         """Beginning of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
-        """Once it has ended: see wire.Finish."""
+        """Versions of the weights, once it has ended: see wire.Finish."""
         self.kept: list[bytes | None] = []
         """Ids that each token was sampled from (wire.Done), once all completions of its prompt have ended."""
         self.finish_reason: str | None = None
@@ -206,7 +206,7 @@ class Request:
         return self.ending() if self.error is None else self.failure(self.error)
 
     def complete(self) -> None:
-        """All there is has been taken in."""
+        """Marks the answer as complete: all its tokens have been taken in."""
         self.is_over = True
         if not self.done.done():
             self.done.set_result(None)

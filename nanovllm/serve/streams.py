@@ -217,7 +217,7 @@ class Streams:
             self._metrics.finished[reason] += gone
 
     def sweep(self, now: float, request_timeout: float | None) -> None:
-        """Once a second: comments for silent streams, an end for those that pile up and for what takes too long."""
+        """Sends comments to silent streams, and ends those that pile up or take too long; called once a second."""
         for request in list(self.requests):
             if request.is_unread and _waiting(request) > limits.PENDING_TEXT:
                 assert request.connection is not None

@@ -56,8 +56,8 @@ def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
 
 @contextmanager
 def launching_nothing(submit: Callable[[CompileJob], None]) -> Iterator[None]:
-    """Within it a launch of a Triton kernel by this thread does nothing; one that would have to be compiled first is
-    handed to `submit`. Other threads launch as ever."""
+    """Context in which a launch of a Triton kernel by this thread does nothing; one that would have to be compiled
+    first is handed to `submit`. Other threads launch as ever."""
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

@@ -263,5 +263,5 @@ def _content(token: Any) -> str:
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Any of the texts, the longest first; none of them matches nothing."""
+    """Pattern of any of the texts, the longest first; without texts it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

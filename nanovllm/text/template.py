@@ -25,7 +25,7 @@ _OWN_VARIABLES = frozenset(
     "messages tools documents add_generation_prompt continue_final_message chat_template tokenize conversation "
     "return_dict return_tensors padding truncation max_length tokenizer_kwargs".split()
 )
-"""Set by the renderer itself: a request that could set one of them would steer it (CVE-2025-62426)."""
+"""Variables that the renderer sets itself: a request that could set one of them would steer it (CVE-2025-62426)."""
 
 
 class ChatTemplate:

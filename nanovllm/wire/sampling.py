@@ -146,7 +146,7 @@ class Section:
     def __init__(self, words: np.ndarray) -> None:
         header = words[: len(LISTS) + NUMBERS].tolist()
         self.words: Any = words
-        """All of it: an array, or a tensor (see `on`)."""
+        """Words of the section: an array, or a tensor (see `on`)."""
         slices = _consecutive([len(header), *header[: len(LISTS)]])[1:]
         self._slices = dict(zip(LISTS, slices, strict=True))
         numbers = iter(header[len(LISTS) :])

@@ -26,7 +26,7 @@ model takes about as long as multiplying them by so many rows. The second where 
 QUIET_DECODES = (32, 64, 128)
 """Padded decode rows of such steps."""
 TILE = 128
-"""Tokens."""
+"""Tokens of a tile."""
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:

@@ -109,7 +109,7 @@ class Bench:
             found.num_prompt_tokens = usage["prompt_tokens"]
 
     async def run(self, samples: Sequence[Sample], progress: Any) -> tuple[list[Measured], float]:
-        """All of them at the asked rate; returns what was measured, and seconds."""
+        """Sends all requests at the asked rate; returns what was measured, and the seconds that it took."""
         slots = asyncio.Semaphore(self._given.max_concurrency or len(samples))
 
         async def one(sample: Sample) -> Measured:

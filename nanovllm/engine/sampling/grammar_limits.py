@@ -17,8 +17,8 @@ import numpy as np
 MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10}
 """UTF-8 bytes of a constraint's text, by its kind."""
 JSON_BLANKS = r"(\n {0,16}|[ ])"
-"""Between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on with
-blanks for ever."""
+"""Blanks between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on
+with blanks for ever."""
 MAX_RULES = 500
 """Definitions of a JSON schema; rules of a grammar."""
 MAX_PROPERTIES = 1000

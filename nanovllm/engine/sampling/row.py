@@ -18,7 +18,7 @@ _BAN = float("-inf")
 
 
 class Ended(NamedTuple):
-    """Why an output ends."""
+    """End of an output, and its reason."""
 
     reason: str
     """See StepOutput.finish_reason."""
@@ -173,7 +173,7 @@ class SamplingRow:
 
 
 def _kind_of(params: SamplingParams, changes: bool, is_processed: bool) -> int:
-    """One of KINDS. changes: counts or a mask change the logits."""
+    """Way of sampling, of KINDS. changes: counts or a mask change the logits."""
     kind = (COPIED if changes else FILTERED) if params.filters else (CHANGED if changes else UNCHANGED)
     wants_logits = params.logprobs is not None and is_processed and kind != UNCHANGED  # those that are sampled from
     return COPIED if wants_logits or params.sampling_mask else kind

@@ -45,7 +45,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but an end of text can follow."""
+        """Whether nothing but an end of text can follow."""
         return self.error is None and self.inner.is_stopped()
 
 

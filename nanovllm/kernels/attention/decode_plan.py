@@ -48,7 +48,7 @@ TUNING: Tuning = (
     (224, DecodeConfig()),
     (None, DecodeConfig(block_n=32, num_warps=2, programs_per_sm=16)),
 )
-"""Up to so many rows of TUNED_KV_HEADS key heads -> configuration. Few rows must be cut small to keep the memory busy;
+"""Table (most rows with TUNED_KV_HEADS key heads, configuration). Few rows must be cut small to keep the memory busy;
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
 FP8_TUNING: Tuning = (
     (2, DecodeConfig(num_warps=2, programs_per_sm=2, min_chunk=64, merge_heads=1)),

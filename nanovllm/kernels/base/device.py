@@ -57,7 +57,7 @@ def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
 
 @contextmanager
 def ordinary_launch() -> Iterator[None]:
-    """Within it this thread launches nothing with PDL; what a graph captures there stays so."""
+    """Context in which this thread launches nothing with PDL; what a graph captures there stays so."""
     token = _pdl_allowed.set(False)
     try:
         yield

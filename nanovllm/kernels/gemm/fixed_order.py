@@ -25,9 +25,9 @@ _users: list[tuple[Any, Any, Any]] = []
 
 @contextmanager
 def library_without_parts() -> Iterator[None]:
-    """Within it torch multiplies bfloat16 and float16 by cuBLASLt, which then takes no algorithm that cuts K. These are
-    settings of the process: they stay until the last thread has left, and other products take the same way meanwhile.
-    """
+    """Context in which torch multiplies bfloat16 and float16 by cuBLASLt, without algorithms that cut K. These are
+    settings of the process: they stay until the last thread has left, and other products take the same way
+    meanwhile."""
     with _settings_lock:
         before = _users[0] if _users else _settings()
         _set("cublaslt", (False, False), (False, False))

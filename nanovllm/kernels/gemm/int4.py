@@ -50,7 +50,7 @@ class Int4Weight:
     def empty(
         cls, n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device
     ) -> "Int4Weight":
-        """One of zeros."""
+        """Weight of zeros."""
         check_group(group)
         blocks = -(-k // SPAN)
         groups = torch.zeros(-(-blocks * SPAN // group) if group else 1, n, 2, dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from nanovllm.kernels.plan.rules import FEW_DOWN, FEW_GATE_UP
 from nanovllm.kernels.pointwise.norm import Norm
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
-"""Below the key of any logit."""
+"""Key of a taken expert, below that of any logit."""
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 

@@ -23,7 +23,7 @@ other, which many programs do side by side."""
 _COUNTED_BLOCKS = 32
 """Blocks whose counts _sort_kernel reads at once."""
 LOWEST = -3e38
-"""Below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
+"""Number below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class GroupedConfig:
 
 @dataclass(frozen=True)
 class ExpertConfigs:
-    """Both grouped GEMMs of a layer; their block_m is one."""
+    """Tiles of both grouped GEMMs of a layer; they share one block_m."""
 
     gate_up: GroupedConfig
     down: GroupedConfig

@@ -4,7 +4,7 @@ from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, SHARED_BYTES, SU
 
 
 def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
-    """Why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
+    """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
     k = gemm.k
     if config.kernel == "library":
         return ""
@@ -70,7 +70,7 @@ def _roles_misfit(paired: bool, config: GemmConfig) -> str:
 
 
 def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
-    """Why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
+    """Reason why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
     steps = -(-k // (128 * config.num_warps))

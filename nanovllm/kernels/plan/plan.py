@@ -48,7 +48,7 @@ class Product:
     """x [rows, k] @ weight [n, k]^T on one rank, and what may stand around it."""
 
     kind: str
-    """One of config.KINDS; n of gate_up counts both."""
+    """Kind of the product, of config.KINDS; n of gate_up counts both."""
     n: int
     k: int
     dtype: str
@@ -157,7 +157,7 @@ class LayerPlan:
     fills_registers: bool = False
     """Weights in FP8 pass through L1 into registers, to which attention should leave it."""
     why: str = ""
-    """Why norms and additions are kernels of their own."""
+    """Reason why norms and additions are separate kernels."""
 
     def takes_norm(self, operations: Sequence["Operation"]) -> bool:
         """The first of these operations of the layer computes the norm before it."""
@@ -172,11 +172,11 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Rules:
-    """All that decides beside an operation and its rows. Plain data, which rank 0 sends to the others."""
+    """Inputs of a plan beside an operation and its rows. Plain data, which rank 0 sends to the others."""
 
     device: Device = CPU
     world: int = 1
-    """Ranks."""
+    """Number of ranks."""
     exact_bits: str | None = None
     """See EngineConfig."""
     own_kernels: bool = False
@@ -246,7 +246,7 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
 
 
 def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -> str:
-    """Why this product cannot be multiplied so; "" where it can."""
+    """Reason why this product cannot be multiplied so; "" where it can."""
     if config.parts > 1 and not product.adds_parts:
         return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
@@ -340,7 +340,7 @@ class Planner:
         self._made: dict[Any, ByRows] = {}
 
     def adopt(self, rules: Rules) -> None:
-        """Other rules, from the next step on."""
+        """Takes other rules, from the next step on."""
         self.rules = rules
         for made in self._made.values():
             made.clear()

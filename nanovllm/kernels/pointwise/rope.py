@@ -18,7 +18,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.kv_store import store_cached, store_heads, store_kv_reference
 
 PDL_TOKENS = 512
-"""Up to so many tokens, the time between kernels is worth saving."""
+"""Most tokens for which the time between kernels is worth saving by PDL."""
 PDL_REGISTERS = 56
 """Most registers of a thread, with PDL. With 64, which the compiler takes by itself, this kernel starts 12 us earlier
 beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes 612

@@ -30,7 +30,7 @@ from nanovllm.kernels.sampling.rng import (
 from nanovllm.wire.sampling import PENALTIES, RECORD_WORDS
 
 MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: the reciprocal would overflow the scores."""
+"""Temperature below which a row is greedy: the reciprocal would overflow the scores."""
 NO_CANDIDATE = torch.iinfo(torch.int64).min
 """Key of a rank that holds no id of the vocabulary: smaller than any other."""
 

@@ -35,6 +35,6 @@ class Rows:
         return self.rows.shape[0]
 
     def part(self, which: slice) -> "Rows":
-        """Some of the rows."""
+        """View of some of the rows."""
         own = {name: getattr(self, name)[which] for name in ("rows", "slots", "records", "target_rows")}
         return replace(self, **own)

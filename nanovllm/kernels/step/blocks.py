@@ -9,7 +9,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """All that the cache holds of its blocks on one rank."""
+    """Tensors of the KV cache's blocks on one rank."""
 
     tensors: list[torch.Tensor]
     """[num_blocks, ...] each; what one block has of it is contiguous, and whole int32 words."""

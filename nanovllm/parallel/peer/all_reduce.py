@@ -36,7 +36,7 @@ Path = Literal["one_shot", "two_shot", "nccl"]
 
 KEY_BLOCK = 256
 PDL_ROWS = 16
-"""Up to so many rows the GEMMs around may be our own, which let the all-reduce start early and fetch weights while it
+"""Most rows for which the GEMMs around may be our own, which let the all-reduce start early and fetch weights while it
 runs. After one of cuBLAS, which does not, PDL costs 0.5 us, so with more rows the caller says. 0: only if it does."""
 MAX_SPINS = (1 << 31) - 1
 """Rounds of a wait before it gives up, with garbage: the most there can be, since a peer may compile for minutes. One

@@ -26,8 +26,8 @@ NCCL as far as it was measured.
 """
 
 PEER_BYTES = 80 << 20
-"""Above this a sum is left to NCCL. Halves of a step that are larger are not cut (parallel/two_batch.py): the block
-holds four times as much for them."""
+"""Bytes above which a sum is left to NCCL. Halves of a step that are larger are not cut (parallel/two_batch.py): the
+block holds four times as much for them."""
 _ONE_SHOT_BYTES = {2: (2 << 20, 1 << 20), 4: (640 << 10, 160 << 10), 8: (144 << 10, 144 << 10)}
 """Most bytes of a one-shot sum over up to so many ranks, where two-shot takes whole rows and where it cuts them."""
 _ROUNDED_BYTES = 3 << 20

@@ -32,7 +32,7 @@ class CompletionAnswer(Answer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._heads: dict[Completion, asyncio.Task[bytes]] = {}
-        """First chunks with log-probabilities of the prompts: they are written in the pool, one at a time."""
+        """First chunks, with log-probabilities of the prompts, which are written in the pool one at a time."""
 
     def fast_prefix(self, index: int) -> bytes:
         return b'{"index":%d,"text":' % index

@@ -31,7 +31,7 @@ class Shared:
         self.answer, self.metrics, self.most = answer, metrics, most
         self.connections: set[Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
-        """One for each request that is being answered."""
+        """Tasks, one for each request that is being answered."""
         self.body_bytes = 0
         """Bytes of all bodies that are on their way."""
         self.date = b""

@@ -45,7 +45,7 @@ class Harmony:
     # -- grammar ------------------------------------------------------------------------------------------------
 
     def grammar(self, choice: ToolChoice | None, wanted: StructuredOutput | None) -> StructuredOutput | None:
-        """None where nothing is asked for: the answer is free."""
+        """Grammar of the answer; None where nothing is asked for, so the answer is free."""
         if choice is None and wanted is None:
             return None
         start, end, message, channel, constrain, *_ = (tag.lark for tag in self.marks)

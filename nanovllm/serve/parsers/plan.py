@@ -37,7 +37,7 @@ class Plan:
         return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
 
     def reader(self) -> Reader | None:
-        """None where the text is content and nothing else."""
+        """Reader for one completion; None where the text is content and nothing else."""
         if self.program is None:
             return None
         stand_ins = {ord(tag.text): tag.name for tag in self.marks if tag.token_id is not None}
