@@ -401,9 +401,3 @@ def test_log_as_json(tmp_path: Any) -> None:
     with Server(tmp_path, "--log-format", "json") as server:
         wait_for(lambda: "answers" in server.log, "port")
         assert all(json.loads(line)["level"] for line in server.log.splitlines())
-
-
-def test_template_of_a_request_is_refused(client: httpx.Client) -> None:
-    """--trust-request-chat-template takes it."""
-    body = {"messages": user("hello"), "chat_template": "{{ messages[0].content }}, world"}
-    assert client.post("/tokenize", json=body).status_code == 400

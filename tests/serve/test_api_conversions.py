@@ -26,6 +26,15 @@ ANSWER = [
 USAGE = shapes.Usage(30, 12, 42, shapes.PromptDetails(16), shapes.OutputDetails(5))
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "description": "Weather", "parameters": SCHEMA}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+ASKED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather in Paris?"},
+    {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    {"role": "user", "content": "And Rome?"},
+]
+"""The chat that both dialects ask for below."""
 SAMPLING = {"seed": 3, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [7]}
 SHARED = SAMPLING | {
     "structured_outputs": {"regex": "a+"},
@@ -120,18 +129,11 @@ MESSAGES_BODY = {
 
 
 def test_a_messages_request_is_a_chat() -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
     request = of_messages(MESSAGES_BODY)
     assert request == {
         "model": "demo",
         "max_completion_tokens": 100,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Weather in Paris?"},
-            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-            {"role": "user", "content": "And Rome?"},
-        ],
+        "messages": ASKED,
         "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": "required",
         "parallel_tool_calls": False,
@@ -252,18 +254,11 @@ RESPONSES_BODY = {
 
 
 def test_a_responses_request_is_a_chat() -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
     request = of_responses(RESPONSES_BODY)
     assert request == {
         "model": "demo",
         "max_completion_tokens": 100,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Weather in Paris?"},
-            {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-            {"role": "user", "content": "And Rome?"},
-        ],
+        "messages": ASKED,
         "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
         "reasoning_effort": "low",

@@ -147,11 +147,21 @@ def chained(count: int) -> dict[str, Any]:
 
 
 def echo_read_late(server: Server) -> None:
-    """The first chunks of all prompts wait for a client that reads when the engine is done."""
-    body = {"prompt": [[5] * 1900] * 6, "stream": True} | ECHO
-    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response:
+    """The first chunks of most prompts wait for a client that reads when the engine is done."""
+    body = json.dumps({"prompt": [[5] * 950] * 13, "stream": True} | ECHO).encode()
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(head % (COMPLETIONS.encode(), len(body)) + body)
+        wait_for(lambda: server.num_running() > 1, "prompts")
         wait_for(lambda: server.num_running() <= 1, "end of the prompts")
-        assert response.read().endswith(b"data: [DONE]\n\n")
+        text = b""
+        while b"data: [DONE]" not in text:
+            data = connection.recv(1 << 16)
+            assert data, text[-300:]
+            text = text[-20:] + data
 
 
 def pipeline(server: Server, reads: bool = False) -> None:

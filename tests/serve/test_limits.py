@@ -347,32 +347,6 @@ def test_a_large_body_is_not_read_in_the_event_loop() -> None:
         assert asyncio.run(read()) == {}
 
 
-def test_many_log_probabilities_are_not_written_in_the_event_loop() -> None:
-    """16 prompts of 1,900 tokens took 2.6 s, in which no stream went on."""
-    goes_on = threading.Event()
-
-    def response() -> bytes:
-        assert goes_on.wait(20), "the event loop waits for the answer"
-        return b"{}"
-
-    async def ask() -> None:
-        front = Front("m", ServeOptions(), cast(Launch, None))
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, response=response)
-        request.num_details = 16 * 1900 * 4
-        call = MagicMock(key=None, respond=AsyncMock())
-        with patch.object(front, "submit"), patch.object(front.log, "end_request"):
-            answering = asyncio.create_task(answer(call, request))
-            while not answering.done():
-                await asyncio.sleep(0.01)
-                goes_on.set()
-            await answering
-        call.respond.assert_awaited_once_with(b"{}")
-
-    asyncio.run(ask())
-
-
 @pytest.mark.parametrize("num_details", [0, 100_000], ids=["at once", "in the pool"])
 def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytest.LogCaptureFixture) -> None:
     """Also where it looks like one of the request."""

@@ -2,6 +2,8 @@
 engine requests as chat completions."""
 
 
+from typing import Any
+
 import msgspec
 
 from nanovllm.serve.api import anthropic, responses
@@ -67,11 +69,16 @@ class MessagesAnswer(DialectAnswer):
     writer: anthropic.MessageWriter
 
 
-async def create_response(front: Front, call: Call) -> None:
+async def _read(front: Front, call: Call, kind: type[api.Given], prompt: str) -> tuple[api.Given, dict[str, Any]]:
+    """A request's fields, and its body. `prompt`: the field whose text is bounded by the context."""
     front.admission.admit(call.key)
     body = await front.pool.json(call)
-    check_size(front.model, call, "input")
-    fields = read(front, call, responses.ResponsesFields, body)
+    check_size(front.model, call, prompt)
+    return read(front, call, kind, body), body
+
+
+async def create_response(front: Front, call: Call) -> None:
+    fields, body = await _read(front, call, responses.ResponsesFields, "input")
     tools = ResponsesTools(fields.tools or ())
     note_ignored(front.options, call, tools.ignored)
     request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
@@ -81,22 +88,15 @@ async def create_response(front: Front, call: Call) -> None:
 
 
 async def create_message(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    body = await front.pool.json(call)
-    check_size(front.model, call, "messages")
-    fields = read(front, call, anthropic.MessagesFields, body)
+    fields, _ = await _read(front, call, anthropic.MessagesFields, "messages")
     request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
 
 
 async def count_tokens(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    body = await front.pool.json(call)
-    check_size(front.model, call, "messages")
-    counted = read(front, call, anthropic.CountFields, body)
-    fields = read(front, call, api.ChatFields, anthropic.chat_request(counted))
-    _, ids = await encode(front, call, fields)
+    counted, _ = await _read(front, call, anthropic.CountFields, "messages")
+    _, ids = await encode(front, call, read(front, call, api.ChatFields, anthropic.chat_request(counted)))
     await call.respond_json({"input_tokens": len(ids)})
 
 

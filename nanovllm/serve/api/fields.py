@@ -94,7 +94,7 @@ class SamplingFields(Fields, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Literal[0] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
     stream: bool | None = None
 
@@ -120,10 +120,12 @@ class CommonFields(SamplingFields, kw_only=True):
         (
             *("request_id", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
             *("prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "best_of", "moderation"),
-            *("modalities", "function_call"),
         )
     )
-    refused: ClassVar[Mapping[str, str]] = {**INSTEAD, **dict.fromkeys(_UNSUPPORTED, "")}
+    refused: ClassVar[Mapping[str, str]] = {
+        **INSTEAD, **dict.fromkeys(_UNSUPPORTED, ""), "function_call": "use tool_choice",
+    }  # fmt: skip
+    modalities: list[Literal["text"]] | None = None
     n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
@@ -171,7 +173,7 @@ class GenerateFields(Fields, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
-    output_mode: str | None = None
+    output_mode: Literal["tokens"] | None = None
 
 
 class TokenizeFields(Fields, kw_only=True):
@@ -260,11 +262,6 @@ def _choices(hint: Any, path: list[str]) -> Iterator[Any]:
 
 
 def _check(fields: CommonFields, body: Mapping[str, Any]) -> None:
-    modalities = body.get("modalities")
-    if modalities and (not isinstance(modalities, list) or any(one != "text" for one in modalities)):
-        raise bad_request("modalities: only text is supported", code="unsupported_field")
-    if body.get("function_call"):
-        raise bad_request("function_call: not supported; use tool_choice", code="unsupported_field")
     best_of = body.get("best_of")
     if best_of is not None and best_of != (fields.n or 1):
         raise bad_request("best_of: must be n; sampling more is not supported", code="unsupported_field")
@@ -272,8 +269,6 @@ def _check(fields: CommonFields, body: Mapping[str, Any]) -> None:
         raise bad_request("stream_options: only with stream=true")
     if fields.prompt_logprobs is not None and fields.stream:
         raise bad_request("prompt_logprobs: not with stream=true")
-    if fields.priority:
-        raise bad_request(f"priority={fields.priority}: must be 0; there are no others yet")
 
 
 def max_tokens(fields: "ChatFields | CompletionFields") -> int | None:

@@ -63,8 +63,6 @@ def _written(ids: bytes) -> list[int]:
 async def generate(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     given = read(front, call, api.GenerateFields, await front.pool.json(call))
-    if given.output_mode not in (None, "tokens"):
-        raise bad_request("output_mode: must be 'tokens'; /v1/completions has text")
     wanted = dict(given.sampling_params)
     masked = wanted.pop("sampling_mask", False)
     if masked is not False and (masked is not True or given.stream):

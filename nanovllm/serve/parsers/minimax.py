@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Generator
 from typing import Any
 
 from nanovllm.serve.parsers.family import ToolFamily, one_of, repeated
-from nanovllm.serve.parsers.parameters import parameters, read_parameters, value_term
+from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters, value_term
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
@@ -44,13 +43,7 @@ class MiniMax(ToolFamily):
             yield from read_parameters(name, tools, _next_key, "", _PARAMETER_END, source, output)
 
 
-def _next_key(source: Source) -> Generator[None, None, str | None]:
-    yield from source.blanks()
-    if (yield from source.expect(_PARAMETER, _CALL_END)) == _CALL_END:
-        return None
-    key = yield from source.matching(_UP_TO_QUOTE)
-    yield from source.expect('">')
-    return key
+_next_key = key_reader(_PARAMETER, _UP_TO_QUOTE, '">', _CALL_END)
 
 
 def _parameters(tool: Tool) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps, is_whole
 from nanovllm.serve.parsers.tools import Tool, json_term
 
+NextKey = Generator[None, None, str | None]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -37,10 +38,24 @@ def value_term(value: Any, tool: Tool, begin: str, end: str) -> str:
     return f"{begin} ({' | '.join(json.dumps(str(each)) for each in choices)}) {end}" if choices else "words"
 
 
+def key_reader(begin: str, key: re.Pattern[str], after: str, end: str) -> Callable[[Source], NextKey]:
+    """Reads `begin`, a key and `after`; or `end`, where no parameter follows."""
+
+    def next_key(source: Source) -> NextKey:
+        yield from source.blanks()
+        if (yield from source.expect(begin, end)) == end:
+            return None
+        found = yield from source.matching(key)
+        yield from source.expect(after)
+        return found
+
+    return next_key
+
+
 def read_parameters(
     name: str,
     tools: Sequence[Tool],
-    next_key: Callable[[Source], Generator[None, None, str | None]],
+    next_key: Callable[[Source], NextKey],
     begin: str,
     end: str,
     source: Source,

@@ -2,11 +2,10 @@
 
 import json
 import re
-from collections.abc import Generator
 from typing import Any
 
 from nanovllm.serve.parsers.family import ToolFamily, one_of, read_call
-from nanovllm.serve.parsers.parameters import parameters, read_parameters, value_term
+from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters, value_term
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
@@ -45,13 +44,7 @@ class QwenCoder(ToolFamily):
         yield from source.expect(self.marks[1].text)
 
 
-def _next_key(source: Source) -> Generator[None, None, str | None]:
-    yield from source.blanks()
-    if (yield from source.expect("<parameter=", "</function>")) == "</function>":
-        return None
-    key = yield from source.matching(_UP_TO_TAG)
-    yield from source.expect(">")
-    return key
+_next_key = key_reader("<parameter=", _UP_TO_TAG, ">", "</function>")
 
 
 def _parameters(tool: Tool) -> str:
