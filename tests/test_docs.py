@@ -167,6 +167,8 @@ def test_extras_that_are_installed_exist(page: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for asked in re.findall(r"pip install '[\w.]+\[([\w,-]+)\]'", page.read_text("utf-8")):
         assert set(asked.split(",")) <= set(extras), asked
+    for listed in re.findall(r"Extras to install: (.*)", page.read_text("utf-8")):
+        assert set(names(listed)) <= set(extras), listed
 
 
 def test_chart_of_speed_is_the_table() -> None:
