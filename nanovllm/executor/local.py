@@ -23,6 +23,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.weight_update import merged_checksums, named_tensor
 from nanovllm.startup.compile_pool import KernelCompiler
 from nanovllm.startup.dry_run import dry_run
+from nanovllm.transfer.buckets import Entry, grouped
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import PageGroup, StateSize
@@ -235,18 +236,11 @@ class LocalExecutor:
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
         what came before it is written."""
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
         try:
-            for name, tensor in map(named_tensor, weights):
-                nbytes = tensor.numel() * tensor.element_size()
-                if bucket and size + nbytes > max([_BUCKET_BYTES, *(shared.nbytes for shared in self._buckets)]):
-                    self._send_weights(bucket)
-                    bucket, size = [], 0
-                bucket.append((name, tensor))
-                size += nbytes
-            if bucket:
+            named = map(named_tensor, weights)
+            for bucket in grouped(named, _BUCKET_BYTES, lambda item: Entry.of(*item).nbytes, within=True):
                 self._send_weights(bucket)
+                bucket.clear()
         finally:
             self._await_readers()
 

@@ -54,12 +54,14 @@ class DenseMatrix(nn.Module):
     scale_rows = None
 
     def __init__(
-        self, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype, device: torch.device,
+        stack: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """stack: see FP8Matrix."""
         super().__init__()
-        self.weight = parameter(rows, columns, dtype=dtype, device=device)
+        self.weight = parameter(*stack, rows, columns, dtype=dtype, device=device)
         cuts = [cut for piece in pieces for cut in piece.cuts]
-        if sum(cut.length for cut in cuts) < self.weight.shape[any(cut.dim for cut in cuts)]:
+        if sum(cut.length for cut in cuts) < (columns if any(cut.dim for cut in cuts) else rows):
             self.weight.zero_()
 
     @property
@@ -72,10 +74,14 @@ class DenseMatrix(nn.Module):
             return kernel.linear(x, self.weight, config, gated=gated, **around)
         return tile.linear(x, self.weight, config, gated=True) if gated else matmul(x, self.weight, config)
 
+    def for_kernel(self) -> torch.Tensor:
+        return self.weight
+
     def checkpoint_weights(
-        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None
     ) -> Iterator[CheckpointWeight]:
-        yield CheckpointWeight(f"{path}.weight", shape, tuple(cut.shard(self.weight) for cut in cuts))
+        held = self.weight if expert is None else self.weight[expert]
+        yield CheckpointWeight(f"{path}.weight", shape, tuple(cut.shard(held) for cut in cuts))
 
 
 def matrix_of(
@@ -87,5 +93,14 @@ def matrix_of(
         return DenseMatrix(rows, columns, pieces, dtype, device)
     if precision.method == "int4":
         return Int4Matrix(precision, rows, columns, dtype, device)
-    cuts = [cut for piece in pieces for cut in piece.cuts]
-    return FP8Matrix(precision, rows, columns, cuts, len(pieces), device)
+    return FP8Matrix(precision, rows, columns, pieces, device)
+
+
+def experts_of(
+    precision: Quantization | None, count: int, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> DenseMatrix | FP8Matrix:  # fmt: skip
+    """An empty weight [count, rows, columns] of so many experts."""
+    if precision is None:
+        return DenseMatrix(rows, columns, pieces, dtype, device, (count,))
+    return FP8Matrix(precision, rows, columns, pieces, device, (count,))

@@ -14,7 +14,7 @@ from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import FP8 as FP8_NAME
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
-from nanovllm.layers.weights import CheckpointWeight, Cut, Scales, Shard, parameter
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
 
 _ALIGNMENT = 8
@@ -40,13 +40,13 @@ class FP8Matrix(nn.Module):
     type_name = FP8_NAME
 
     def __init__(
-        self, quantization: Quantization, rows: int, columns: int, cuts: Iterable[Cut], num_inputs: int,
-        device: torch.device, stack: tuple[int, ...] = (),
+        self, quantization: Quantization, rows: int, columns: int, pieces: tuple[Piece, ...], device: torch.device,
+        stack: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """cuts: all ranges that the checkpoint brings. num_inputs: of its tensors, each with a scale of activations
-        where these are static. stack: (number of experts,) where there is a matrix for each. Where nothing is loaded
-        the weight is zero."""
+        """pieces: all that the checkpoint brings, each with a scale of activations where these are static. stack:
+        (number of experts,) where there is a matrix for each. Where nothing is loaded the weight is zero."""
         super().__init__()
+        cuts = [cut for piece in pieces for cut in piece.cuts]
         self.quantization = quantization
         self.in_blocks = quantization.scales == "block"
         self.rows_each = 1
@@ -60,7 +60,7 @@ class FP8Matrix(nn.Module):
         self.scale.fill_(1.0)
         self.input_scale: nn.Parameter | None = None
         if quantization.static_inputs:
-            self.input_scale = parameter(num_inputs, dtype=torch.float32, device=device)
+            self.input_scale = parameter(len(pieces), dtype=torch.float32, device=device)
             self.input_scale.fill_(1.0)
 
     def checkpoint_weights(

@@ -76,14 +76,21 @@ def unpacked(memory: torch.Tensor, entries: list[Entry]) -> NamedTensors:
         yield entry.name, part.view(entry.dtype).view(entry.shape)
 
 
-def grouped(items: Iterable[Item], limit: int, nbytes: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Items in order, cut after each with which the sum of bytes passes `limit`."""
+def grouped(
+    items: Iterable[Item], limit: int, nbytes: Callable[[Item], int], within: bool = False
+) -> Iterator[list[Item]]:
+    """Items in order, cut after each with which the sum of bytes passes `limit`; within: before it, where the group
+    has another."""
     group: list[Item] = []
     size = 0
     for item in items:
+        added = nbytes(item)
+        if within and group and size + added > limit:
+            yield group
+            group, size = [], 0
         group.append(item)
-        size += nbytes(item)
-        if size > limit:
+        size += added
+        if size > limit and not within:
             yield group
             group, size = [], 0
     if group:

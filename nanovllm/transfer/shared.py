@@ -14,7 +14,16 @@ import torch
 
 from nanovllm.errors import refuse
 from nanovllm.parallel.peer.driver import DeviceBytes, Driver
-from nanovllm.transfer.buckets import Entry, NamedTensors, as_bytes, described, entries_of, from_base64, unpacked
+from nanovllm.transfer.buckets import (
+    Entry,
+    NamedTensors,
+    as_bytes,
+    described,
+    entries_of,
+    from_base64,
+    grouped,
+    unpacked,
+)
 
 _FILE = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -62,17 +71,10 @@ class SharedBucket:
     def messages(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
         """`fill` for as many tensors as fit at a time: each message must have been taken in, by a WeightReceiver's
         `update`, before the next is asked for."""
-        waiting: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, tensor in weights:
-            nbytes = Entry.of(name, tensor).nbytes
-            if waiting and size + nbytes > self.nbytes:
-                yield self.fill(waiting)
-                waiting, size = [], 0
-            waiting.append((name, tensor))
-            size += nbytes
-        if waiting:
-            yield self.fill(waiting)
+        for group in grouped(weights, self.nbytes, lambda item: Entry.of(*item).nbytes, within=True):
+            message = self.fill(group)
+            group.clear()
+            yield message
 
     def close(self) -> None:
         """Frees the bucket after the last update: the engine must not read it any more."""
