@@ -70,15 +70,14 @@ def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]
         )
     seen = {name: info[f"{name}_gib"] * GIB for name in ("step", "graphs", "filters", "libraries", "taken")}
     blocks, reserved = info["num_kvcache_blocks"], seen["step"] + seen["graphs"] + seen["filters"]
-    token = sum(nbytes for _, nbytes in planned.token_bytes.values())
-    kv_bytes = blocks * token * info["block_size"]
+    kv_bytes = blocks * planned.block_bytes
     used = planned.share - reserved - kv_bytes
     rows = {
         "weights": (planned.weights, weights), "used": (planned.used, used),
         "libraries": (planned.libraries, seen["libraries"]),
         **{name: (nbytes, seen[name]) for name, nbytes in planned.reserved.items()},
         "graphs taken": (planned.reserved["graphs"], info.get("graphs_taken_gib", 0) * GIB),
-        "KV": (planned.blocks * token * info["block_size"], kv_bytes),
+        "KV": (planned.blocks * planned.block_bytes, kv_bytes),
     }  # fmt: skip
     print(f"\n{name}: blocks {planned.blocks:,} {blocks:,} ({planned.blocks / blocks - 1:+.2%}); MiB planned, seen")
     for term, (mine, engines) in rows.items():
@@ -87,7 +86,7 @@ def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]
         print(f"  {term:13} {sizes} {apart / kv_bytes:+.2%} of KV")
     parts = {key: [round(nbytes / MIB, 1) for nbytes in found] for key, found in measured.items()}
     attention, graphs = info["attention_backend"], info["cuda_graphs"]
-    print(f"  {parts}, {graphs} graphs, {buffers / MIB:.1f} of buffers, {token} bytes a token, {attention}")
+    print(f"  {parts}, {graphs} graphs, {buffers / MIB:.1f} of buffers, {planned.block_bytes} a block, {attention}")
     assert not crowded, crowded
     assert planned.weights == weights
     assert planned.blocks == pytest.approx(blocks, rel=0.01)
