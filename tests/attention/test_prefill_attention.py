@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+from interpreting import nightly
 
 from nanovllm.kernels.attention.prefill import (
     PrefillAttention,
@@ -41,7 +42,7 @@ def chunk_case(queries: list[int], contexts: list[int], *, heads: tuple[int, int
 
 
 @pytest.mark.parametrize(("block_size", "heads", "head_dim"), [
-    (16, (4, 2), 32), (48, (2, 2), 32), (64, (5, 1), 64), (128, (8, 1), 32), (256, (8, 2), 128)])
+    (16, (4, 2), 32), (48, (2, 2), 32), (256, (8, 2), 128), nightly(64, (5, 1), 64), nightly(128, (8, 1), 32)])
 def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
     case = chunk_case(QUERIES, CONTEXTS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size,
                       padding_tokens=3)
