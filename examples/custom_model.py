@@ -1,4 +1,4 @@
-"""A model that nanovllm does not know, served from a file of one's own.
+"""A model that nanovllm does not know, served from your own file.
 
     python examples/custom_model.py                                    # a tiny one with random weights
     nanovllm serve FOLDER --plugins examples/custom_model.py           # a checkpoint of this architecture

@@ -1,5 +1,6 @@
-"""A server of one's own: FastAPI around AsyncLLM. Whoever closes the connection ends the request.
+"""Your own HTTP server: FastAPI around AsyncLLM. Closing the connection aborts the request.
 
+    pip install fastapi uvicorn
     uvicorn examples.fastapi_server:app
     curl -N localhost:8000/complete -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
 """

@@ -130,7 +130,7 @@ class LLMEngine:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step is to be launched for now."""
+        """Whether launching steps is paused."""
         return self.loop.is_paused
 
     def resume(self) -> None:

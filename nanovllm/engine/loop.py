@@ -54,7 +54,7 @@ class EngineLoop:
         self.asleep: set[str] = set()
         """Memory that sleeps, of TAGS (calls.py)."""
         self.is_paused = False
-        """Whether no step is to be launched for now."""
+        """Whether launching steps is paused."""
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
@@ -83,7 +83,7 @@ class EngineLoop:
         return self.scheduler.num_waiting + len(self._inbox)
 
     def hold(self, is_paused: bool) -> None:
-        """Whether no step is to be launched. A pause that ends lets requests begin again. From any thread."""
+        """Whether launching steps is paused. Ending a pause lets requests begin again. May be set from any thread."""
         with self._work:
             self.is_paused = is_paused
             self.scheduler.holds_new &= is_paused

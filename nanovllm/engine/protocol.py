@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step is to be launched for now."""
+        """Whether launching steps is paused."""
 
     @property
     def computed(self) -> tuple[int, int]:

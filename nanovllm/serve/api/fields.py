@@ -67,7 +67,7 @@ class Fields(msgspec.Struct, kw_only=True):
     meaningless: ClassVar[frozenset[str]] = frozenset()
     """Names that clients know and that change nothing here."""
     refused: ClassVar[Mapping[str, str]] = INSTEAD
-    """Names that are no fields here, and what is to be said where they are given."""
+    """Names that are not fields here, and the error for each."""
 
     model: str | None = None
 
