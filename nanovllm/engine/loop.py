@@ -83,7 +83,7 @@ class EngineLoop:
         return self.scheduler.num_waiting + len(self._inbox)
 
     def hold(self, is_paused: bool) -> None:
-        """Whether launching steps is paused. Ending a pause lets requests begin again. May be set from any thread."""
+        """Pauses the launching of steps, or ends the pause; requests then begin again. May be called from any thread."""
         with self._work:
             self.is_paused = is_paused
             self.scheduler.holds_new &= is_paused
