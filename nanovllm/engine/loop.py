@@ -83,7 +83,7 @@ class EngineLoop:
         return self.scheduler.num_waiting + len(self._inbox)
 
     def hold(self, is_paused: bool) -> None:
-        """Pauses the launching of steps, or ends the pause; requests then begin again. May be called from any thread."""
+        """Pauses the launching of steps, or ends the pause: requests then begin again. Callable from any thread."""
         with self._work:
             self.is_paused = is_paused
             self.scheduler.holds_new &= is_paused
