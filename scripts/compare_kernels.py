@@ -26,36 +26,36 @@ COPIES = 24
 """Launches of a graph, over inputs that are larger than the L2 cache together."""
 
 
-def gemm_config() -> Any:
-    """GemmConfig, where the checkout has it."""
-    for name in ("plan.config", "gemm.choice"):
+def first_module(*names: str) -> Any:
+    """The first of these modules of nanovllm.kernels that the checkout has."""
+    for name in names:
         try:
-            return importlib.import_module(f"nanovllm.kernels.{name}").GemmConfig
+            return importlib.import_module(f"nanovllm.kernels.{name}")
         except ModuleNotFoundError:
             continue
-    raise SystemExit("this checkout has no GemmConfig")
+    raise SystemExit(f"this checkout has none of {', '.join(names)}")
 
 
-def cases() -> dict[str, list[Callable[[], object]]]:
-    """Name -> the launches of a graph."""
+def bf16(*shape: int) -> Any:
     import torch
 
-    from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-    from nanovllm.kernels.attention.decode_plan import DecodePlan
-    from nanovllm.kernels.attention.spec import AttentionSpec
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def product_cases() -> dict[str, list[Callable[[], object]]]:
+    """Name -> the launches of a graph: kernels that round to e4m3, and products of FP8 rows."""
+    import torch
+
     from nanovllm.kernels.fp8 import gemm
     from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
     from nanovllm.kernels.fp8.quantize import quantize_rows
-    from nanovllm.kernels.gemm import stream
     from nanovllm.kernels.pointwise.activation import silu_mul_fp8
-    from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
-    from nanovllm.kernels.pointwise.rope import QKNormRope, qk_norm_rope_store
+    from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
 
-    config, device = gemm_config(), torch.device("cuda")
+    config, device = first_module("plan.config", "gemm.choice").GemmConfig, torch.device("cuda")
+    stream = first_module("gemm.stream", "fp8.one_row")
+    names = ("stream", "roles") if stream.__name__.endswith("stream") else ("quantized_row", "specialized")
     found: dict[str, list[Callable[[], object]]] = {}
-
-    def bf16(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     def weight(n: int, k: int) -> FP8Weight:
         values = torch.randint(0, 100, (n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -69,14 +69,28 @@ def cases() -> dict[str, list[Callable[[], object]]]:
         found[f"silu_mul_fp8 {rows}"] = [partial(silu_mul_fp8, wide)] * COPIES
     row, many = bf16(1, HIDDEN), bf16(64, HIDDEN)
     gates_and_ups = [weight(2 * WIDTH, HIDDEN) for _ in range(3)]
-    one = config("stream", 16, block_k=512, stages=4)
-    roles = config("roles", 128, 64, 128, 4)
+    one = config(names[0], 16, block_k=512, stages=4)
+    roles = config(names[1], 128, 64, 128, 4)
     rounded = FP8Rows(*quantize_rows(many), many.dtype)
     found["norm, gate and up, fp8 1"] = [
         partial(stream.linear, row, w, one, norm=norm, gated=True) for w in gates_and_ups * 4
     ]
     found["gate and up, fp8 64"] = [partial(gemm.linear, rounded, w, roles, gated=True) for w in gates_and_ups * 4]
+    return found
 
+
+def layer_cases() -> dict[str, list[Callable[[], object]]]:
+    """Name -> the launches of a graph: decode attention between its neighbours in a layer."""
+    import torch
+
+    from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
+    from nanovllm.kernels.attention.decode_plan import DecodePlan
+    from nanovllm.kernels.attention.spec import AttentionSpec
+    from nanovllm.kernels.pointwise.norm import Norm, add_norms
+    from nanovllm.kernels.pointwise.rope import QKNormRope, qk_norm_rope_store
+
+    device, norm = torch.device("cuda"), Norm(bf16(HIDDEN), 1e-6)
+    found: dict[str, list[Callable[[], object]]] = {}
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
     how, cos_sin = QKNormRope(HEADS, KV_HEADS, DIM, rotary_dim=DIM), torch.rand(CONTEXT, DIM, device=device)
     for rows in ROWS:
@@ -106,7 +120,7 @@ def measure() -> dict[str, float]:
     """Microseconds of one launch of each case, with the package on the path."""
     from nanovllm.kernels.base.graph_timing import graph_us
 
-    return {name: graph_us(calls, replays=20) for name, calls in cases().items()}
+    return {name: graph_us(calls, replays=20) for name, calls in (product_cases() | layer_cases()).items()}
 
 
 def times_of(root: Path) -> dict[str, float]:

@@ -90,7 +90,8 @@ for model in models:
                 if launch.config.kernel not in OURS:
                     continue
                 k = one.k if launch.config.is_skinny else 0
-                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k)
+                own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
+                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows)
             else:
                 key = (one, launch.tiles, launch.residual)
             if key not in done:

@@ -13,7 +13,15 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.stream import add_step, all_of_x, finish, groups_of_steps, load_halves, load_weights, load_x
+from nanovllm.kernels.gemm.stream import (
+    add_step,
+    finish,
+    groups_of_steps,
+    load_halves,
+    load_parts,
+    load_weights,
+    load_x,
+)
 from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.pointwise.norm import Norm
@@ -55,7 +63,7 @@ def _gate_up_kernel(
             end = (half + 1) * n_out
             tiles = tiles + (load_weights(weight, half * n_out + first, end, cols + step * SPAN, K, EVEN_K),)
     accs, both = (tl.zeros([WARPS, 16, 8], tl.float32), tl.zeros([WARPS, 16, 8], tl.float32)), ()
-    loaded = all_of_x(X + row * K, None, gains, 0, eps, K, PARTS, WARPS)
+    loaded = load_parts(X + row * K, None, gains, 0, eps, K, PARTS, WARPS)
     for part in tl.static_range(PARTS):
         group = groups_of_steps(part * 8, WARPS)
         for half in tl.static_range(2):

@@ -80,6 +80,17 @@ def row_scale(
     return tl.rsqrt(tl.sum(total, axis=2) / K + eps)[:, :, None, None]
 
 
+@triton.jit
+def _load_residual(res_ptr, row, rows, col, n_out):
+    """Loads columns `col` of a row in float32, before the multiplication, so that its latency is hidden; 0.0 where
+    there is none."""
+    residual = 0.0
+    if res_ptr is not None:
+        live = (row < rows) & (col < n_out)
+        residual = tl.load(res_ptr + row * n_out + col, mask=live, other=0.0).to(tl.float32)
+    return residual
+
+
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def skinny_fma_kernel(
     x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, rows, n_out, eps,
@@ -112,17 +123,10 @@ def skinny_fma_kernel(
         if LATE:
             tl.extra.cuda.gdc_launch_dependents()
 
-    scales = ()
-    accs = ()
-    residuals = ()
+    scales, accs, residuals = (), (), ()
     for row in tl.static_range(ROWS):
         accs = accs + (tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32),)
-        residual = 0.0
-        if res_ptr is not None:  # asked for before the multiplication, so that its latency is hidden
-            col = pid * BLOCK_N + lane
-            live = (row < rows) & (col < n_out)
-            residual = tl.load(res_ptr + row * n_out + col, mask=live, other=0.0).to(tl.float32)
-        residuals = residuals + (residual,)
+        residuals = residuals + (_load_residual(res_ptr, row, rows, pid * BLOCK_N + lane, n_out),)
     for row in tl.static_range(ROWS):
         if NORM:
             scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, K, STEPS, CHUNKS, WARPS, EVEN_K),)

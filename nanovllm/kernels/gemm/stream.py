@@ -86,8 +86,7 @@ def groups_of_steps(begin, WARPS: tl.constexpr, ROWS: tl.constexpr = 1):
 
 @triton.jit
 def load_halves(
-    ptr, begin, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None,
-    AGAIN: tl.constexpr = False,
+    ptr, begin, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None
 ):  # fmt: skip
     """Both halves, [8, W, HALF], of the groups of 8 columns in the steps from `begin` on. rows: of ROWS those that are
     there; None: each is the first."""
@@ -98,9 +97,8 @@ def load_halves(
     else:
         row = (tl.arange(0, 8) % ROWS)[:, None, None]
         ptrs, live = ptr + row * K + at, row < rows
-        CACHE: tl.constexpr = ".ca" if AGAIN else ""
-        low = tl.load(ptrs, mask=live & (at < K), other=0.0, cache_modifier=CACHE)
-        return low, tl.load(ptrs + HALF, mask=live & (at < K - HALF), other=0.0, cache_modifier=CACHE)
+        low = tl.load(ptrs, mask=live & (at < K), other=0.0)
+        return low, tl.load(ptrs + HALF, mask=live & (at < K - HALF), other=0.0)
 
 
 @triton.jit
@@ -117,7 +115,7 @@ def load_x(
     """
     halves = load_halves(x_ptr, begin, K, WARPS, 64, ROWS, rows)
     group = groups_of_steps(begin, WARPS, ROWS)
-    at, live = X_SCALE + group * scale_stride, group < tl.cdiv(K, 128)
+    live, at = group < tl.cdiv(K, 128), X_SCALE + group * scale_stride
     if rows is not None:
         row = (tl.arange(0, 8) % ROWS)[None, None, :]
         at, live = at + row, live & (row < rows)
@@ -172,15 +170,15 @@ def _factors(
 @triton.jit
 def _part_of_x(
     x_ptr, X_SCALE, gain, factor, part, scale_stride, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, rows, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, rows,
 ):  # fmt: skip
-    """Loads x as load_x does, without scales for weights of 16 bits. Without X_SCALE x is normalised here where there
-    is a gain, and then rounded if weights are in e4m3."""
+    """Loads x for 8 columns as load_x does, without scales for weights of 16 bits. Without X_SCALE x is normalised here
+    if there is a gain, and then rounded if weights are in e4m3."""
     begin = part * (8 // ROWS)
     if X_SCALE is not None:
         return load_x(x_ptr, X_SCALE, begin, scale_stride, K, WARPS, ROWS, rows)
     else:
-        low, high = load_halves(x_ptr, begin, K, WARPS, HALF, ROWS, rows, AGAIN)
+        low, high = load_halves(x_ptr, begin, K, WARPS, HALF, ROWS, rows)
         if len(gain) > 0:
             low, high = normalise(low, gain[0], factor), normalise(high, gain[1], factor)
         if HALF == 64:
@@ -191,20 +189,48 @@ def _part_of_x(
 
 
 @triton.jit
-def all_of_x(
-    x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr
+def load_parts(
+    x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+    HALF: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None,
 ):  # fmt: skip
-    """Loads one row of x for all steps, as load_x does for 8. Without X_SCALE x is rounded here, where there are gains
-    after its norm."""
+    """Loads the first PARTS parts of x, each 8 columns. With gains they must be all, which are normalised."""
     loaded, factor = (), 1.0
     if len(gains) > 0:
-        factor = _factors(x_ptr, eps, K, PARTS, WARPS, 64, 1, None)
+        factor = _factors(x_ptr, eps, K, PARTS, WARPS, HALF, ROWS, rows)
     for part in tl.static_range(PARTS):
         gain = ()
         if len(gains) > 0:
             gain = gains[part]
-        loaded = loaded + (_part_of_x(x_ptr, X_SCALE, gain, factor, part, scale_stride, K, WARPS, 64, 1, None, False),)
+        loaded = loaded + (_part_of_x(x_ptr, X_SCALE, gain, factor, part, scale_stride, K, WARPS, HALF, ROWS, rows),)
     return loaded
+
+
+@triton.jit
+def _load_step(w_ptr, first, n_out, cols, K: tl.constexpr, EVEN_K: tl.constexpr, HALVES: tl.constexpr):
+    """Loads a step of a program's weights, and of the ups that belong to them if HALVES is 2."""
+    tiles = ()
+    for half in tl.static_range(HALVES):
+        tiles = tiles + (load_weights(w_ptr, half * n_out + first, (half + 1) * n_out, cols, K, EVEN_K),)
+    return tiles
+
+
+@triton.jit
+def _block_scales(SCALE, first, n_out, group, groups, ROWS_EACH: tl.constexpr, HALVES: tl.constexpr):
+    """Loads the scales of a program's blocks of weights, for each half, in the groups [W, 1, 8]."""
+    scales = ()
+    for half in tl.static_range(HALVES):
+        at = SCALE + (half * n_out + first) // ROWS_EACH * groups + group
+        scales = scales + (tl.load(at, mask=group < groups, other=0.0),)
+    return scales
+
+
+@triton.jit
+def _both_scales(x, scales, part: tl.constexpr, HALVES: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Multiplies the scales of x by those of a part's blocks of weights, for each half."""
+    both = ()
+    for half in tl.static_range(HALVES):
+        both = both + (x[2] * (scales[part * HALVES + half] if IN_BLOCKS else 1.0),)
+    return both
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
@@ -224,25 +250,20 @@ def stream_kernel(
     HALVES: tl.constexpr = 2 if GATED else 1
     EACH: tl.constexpr = 8 // ROWS
     PARTS: tl.constexpr = (STEPS + EACH - 1) // EACH
-    live_rows = None
-    if ROWS > 1:
-        live_rows = rows
+    live_rows = rows if ROWS > 1 else None
     first = tl.program_id(0) * 16
     cols = tl.arange(0, WARPS)[None, :, None] * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
 
-    tiles = ()
+    tiles, scales, gains = (), (), ()
     for step in tl.static_range(PRELOAD):
-        for half in tl.static_range(HALVES):
-            at, end = half * n_out + first, (half + 1) * n_out
-            tiles = tiles + (load_weights(w_ptr, at, end, cols + step * SPAN, K, EVEN_K),)
-    scales, gains = (), ()
+        tiles = tiles + _load_step(w_ptr, first, n_out, cols + step * SPAN, K, EVEN_K, HALVES)
     for part in tl.static_range(PARTS):
-        if GAIN is not None and part < AHEAD:
+        if GAIN is not None:
             gains = gains + (load_halves(GAIN, part * EACH, K, WARPS, HALF, ROWS),)
-        group = groups_of_steps(part * EACH, WARPS, ROWS)
-        for half in tl.static_range(HALVES if IN_BLOCKS else 0):
-            at = SCALE + (half * n_out + first) // ROWS_EACH * groups + group
-            scales = scales + (tl.load(at, mask=group < groups, other=0.0),)
+        scales = scales + _block_scales(
+            SCALE, first, n_out, groups_of_steps(part * EACH, WARPS, ROWS), groups, ROWS_EACH,
+            HALVES if IN_BLOCKS else 0,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -251,21 +272,12 @@ def stream_kernel(
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
         residual = tl.load(res_ptr + at, mask=live, other=0.0).to(tl.float32)
-    loaded, factor = (), 1.0
-    if GAIN is not None:
-        factor = _factors(x_ptr, eps, K, PARTS, WARPS, HALF, ROWS, live_rows)
-    for part in tl.static_range(AHEAD):
-        gain = ()
-        if GAIN is not None:
-            gain = gains[part]
-        x = _part_of_x(x_ptr, X_SCALE, gain, factor, part, scale_stride, K, WARPS, HALF, ROWS, live_rows, AHEAD < PARTS)
-        loaded = loaded + (x,)
+    loaded = load_parts(x_ptr, X_SCALE, gains, scale_stride, eps, K, AHEAD, WARPS, HALF, ROWS, live_rows)
     accs, both = (), ()
     for _ in tl.static_range(HALVES):
         accs = accs + (tl.zeros([WARPS, 16, 8], dtype=tl.float32),)
     for part in tl.static_range(AHEAD):
-        for half in tl.static_range(HALVES):
-            both = both + (loaded[part][2] * (scales[part * HALVES + half] if IN_BLOCKS else 1.0),)
+        both = both + _both_scales(loaded[part], scales, part, HALVES, IN_BLOCKS)
     for step in tl.static_range(STEPS):
         summed = ()
         for half in tl.static_range(HALVES):
@@ -273,20 +285,12 @@ def stream_kernel(
             summed = summed + (add_step(accs[half], tiles[half], loaded[step // EACH], scale, step, ROWS),)
         accs, tiles = summed, tiles[HALVES:]
         if step + PRELOAD < STEPS:
-            for half in tl.static_range(HALVES):
-                at, end = half * n_out + first, (half + 1) * n_out
-                tiles = tiles + (load_weights(w_ptr, at, end, cols + (step + PRELOAD) * SPAN, K, EVEN_K),)
+            tiles = tiles + _load_step(w_ptr, first, n_out, cols + (step + PRELOAD) * SPAN, K, EVEN_K, HALVES)
         if step % EACH == EACH - 1 and step // EACH + AHEAD < PARTS:
-            gain = ()
-            if GAIN is not None:
-                gain = load_halves(GAIN, (step // EACH + AHEAD) * EACH, K, WARPS, HALF, ROWS)
             x = _part_of_x(
-                x_ptr, X_SCALE, gain, factor, step // EACH + AHEAD, scale_stride, K, WARPS, HALF, ROWS, live_rows, True
+                x_ptr, X_SCALE, (), 1.0, step // EACH + AHEAD, scale_stride, K, WARPS, HALF, ROWS, live_rows
             )  # fmt: skip
-            loaded = loaded + (x,)
-            for half in tl.static_range(HALVES):
-                of_weights = scales[(step // EACH + AHEAD) * HALVES + half] if IN_BLOCKS else 1.0
-                both = both + (x[2] * of_weights,)
+            loaded, both = loaded + (x,), both + _both_scales(x, scales, step // EACH + AHEAD, HALVES, IN_BLOCKS)
 
     y = _finish(accs[0], SCALE, col, n_out, IN_BLOCKS, ROWS)
     if GATED:
@@ -333,7 +337,7 @@ def linear(
     out = torch.empty(rows, n_out, dtype=dtype, device=values.device) if residual is None else residual
     steps, block_rows = triton.cdiv(k, config.block_k), triton.next_power_of_2(rows)
     parts = triton.cdiv(steps * block_rows, 8)
-    ahead = parts if rows == 1 or parts <= 4 else 2  # registers hold no more of x
+    ahead = parts if rows == 1 or norm is not None or parts <= 4 else 2  # registers hold no more of x
     scale, rows_each, in_blocks = None, 1, False
     if isinstance(weight, FP8Weight):
         scale, rows_each, in_blocks = weight.scale, weight.rows_each, weight.in_blocks

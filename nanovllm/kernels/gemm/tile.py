@@ -75,6 +75,28 @@ def _enter_tile(
 
 
 @triton.jit
+def _load_rows(
+    X, first_row, live, col, k, SPAN: tl.constexpr, EVEN_K: tl.constexpr, BY_EXPERT: tl.constexpr
+):  # fmt: skip
+    """Loads SPAN columns of x from `col` on: by pointers to an expert's rows, or by a descriptor from first_row on."""
+    if BY_EXPERT:
+        cols = col + tl.arange(0, SPAN)
+        mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
+        return tl.load(X + cols[None, :], mask=mask, other=0.0)
+    else:
+        return X.load([first_row, col])
+
+
+@triton.jit
+def _load_scales(scale_ptrs, scale_stride, group, row, live, col, k, BY_EXPERT: tl.constexpr):
+    """Loads the scales of x for a group of columns, from `col` on: by pointers to an expert's rows, or to the first."""
+    if BY_EXPERT:
+        return tl.load(scale_ptrs + group * scale_stride, mask=live, other=0.0)
+    else:
+        return tl.load(scale_ptrs + group * scale_stride + row, mask=live & (col < k), other=0.0)
+
+
+@triton.jit
 def _weight_tile(
     W, first_row, end_row, col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 ):
@@ -203,19 +225,18 @@ def tile_kernel(
         steps = tl.cdiv(k, BLOCK_K)
         begin, end = steps * split // splits, steps * (split + 1) // splits
         _wait_for_rows(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, GATED, PREFETCH, PDL)
-        first_w, end_w, base = first_col, n_out, 0
-        if X_SCALE is not None:
-            row = first_row + tl.arange(0, BLOCK_M)
-            scale_ptrs, live = X_SCALE, row < rows
+        first_w, end_w, base, x_ptrs = first_col, n_out, 0, X
+        row = first_row + tl.arange(0, BLOCK_M)
+        live = row < rows
     else:
-        expert, first_position, end_position = _tile_of_rows(TILES, GATED, PDL)
+        expert, first_row, end_position = _tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
             return
         first_col = tl.program_id(0) * BLOCK_N
         base = expert * (n_out * 2 if GATED else n_out)
         first_w, end_w = base + first_col, base + n_out
         position, live, choice = _enter_tile(
-            w_ptr, first_w, end_w, k, ORDER, first_position, end_position, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
+            w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
         )
         row = choice // TOP_K if GATED else position
         x_ptrs = X + row.to(tl.int64)[:, None] * k
@@ -230,17 +251,10 @@ def tile_kernel(
         for part in tl.static_range(BLOCK_K // SPAN):
             group = step * (BLOCK_K // SPAN) + part
             col = group * SPAN
+            x = _load_rows(x_ptrs, first_row, live, col, k, SPAN, EVEN_K, TILES is not None)
             x_scale = None
-            if TILES is None:
-                x = X.load([first_row, col])
-                if X_SCALE is not None:
-                    x_scale = tl.load(scale_ptrs + group * scale_stride + row, mask=live & (col < k), other=0.0)
-            else:
-                cols = col + tl.arange(0, SPAN)
-                mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
-                x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
-                if X_SCALE is not None:
-                    x_scale = tl.load(scale_ptrs + group * scale_stride, mask=live, other=0.0)
+            if X_SCALE is not None:
+                x_scale = _load_scales(scale_ptrs, scale_stride, group, row, live, col, k, TILES is not None)
             w = _weight_tile(W, first_w, end_w, col, k, BLOCK_N, SPAN, EVEN_K, TMA)
             acc = _add_step(acc, x, w, x_scale, scales_of_w, first_col, n_out, group, groups, BLOCK_N, ROWS_EACH,
                             IN_BLOCKS, X_LEFT)  # fmt: skip

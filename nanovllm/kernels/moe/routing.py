@@ -139,6 +139,25 @@ def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.const
     return weights
 
 
+@triton.jit
+def _best_experts(choice, score, inside, expert, lane, TOP_K: tl.constexpr, IS_SCORE: tl.constexpr):
+    """Finds the TOP_K best of choice [ROWS, EXPERTS], best first: their values, which are of `score` where IS_SCORE,
+    and numbers, both [ROWS, lanes], and each expert's slot [ROWS, EXPERTS], -1 where it is not chosen."""
+    values = tl.full([choice.shape[0], lane.shape[1]], float("-inf"), tl.float32)
+    ids = tl.zeros([choice.shape[0], lane.shape[1]], dtype=tl.int32)
+    slot_of = tl.full(choice.shape, -1, tl.int32)
+    for slot in tl.static_range(TOP_K):
+        value, best = tl.max(choice, axis=1, return_indices=True)
+        hit = expert == best[:, None]
+        if IS_SCORE:
+            value = tl.sum(tl.where(hit, score, 0.0), axis=1)
+        values = tl.where(lane == slot, value[:, None], values)
+        ids = tl.where(lane == slot, best[:, None], ids)
+        slot_of = tl.where(hit & inside, slot, slot_of)
+        choice = tl.where(hit, float("-inf"), choice)
+    return values, ids, slot_of
+
+
 @triton.jit(do_not_specialize=["rows", "max_tiles"])
 def _route_kernel(
     LOGITS, BIAS, CORRECTION, WEIGHTS, IDS, COUNTS, ORDER, TILES, rows, max_tiles,
@@ -178,19 +197,8 @@ def _route_kernel(
         choice = tl.where(allowed, choice, float("-inf"))
 
     lane = tl.arange(0, BLOCK_K)[None, :]
-    values = tl.full([ROWS, BLOCK_K], float("-inf"), tl.float32)
-    ids = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
-    slot_of = tl.full([ROWS, BLOCK], -1, tl.int32)
-    for slot in tl.static_range(TOP_K):
-        value, best = tl.max(choice, axis=1, return_indices=True)
-        hit = expert == best[:, None]
-        if SIGMOID or CORRECTION is not None:
-            value = tl.sum(tl.where(hit, score, 0.0), axis=1)
-        values = tl.where(lane == slot, value[:, None], values)
-        ids = tl.where(lane == slot, best[:, None], ids)
-        slot_of = tl.where(hit & inside, slot, slot_of)
-        choice = tl.where(hit, float("-inf"), choice)
     is_score: tl.constexpr = SIGMOID or CORRECTION is not None
+    values, ids, slot_of = _best_experts(choice, score, inside, expert, lane, TOP_K, is_score)
     weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, is_score, RENORMALISE)
     out = row[:, None] * TOP_K + lane
     live = (row < rows)[:, None] & (lane < TOP_K)
