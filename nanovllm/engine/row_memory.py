@@ -8,7 +8,7 @@ prefix cache until their blocks are reused.
 
 from collections.abc import Iterable
 
-from nanovllm.engine.block_pool import BlockPool
+from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
@@ -74,17 +74,20 @@ class RowMemory:
         """Finds how many tokens, at most `count`, a waiting row can compute first if it gets its `prefix`, blocks for
         all its tokens in layers without a window, and for these in the others; 0: it does not fit. Returns the prefix
         too, without what it would copy where a block of that is needed."""
+        if prefix.source and self.num_tables > 1:  # with one table a block may be copied onto itself
+            if found := self._fitting(seq, prefix, count, prefix.source):
+                return prefix, found
+            prefix = CachedPrefix(prefix.num_blocks, 0, (), prefix.num_blocks * self.block_size)
+        return prefix, self._fitting(seq, prefix, count)
+
+    def _fitting(self, seq: Sequence, prefix: CachedPrefix, count: int, source: Iterable[Page] = ()) -> int:
+        """Finds how many of `count` tokens have room beside the prefix, and beside `source` until it is copied."""
         shared = prefix.num_blocks
         left = self.num_free_blocks - self.num_full_tables * (self.num_blocks_for(seq.num_tokens) - shared)
         if left < 0:
-            return prefix, 0
-        left -= self.pool.num_cached_blocks(page for pages in self.cache.hits(seq, prefix) for page in pages)
-        if self.num_tables > 1 and prefix.source:  # with one table a block may be copied onto itself
-            source = self.pool.num_cached_blocks(prefix.source)
-            if found := self._within_windows(prefix.num_tokens, count, shared, left - source):
-                return prefix, found
-            prefix = CachedPrefix(shared, 0, (), shared * self.block_size)
-        return prefix, self._within_windows(prefix.num_tokens, count, shared, left)
+            return 0
+        left -= self.pool.num_cached_blocks(page for pages in [*self.cache.hits(seq, prefix), source] for page in pages)
+        return self._within_windows(prefix.num_tokens, count, shared, left)
 
     def num_owned_blocks(self, seq: Sequence, prefix: CachedPrefix) -> int:
         """Blocks of a waiting row's prefix that other rows have anyway, in layers without a window."""

@@ -1,6 +1,7 @@
 """Blocks of KV memory: what is a hit, what is reused first, and that none is lost or owned twice."""
 
 from collections import OrderedDict
+from itertools import product
 
 import pytest
 from hypothesis import strategies as st
@@ -87,6 +88,24 @@ def test_a_window_that_moves_on_leaves_hits_behind() -> None:
         memory.release(row)
     memory.check_integrity([])
     assert memory.num_free_blocks == 60
+
+
+def test_what_fits_is_admitted_where_a_copy_is_given_up() -> None:
+    """Without what it would copy a prefix ends earlier, and its windows reach other pages, which are not free then."""
+    text = [*range(5, 17)]
+    for window, num_blocks, end, begin in product((2, 3, 5, 6), range(6, 16), range(9, 13), range(5, 13)):
+        memory = RowMemory(num_blocks, BLOCK_SIZE, (PageGroup(), PageGroup(window, num_tables=2)), table_width=20)
+        for number, tokens in enumerate(([*text[:end], 1], [*text[:begin], 2, 3])):
+            seq = make_sequence(number, tokens)
+            prefix = memory.cache.lookup(seq)
+            assert prefix is not None
+            prefix, count = memory.fit(seq, prefix, len(tokens) - prefix.num_tokens)
+            if count:
+                memory.admit(seq, prefix, count)
+                seq.num_computed_tokens = prefix.num_tokens + count
+                memory.cache.publish(seq, seq.num_computed_tokens)
+                memory.release(seq)
+                memory.check_integrity([])
 
 
 class RowMemoryMachine(RuleBasedStateMachine):
