@@ -145,7 +145,7 @@ class RowMemory:
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether a row that decodes can have blocks for so many tokens in each table; what its windows have left goes
         first."""
-        self._leave_behind(seq, seq.num_least_computed)
+        self.leave_behind(seq)
         more = self.num_blocks_for(num_tokens) - seq.num_reserved_tokens // self.block_size
         return self.num_free_blocks >= more * self.num_tables
 
@@ -163,7 +163,7 @@ class RowMemory:
         if not self._windows:
             return count
         start = seq.num_computed_tokens
-        self._leave_behind(seq, start)
+        self.leave_behind(seq)
         num_blocks = min(len(seq.pages[group]) for group in self._windows)
         return self._within_windows(start, count, num_blocks, self.num_free_blocks)
 
@@ -178,10 +178,10 @@ class RowMemory:
         self._note_reserved(seq)
         return updates
 
-    def _leave_behind(self, seq: Sequence, position: int) -> None:
-        """Gives back what no query from `position` on reaches."""
-        for group in self._windows:
-            table, end = seq.pages[group], self.cache.first_kept(group, position)
+    def leave_behind(self, seq: Sequence) -> None:
+        """Gives back what no later query of a row reaches; nothing where it has lost its memory."""
+        for group in self._windows if seq.pages else ():
+            table, end = seq.pages[group], self.cache.first_kept(group, seq.num_least_computed)
             first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
             for index in range(first, end):
                 page, table[index] = table[index], None

@@ -135,6 +135,8 @@ class Scheduler:
         have been launched."""
         if self._last_plan is not None:  # later steps may read what it writes: the tokens of prompts are known already
             self._publish_written(self._last_plan, range(self._last_plan.num_old_rows, self._last_plan.num_rows))
+            for seq in self._last_plan.seqs[self._last_plan.num_old_rows :]:
+                self.memory.leave_behind(seq)
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
@@ -231,11 +233,11 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for one before it
             count = self.memory.prepare(seq, self._chunk(seq.num_tokens_to_compute, budget, short_waits))
-            while not (count or chunks or plan.seqs):  # or nobody would get on
-                newest = self._preempt_newest()
-                assert newest is not seq, seq
+            while not (count or chunks or plan.seqs) and self.running[-1] is not seq:  # or nobody would get on
+                self._preempt_newest()
                 self.num_preemptions += 1
                 count = self.memory.prepare(seq, 1)
+            assert count or len(self.running) > 1, seq  # beside rows whose last tokens are on their way
             if count:
                 plan.block_updates += self.memory.reserve(seq, count)
                 chunks.append((seq, count))

@@ -1,0 +1,230 @@
+"""Layers with windows as groups of their own: the same bits as with all tokens kept, in far less memory."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from observing import StepWitness
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.memory import Pages
+from nanovllm.outputs import RequestMetrics
+from nanovllm.runner.state_layout import StateLayout, layout_of
+from nanovllm.wire.step import StepTokens
+
+SHARED = [(29 * i + 3) % 211 for i in range(41)]
+PROMPTS = [
+    [5], SHARED[:16], SHARED, [*SHARED, 9, 8], [*SHARED[:32], *range(60, 90)], [*SHARED[:37], *range(7)],
+    [(37 * i + 11) % 211 for i in range(70)],
+]  # fmt: skip
+PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True, logprobs=2)
+          for i in range(len(PROMPTS))]  # fmt: skip
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 200, "max_num_batched_tokens": 24,
+    "max_num_seqs": 8, "max_model_len": 160,
+}  # fmt: skip
+
+
+def answers(folder: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Tokens and log-probabilities of three calls: alone and whole, together, and again from the cache. And what was
+    seen: groups, tokens found in the cache, rows that began again."""
+    disable = ("lookahead", *options.pop("disable", ()))
+    with LLM(folder, **{**ENGINE, **options, "disable": disable}) as llm:
+        witness = StepWitness().watch(llm)
+        calls = [[llm.generate([PROMPTS[3]], PARAMS[3], use_tqdm=False)[0]]]
+        calls += [llm.generate(PROMPTS, PARAMS, use_tqdm=False) for _ in range(2)]
+        llm.engine.scheduler.check_integrity()
+        seen = {
+            "groups": [(one["window"], one["tables"]) for one in llm.engine_info()["kv_cache_groups"]],
+            "cached": sum(output.num_cached_tokens for output in calls[2]),
+            "preempted": witness.num_rows_after_preemption,
+        }
+    found = [
+        (output.token_ids, [{token: one.logprob for token, one in each.items()} for each in output.outputs[0].logprobs])
+        for outputs in calls for output in outputs
+    ]  # fmt: skip
+    return found, seen
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "mistral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random checkpoint of the family; windows of 7 tokens, blocks of 16."""
+    from test_families import CASES, make_model, save
+
+    case = CASES[request.param]
+    return str(save(make_model(case), case, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8"}, {"exact_bits": "batch"},
+    {"kvcache_block_size": 32, "max_num_batched_tokens": 160},
+    pytest.param({"attention_backend": "flex"}, marks=pytest.mark.slow),
+], ids=["chunks", "two ranks", "fp8", "exact bits", "whole prompts", "flex"])  # fmt: skip
+def test_bits_are_those_of_layers_that_keep_everything(options: dict[str, Any], folder: str) -> None:
+    if options.get("attention_backend") == "flex" and "gpt_oss" in folder:
+        pytest.skip("flex has no attention sinks")
+    found, seen = answers(folder, **options)
+    whole, of_whole = answers(folder, **options, disable=("window_groups",))
+    assert found == whole
+    assert of_whole["groups"] == [(None, 1)] and (7 in dict(seen["groups"])) and seen["cached"] > 100
+
+
+def test_rows_that_begin_again_gain_the_same_tokens(folder: str) -> None:
+    """Where memory is so tight that rows lose it, and what windows left serves others at once."""
+    found, seen = answers(folder, exact_bits="batch")
+    tables = sum(count for _, count in seen["groups"])
+    for num_blocks in (7 * tables, 8 * tables + 1):
+        tight, of_tight = answers(folder, exact_bits="batch", num_kvcache_blocks=num_blocks)
+        assert tight == found
+        assert of_tight["preempted"] > 0 or "mistral" in folder
+
+
+def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:
+    """A text of 150 tokens in four blocks of 16."""
+    from test_families import CASES, make_model, save
+
+    folder = str(save(make_model(CASES["mistral"]), CASES["mistral"], tmp_path))
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    texts = []
+    for options in ({"num_kvcache_blocks": 4}, {"disable": ("window_groups",)}):
+        with LLM(folder, **{**ENGINE, **options}) as llm:
+            texts.append(llm.generate([PROMPTS[6]], params, use_tqdm=False)[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_triton_kernels_read_each_table(tmp_path: Path) -> None:
+    """By Triton's interpreter, which has to be chosen before triton is imported: this file is the engine then."""
+    pytest.importorskip("triton")
+    from test_families import CASES, make_model, save
+
+    case = replace(CASES["gemma3"], entries={**CASES["gemma3"].entries, "num_hidden_layers": 4})
+    folder = str(save(make_model(case), case, tmp_path))
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }  # fmt: skip
+    command = [sys.executable, str(Path(__file__).resolve()), folder]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    with LLM(folder, **ENGINE) as llm:
+        assert json.loads(done.stdout.splitlines()[-1]) == greedy_tokens(llm)
+
+
+def greedy_tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    calls = [llm.generate(prompts, params, use_tqdm=False) for prompts in ([SHARED], [SHARED[:35], PROMPTS[6][:40]])]
+    assert calls[1][0].num_cached_tokens >= 32
+    return [output.token_ids for outputs in calls for output in outputs]
+
+
+# -- memory, by the published shapes -------------------------------------------------------------------------------
+
+BFLOAT16 = torch.bfloat16
+
+
+def alternating(layers: int, every: int, heads: int, head_dim: int, window: int) -> list[Pages]:
+    """Each `every`-th layer without a window."""
+    return [Pages(heads, head_dim, window if (number + 1) % every else None) for number in range(layers)]
+
+
+GEMMA3 = {
+    "1b": alternating(26, 6, 1, 256, 512), "4b": alternating(34, 6, 4, 256, 1024),
+    "12b": alternating(48, 6, 8, 256, 1024), "27b": alternating(62, 6, 16, 128, 1024),
+}  # fmt: skip
+GPT_OSS = {"20b": alternating(24, 2, 8, 64, 128), "120b": alternating(36, 2, 8, 64, 128)}
+
+
+def config_of(length: int, *disable: str) -> EngineConfig:
+    return EngineConfig("model", max_model_len=length, kvcache_block_size=128, disable=disable, max_num_seqs=512,
+                        enable_prefix_caching=False)  # fmt: skip
+
+
+MORE = 1500  # tokens that a request gains at most: more than the steps until memory is full
+
+
+def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
+    """Requests of so many tokens until memory is full: how many decode at once, and most bytes that one of them
+    holds."""
+    per_block = 128 * layout.token_bytes(BFLOAT16)
+    config = config_of(length + MORE, "lookahead")
+    scheduler = Scheduler(config, num_bytes // per_block, 128, groups=layout.groups)
+    for number in range(80):
+        seq = Sequence(
+            number, [number % 7] * length, SamplingParams(max_tokens=MORE - 1), num_prompt_tokens=length, seed=0,
+            stop_token_ids=frozenset(), max_total_tokens=length + MORE - 1, metrics=RequestMetrics(0.0),
+        )  # fmt: skip
+        scheduler.add(seq)
+    most_rows = most_held = 0
+    while (plan := scheduler.schedule()) is not None and not scheduler.num_preemptions:
+        decoding = plan.seqs[: plan.num_decode_rows]
+        most_rows = max(most_rows, len(decoding))
+        most_held = max([most_held, *(seq.num_held_blocks for seq in decoding)])
+        scheduler.apply(plan, StepTokens([1] * plan.num_sample_rows))
+    return most_rows, most_held * per_block
+
+
+@pytest.mark.parametrize("size", GEMMA3)
+def test_gemma3_at_32k_tokens_holds_what_its_layers_need(size: str) -> None:
+    """Five of six layers see 1,024 tokens. Blocks of 128, padding of groups included."""
+    layers, length = GEMMA3[size], 32768
+    layout = layout_of(layers, config_of(length + MORE), BFLOAT16)
+    needed = sum(pages.token_bytes(BFLOAT16) * min(length, pages.window or length) for pages in layers)
+    _, held = serve(layout, 4 * needed, length)
+    assert 0 < held <= 1.2 * needed
+    everything = layout_of(layers, config_of(length + MORE, "window_groups"), BFLOAT16)
+    assert everything.row_bytes(length, 128, BFLOAT16) > 4.5 * held
+
+
+@pytest.mark.parametrize("size", GPT_OSS)
+def test_gpt_oss_holds_twice_the_requests(size: str) -> None:
+    """Half of its layers see 128 tokens. Requests of 16k tokens in 20 GB."""
+    layouts = [layout_of(GPT_OSS[size], config_of(131072, *disable), BFLOAT16) for disable in ((), ("window_groups",))]
+    grouped, whole = (serve(layout, 20 << 30, 16384)[0] for layout in layouts)
+    assert grouped >= 1.9 * whole > 20
+
+
+def mixes() -> Iterator[list[Pages]]:
+    for full in (1, 3, 5, 10):
+        for windows in (1, 3, 17, 40):
+            yield [Pages(2, 64)] * full + [Pages(2, 64, 512)] * windows
+    yield [Pages(2, 64, 512)] * 9
+    yield [Pages(2, 64)] * 4 + [Pages(2, 64, 512)] * 9 + [Pages(2, 64, 128)] * 5
+
+
+@pytest.mark.parametrize("layers", [*mixes()], ids=lambda layers: str(len(layers)))
+def test_each_layer_has_a_lane_of_a_table_of_its_window(layers: list[Pages]) -> None:
+    layout = layout_of(layers, config_of(16384), BFLOAT16)
+    windows = [group.window for group in layout.groups for _ in range(group.num_tables)]
+    assert len(set(layout.places)) == len(layers) and sum(layout.group_layers) == len(layers)
+    if len(layout.groups) > 1 or layout.groups[0].window:
+        assert [windows[place.table] for place in layout.places] == [pages.window for pages in layers]
+        lanes = len(layout.lanes) * layout.num_tables
+        assert lanes <= 1.1 * len(layers)
+
+
+def test_groups_are_made_where_they_save_memory() -> None:
+    """Not for contexts that a window holds, layers of several sizes, or models without windows: one table, one block
+    of all layers."""
+    for layers, length in (
+        (GEMMA3["4b"], 1024), (alternating(32, 4, 8, 128, 4096), 4400), ([Pages(8, 128)] * 32, 32768),
+        ([Pages(8, 128), Pages(4, 128, 512)], 32768),
+    ):  # fmt: skip
+        layout = layout_of(layers, config_of(length), BFLOAT16)
+        assert [tuple(group) for group in layout.groups] == [(None, 1)] and layout.lanes == tuple(layers)
+
+
+if __name__ == "__main__":
+    with LLM(sys.argv[1], **ENGINE, attention_backend="triton") as engine:
+        assert engine.engine_info()["attention_backend"] == "triton"
+        print(json.dumps(greedy_tokens(engine)))
