@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from nanovllm.config import EngineConfig  # noqa: E402
 from nanovllm.host import wire  # noqa: E402
 from nanovllm.host.fleet_engine import FleetEngine  # noqa: E402
-from nanovllm.host.handle import ChildHandle, Handle  # noqa: E402
+from nanovllm.host.fleet_handles import FleetHandles  # noqa: E402
 from nanovllm.host.start import await_ready  # noqa: E402
 from nanovllm.models.registry import read_model_config  # noqa: E402
 from nanovllm.sampling_params import SamplingParams  # noqa: E402
@@ -36,14 +36,11 @@ def start(replicas: int) -> FleetEngine:
         hf_overrides={"max_position_embeddings": 4096}, data_parallel_size=replicas, data_parallel_backend="local",
     )  # fmt: skip
 
-    def make(number: int, num_blocks: int | None = None) -> Handle:
-        return ChildHandle(wire.Start(config.model, _SIMULATED, number), "simulated_engine")
-
-    handles = [make(number) for number in range(replicas)]
-    ready = await_ready(handles)
+    handles = FleetHandles(config.model, {**_SIMULATED, "data_parallel_size": replicas}, "simulated_engine")
+    ready = await_ready(handles.all)
     for one in ready:
         one.info["model"], one.config = config.model, wire.config_fields(config)
-    return FleetEngine(handles, ready, make, config, read_model_config(config), Tokenizer(config))
+    return FleetEngine(handles, ready, config, read_model_config(config), Tokenizer(config))
 
 
 def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> None:

@@ -2,14 +2,11 @@
 
 import logging
 import os
-import select
-import socket
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +18,9 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short
 from nanovllm.host import wire
-from nanovllm.host.fleet import Fleet
+from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.host.handle import SILENCE, Handle, Lost, close_all
+from nanovllm.host.frame_reader import FrameReader
 from nanovllm.host.pending import Pending
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.1  # the longest that a step waits for any engine
-_AWAY_SECONDS = 5.0  # without a caller: what was not heard then says nothing
 _MOST_UNSENT = 64 << 20  # bytes of weights that wait for one engine
 _SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: a first token is awaited without a pause, where so few run
 
@@ -45,47 +41,37 @@ class FleetEngine:
     """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may come from any."""
 
     def __init__(
-        self, handles: list[Handle], ready: list[wire.Ready], make: Callable[[int, int], Handle], config: EngineConfig,
-        model_config: ModelConfig, tokenizer: Tokenizer,
+        self, handles: FleetHandles, ready: list[wire.Ready], config: EngineConfig, model_config: ModelConfig,
+        tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
-        """`handles`: of engines that are ready, from here on this engine's to close. `make`: (number, KV blocks) -> the
-        handle of an engine that starts in place of one that was lost. `config`: as the user gave it."""
-        self._handles, self._make = handles, make
-        infos = [one.info for one in ready]
-        self._blocks = min(info["num_kv_tokens"] // info["block_size"] for info in infos)
-        resolved = EngineConfig(infos[0]["model"], **ready[0].config)
+        """`handles`: of engines that have said `ready`, from here on this engine's to close. `config`: as the user gave
+        it."""
+        self._handles = handles
+        resolved = EngineConfig(ready[0].info["model"], **ready[0].config)
         self.config = replace(
-            resolved, data_parallel_size=len(handles), ray_address=config.ray_address,
+            resolved, data_parallel_size=handles.count, ray_address=config.ray_address,
             data_parallel_backend=config.data_parallel_backend or "local",
         )  # fmt: skip
         self.model_config, self.tokenizer = model_config, tokenizer
-        capacity = min(info["num_kv_tokens"] for info in infos)
+        capacity = min(one.info["num_kv_tokens"] for one in ready)
         self.book = RequestBook(self.config, model_config, tokenizer, capacity)
-        self.fleet = Fleet(infos, self._send, self._restart)
+        self.fleet = handles.form(ready)
         self._rows = FleetRows(self.book)
         self._facts = [one.facts for one in ready]
         self.owner, self.shares_weights = os.getpid(), False
         self.startup_seconds = 0.0
         self._work = threading.Condition()
         self._inbox: deque[tuple[str, Any]] = deque()
-        """Requests of other threads: ("add", rows), ("abort", id), ("resume", None)."""
+        """Tasks from other threads: ("add", rows), ("abort", id), ("resume", None)."""
         self._unreported = StepColumns()
         self._is_paused = self._closed = False
         self._error: BaseException | None = None
-        self._poll = select.epoll()
-        self._rung, self._bell = socket.socketpair()
-        for end in (self._rung, self._bell):
-            end.setblocking(False)
-        self._poll.register(self._rung, select.EPOLLIN)
-        self._by_fd: dict[int, Handle] = {}
+        self._reader = FrameReader()
         self._reads = threading.Lock()
-        self._come: deque[tuple[Handle, wire.Up | Lost]] = deque()
-        """Frames that were read and not taken in."""
-        self._next_look = self._spin_until = 0.0
-        self.at_close: Callable[[], None] = lambda: None
-        """Gives back what the engines ran on."""
-        for handle in handles:
-            self._watch(handle)
+        self._next_look = 0.0
+        handles.watch, handles.forget = self._reader.watch, self._reader.forget
+        for handle in handles.all:
+            self._reader.watch(handle)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -94,8 +80,8 @@ class FleetEngine:
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
         """See Engine.add_request."""
-        if not self.fleet.num_live and self._handles:
-            self._handles[0].rouse()
+        if not self.fleet.num_live:
+            self._handles.all[0].rouse()
         args = prompt_token_ids, params, request_id, output_token_ids
         return self.book.open(*args, admit=self._check_queue, queue=lambda seqs: self._ask_for("add", seqs))
 
@@ -140,7 +126,7 @@ class FleetEngine:
         prompt, known = array("i", first.token_ids[:size]), first.token_ids[size:]
         self.fleet.add(first.request_id, prompt.tobytes(), wire.params_fields(first.params), known)
         if self.config.device == "cuda" and self.fleet.num_live <= _SPIN_REQUESTS:
-            self._spin_until = time.monotonic() + _SPIN_SECONDS
+            self._reader.spin_until = time.monotonic() + _SPIN_SECONDS
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -185,75 +171,27 @@ class FleetEngine:
         if self._error is not None:
             raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
 
-    # -- frames -------------------------------------------------------------------------------------------------
-
-    def _send(self, number: int, frames: list[wire.Down]) -> None:
-        self._handles[number].send_packed(b"".join(map(wire.pack, frames)))
-
-    def _watch(self, handle: Handle) -> None:
-        self._by_fd[handle.fileno()] = handle
-        self._poll.register(handle.fileno(), select.EPOLLIN)
-        handle.on_room = self._on_room
-
-    def _on_room(self, handle: Handle, waits: bool) -> None:
-        if handle.fileno() in self._by_fd:
-            self._poll.modify(handle.fileno(), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
-
-    def _forget(self, handle: Handle) -> None:
-        if self._by_fd.pop(handle.fileno(), None) is not None:
-            self._poll.unregister(handle.fileno())
-
     def _read(self, timeout: float) -> None:
-        """Reads what has come; waits up to `timeout` seconds for something."""
-        now = time.monotonic()
-        if now > self._next_look:
-            away = now > self._next_look + _AWAY_SECONDS
+        if (now := time.monotonic()) > self._next_look:
             self._next_look = now + 1.0
-            for handle in list(self._by_fd.values()):
-                if away:
-                    handle.heard()
-                elif handle.silent_for() > SILENCE:
-                    handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
-        spins = timeout > 0 and now < self._spin_until
-        while True:
-            for fd, events in self._poll.poll(0 if spins or self._come else timeout):
-                if fd == self._rung.fileno():
-                    self._rung.recv(4096)
-                elif (found := self._by_fd.get(fd)) is not None:
-                    if events & select.EPOLLOUT:
-                        found.flush()
-                    if events & ~select.EPOLLOUT:
-                        self._come.extend((found, frame) for frame in found.receive())
-            if self._come or not spins or time.monotonic() > self._spin_until:
-                return
-            os.sched_yield()  # where cores are few, the engine needs this one
+            self._handles.look()
+        self._reader.read(timeout)
 
     def _take_in(self, timeout: float) -> None:
+        """Takes in the frames that have come; waits up to `timeout` seconds for some."""
+        reader = self._reader
         with self._reads:
             self._read(timeout)
-            come, self._come = self._come, deque()
+            come, reader.come = reader.come, deque()
         for handle, frame in come:
-            if isinstance(frame, Lost):
-                self._lose(handle, frame)
-            elif self._handles[handle.number] is handle:
-                if isinstance(frame, wire.Ready):
-                    self._facts[handle.number] = frame.facts
-                elif isinstance(frame, wire.Step) and (frame.rows or frame.finishes):
-                    self._spin_until = 0.0
-                self.fleet.take(handle.number, frame)
-
-    def _lose(self, handle: Handle, lost: Lost) -> None:
-        self._forget(handle)
-        handle.close(patience=0)
-        if self._handles[handle.number] is handle:
-            self.fleet.lose(handle.number, lost.reason)
-        if self.fleet.ended is not None:
-            self._error = ReplicaError(self.fleet.ended)
-            raise self._error
-
-    def _restart(self, number: int) -> None:
-        self._handles[number] = handle = self._make(number, self._blocks)
-        self._watch(handle)
+            if isinstance(frame, wire.Ready):
+                self._facts[handle.number] = frame.facts
+            elif isinstance(frame, wire.Step) and (frame.rows or frame.finishes):
+                reader.spin_until = 0.0
+            self._handles.take(handle, frame)
+            if self.fleet.ended is not None:
+                self._error = ReplicaError(self.fleet.ended)
+                raise self._error
 
     # -- work ---------------------------------------------------------------------------------------------------
 
@@ -267,12 +205,12 @@ class FleetEngine:
             return True
         if not self.is_paused and self.fleet.num_live:
             return True
-        if not self._come and self._reads.acquire(blocking=False):
+        if not self._reader.come and self._reads.acquire(blocking=False):
             try:
                 self._read(0.0)
             finally:
                 self._reads.release()
-        return bool(self._come)
+        return bool(self._reader.come)
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
         """See Engine.wait_for_work."""
@@ -283,8 +221,7 @@ class FleetEngine:
         """See Engine.wake."""
         with self._work:
             self._work.notify_all()
-        with suppress(OSError):  # it rings already, or is closed
-            self._bell.send(b"!")
+        self._reader.ring()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -360,7 +297,7 @@ class FleetEngine:
 
     def _send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
         self.fleet.send_bucket(pending, data, error)
-        while pending.waiting and any(handle.num_unsent > _MOST_UNSENT for handle in self._by_fd.values()):
+        while pending.waiting and any(handle.num_unsent > _MOST_UNSENT for handle in self._reader.handles.values()):
             self._take_in(_LOOK_SECONDS)
 
     def notice_new_weights(self, surely: bool = False) -> None:
@@ -407,7 +344,7 @@ class FleetEngine:
             **(there or self._facts)[0],
             "startup_seconds": round(self.startup_seconds, 2),
             "num_kvcache_blocks": sum(info["num_kvcache_blocks"] for info in there),
-            "data_parallel_size": len(self._handles),
+            "data_parallel_size": self._handles.count,
             "num_replicas": len(there),
             "num_restarts": sum(self.fleet.num_restarts),
             "replicas": there,
@@ -419,11 +356,5 @@ class FleetEngine:
             return
         self._closed = True
         self.wake()
-        handles = list(self._by_fd.values())
-        for handle in handles:
-            self._forget(handle)
-        close_all(handles)
-        self._poll.close()
-        self._bell.close()
-        self._rung.close()
-        self.at_close()
+        self._reader.close()
+        self._handles.close()

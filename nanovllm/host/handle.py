@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,7 +76,8 @@ class Handle(Protocol):
         """Asks the engine to end in order."""
 
     def close(self, patience: float = EXIT_GRACE) -> None:
-        """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it."""
+        """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it.
+        Does nothing the second time."""
 
 
 class UpFrames:
@@ -212,6 +213,8 @@ class ChildHandle:
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self, patience: float = EXIT_GRACE) -> None:
+        if self.fileno() < 0:
+            return
         self.leave()
         deadline = time.monotonic() + patience
         look = select.poll()
@@ -223,11 +226,3 @@ class ChildHandle:
         end(self.process, deadline - time.monotonic())
         self._is_there = False
         self._socket.close()
-
-
-def close_all(handles: Sequence[Handle]) -> None:
-    """Asks all to leave before it waits for any."""
-    for handle in handles:
-        handle.leave()
-    for handle in handles:
-        handle.close()

@@ -186,6 +186,8 @@ class RayHandle:
                 self._actor.handle.remote(b"")
 
     def close(self, patience: float = EXIT_GRACE) -> None:
+        if self.fileno() < 0:
+            return
         deadline = time.monotonic() + patience
         self._listener.join(max(0.0, deadline - time.monotonic()))
         ray.kill(self._actor)

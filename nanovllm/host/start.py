@@ -1,14 +1,14 @@
 """Start of a fleet of engines from its options."""
 
 import time
-from collections.abc import Callable
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.devices import devices_of_replicas
 from nanovllm.host.fleet_engine import FleetEngine
-from nanovllm.host.handle import MODULE, ChildHandle, Handle, Lost
+from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.handle import MODULE, Handle, Lost
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -22,37 +22,18 @@ def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
     options = wire.config_fields(config)
     here = resolve_model_folder(config)  # a hub id is fetched by every node of a cluster
     model_config = read_model_config(here)
-    close: Callable[[], None] = lambda: None  # noqa: E731
-    if config.data_parallel_backend == "ray":
-        from nanovllm.host.ray_start import reserve
-
-        model = config.model
-        start, close = reserve(config)
-    else:
+    on_ray = config.data_parallel_backend == "ray"
+    if not on_ray:
         devices_of_replicas(here)
-        model = here.model
-
-        def start(first: wire.Start) -> Handle:
-            return ChildHandle(first, module)
-
-    def make(number: int, num_blocks: int | None = None) -> Handle:
-        own = options if num_blocks is None else {**options, "num_kvcache_blocks": num_blocks}
-        return start(wire.Start(model, own, number))
-
     begin = time.perf_counter()
     tokenizer = Tokenizer(here)
-    handles: list[Handle] = []
+    handles = FleetHandles(config.model if on_ray else here.model, options, module)
     try:
-        for number in range(config.data_parallel_size):
-            handles.append(make(number))
-        ready = await_ready(handles)
-        engine = FleetEngine(handles, ready, make, config, model_config, tokenizer)
+        handles.start()
+        engine = FleetEngine(handles, await_ready(handles.all), config, model_config, tokenizer)
     except BaseException:
-        for handle in handles:
-            handle.close(patience=0)
-        close()
+        handles.close(patience=0)
         raise
-    engine.at_close = close
     engine.startup_seconds = time.perf_counter() - begin
     return engine
 

@@ -1,66 +1,29 @@
-"""The server's engines: started as children or on a Ray cluster, driven through one Fleet in the event loop."""
+"""The server's engines, driven through one Fleet in the event loop."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.calls import EngineState
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
-from nanovllm.host.handle import MODULE, SILENCE, ChildHandle, Handle, Lost, close_all
+from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.handle import Handle, Lost
 from nanovllm.serve.streams import Streams
 
-logger = logging.getLogger("nanovllm.serve")
 _LOOK_SECONDS = 1.0
-_AWAY_SECONDS = 5.0  # without a look: what was not heard then says nothing
-
-
-class Launch:
-    """The handles of all engines, and how one that was lost is started again."""
-
-    def __init__(self, model: str, options: dict[str, Any], module: str = MODULE) -> None:
-        """Starts engines of this host at once, while the server imports; those of Ray by `start`. `module`: what
-        children run."""
-        self._model, self._options, self._module = model, options, module
-        self.count = int(options.get("data_parallel_size", 1))
-        self.has_failover = self.count > 1 or options.get("data_parallel_backend") is not None
-        self._on_ray = options.get("data_parallel_backend") == "ray"
-        self._make: Callable[[wire.Start], Handle] = lambda start: ChildHandle(start, self._module)
-        self._close_cluster: Callable[[], None] = lambda: None
-        self.handles: list[Handle] = [] if self._on_ray else [self.make(number) for number in range(self.count)]
-
-    def start(self) -> None:
-        """Reaches the Ray cluster where there is one to be, which may take a minute. Raises as start_ray does."""
-        if self._on_ray:
-            from nanovllm.config import EngineConfig
-            from nanovllm.host.ray_start import reserve
-
-            config = EngineConfig.from_options(self._model, **self._options)
-            self._make, self._close_cluster = reserve(config)
-            self.handles = [self.make(number) for number in range(self.count)]
-
-    def make(self, number: int, num_blocks: int | None = None) -> Handle:
-        """`num_blocks`: of the KV cache, as was counted on, where the engine takes the place of one that was lost."""
-        options = self._options if num_blocks is None else {**self._options, "num_kvcache_blocks": num_blocks}
-        return self._make(wire.Start(self._model, options, number))
-
-    def close(self) -> None:
-        """Ends all engines, those of one process waiting for none of the others."""
-        close_all(self.handles)
-        self._close_cluster()
 
 
 class Engines:
     """Frames in, frames out, in the event loop."""
 
     def __init__(
-        self, launch: Launch, streams: Streams, on_frame: Callable[[wire.Up], None],
+        self, handles: FleetHandles, streams: Streams, on_frame: Callable[[wire.Up], None],
         on_end: Callable[[Lost], None],
     ) -> None:  # fmt: skip
         """`on_frame`: gets what is not about steps; Ready once, of all engines together. `on_end`: no engine is
         left."""
-        self._launch, self._streams, self._on_frame, self._on_end = launch, streams, on_frame, on_end
+        self._handles, self._streams, self._on_frame, self._on_end = handles, streams, on_frame, on_end
         self._loop = asyncio.get_running_loop()
         self.fleet: Fleet | None = None
         """Fleet of the engines, once all are ready."""
@@ -69,12 +32,12 @@ class Engines:
         self._has_ended = False
         self._calls: set[asyncio.Future[None]] = set()
         """Calls that are not answered yet."""
-        self._last_look = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     def listen(self) -> None:
         """Starts to take in the engines' frames."""
-        for handle in self._launch.handles:
+        self._handles.watch, self._handles.forget = self._watch, self._forget
+        for handle in self._handles.all:
             self._watch(handle)
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
 
@@ -89,8 +52,9 @@ class Engines:
             self._loop.remove_writer(handle.fileno())
 
     def _forget(self, handle: Handle) -> None:
-        self._loop.remove_reader(handle.fileno())
-        self._loop.remove_writer(handle.fileno())
+        if (fd := handle.fileno()) >= 0:  # else it is closed
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
 
     # -- in -----------------------------------------------------------------------------------------------------
 
@@ -98,13 +62,13 @@ class Engines:
         """All frames that are there are taken in first, so that each stream gets one chunk of them."""
         fleet, now = self.fleet, self._loop.time()
         for frame in handle.receive():
-            if isinstance(frame, Lost):
-                self._lose(handle, frame)
-            elif fleet is None:
-                self._take_start(handle.number, frame)
+            if fleet is None:
+                self._take_start(handle, frame)
                 fleet = self.fleet
-            else:
-                fleet.take(handle.number, frame)
+                continue
+            self._handles.take(handle, frame)
+            if fleet.ended is not None:
+                self._end(Lost(fleet.ended))
         self._hand_out(now)
         self._streams.flush(now)
 
@@ -118,63 +82,42 @@ class Engines:
             else:
                 self._on_frame(frame)
 
-    def _take_start(self, number: int, frame: wire.Up) -> None:
-        if isinstance(frame, wire.Progress):
+    def _take_start(self, handle: Handle, frame: wire.Up | Lost) -> None:
+        number = handle.number
+        if isinstance(frame, Lost):
+            self._forget(handle)
+            if self._handles.count > 1 and frame.kind is None:
+                frame = Lost(f"replica {number} could not start: {frame.reason}")
+            self._end(frame)
+        elif isinstance(frame, wire.Progress):
             self._percents[number] = frame.percent
             if frame.folder or frame.percent <= min(self._percents.values()):
                 self._on_frame(frame)
         elif isinstance(frame, wire.Ready):
             self._ready[number] = frame
-            if len(self._ready) == self._launch.count:
+            if len(self._ready) == self._handles.count:
                 self._become_ready()
 
     def _become_ready(self) -> None:
-        infos = [self._ready[number].info for number in range(self._launch.count)]
-        restart = self._restart if self._launch.has_failover else None
-        self.fleet = Fleet(infos, self._send, restart)
+        ready = [self._ready[number] for number in range(self._handles.count)]
+        self.fleet = self._handles.form(ready)
+        infos = [one.info for one in ready]
         total = {name: sum(info[name] for info in infos) for name in ("max_num_seqs", "num_kv_tokens")}
         least = {"max_model_len": min(info["max_model_len"] for info in infos)}
         self._on_frame(wire.Ready({**infos[0], **total, **least, "data_parallel_size": len(infos)}))
 
-    def _lose(self, handle: Handle, lost: Lost) -> None:
-        self._forget(handle)
-        if self.fleet is not None:
-            if self._launch.has_failover:
-                handle.close(patience=0)
-            self.fleet.lose(handle.number, lost.reason)
-            if self.fleet.ended is None:
-                return
-            lost = Lost(self.fleet.ended)
-        elif self._launch.count > 1 and lost.kind is None:
-            lost = Lost(f"replica {handle.number} could not start: {lost.reason}")
+    def _end(self, lost: Lost) -> None:
+        """No engine is left."""
         if not self._has_ended:
             self._has_ended = True
             self._on_end(lost)
 
-    def _restart(self, number: int) -> None:
-        info = self._ready[number].info
-        handle = self._launch.make(number, info["num_kv_tokens"] // info["block_size"])
-        self._launch.handles[number] = handle
-        self._watch(handle)
-
     def _look(self) -> None:
         """Gives up engines that are silent for too long; called once a second."""
-        now = self._loop.time()
-        away = now - self._last_look > _AWAY_SECONDS
-        self._last_look = now
-        for handle in self._launch.handles:
-            if away:
-                handle.heard()
-            elif handle.silent_for() > SILENCE:
-                handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
+        self._handles.look()
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     # -- out ----------------------------------------------------------------------------------------------------
-
-    def _send(self, number: int, frames: list[wire.Down]) -> None:
-        handle = self._launch.handles[number]
-        for frame in frames:
-            handle.send(frame)
 
     def add(self, request_id: int, prompt: bytes, params: dict[str, Any]) -> None:
         """Queues a request; `bind` sends it."""
@@ -222,7 +165,7 @@ class Engines:
     @property
     def silent_for(self) -> float:
         """Seconds since the last sign of life of the engine that said something last."""
-        return min((handle.silent_for() for handle in self._launch.handles), default=0.0)
+        return min((handle.silent_for() for handle in self._handles.all), default=0.0)
 
     @property
     def state(self) -> EngineState:
@@ -233,6 +176,6 @@ class Engines:
         """Lets the engines go: they end in order."""
         if self._timer is not None:
             self._timer.cancel()
-        for handle in self._launch.handles:
+        for handle in self._handles.all:
             self._forget(handle)
             handle.leave()

@@ -7,12 +7,13 @@ from typing import Any
 
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
+from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
 from nanovllm.host.pending import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission
-from nanovllm.serve.engines import Engines, Launch
+from nanovllm.serve.engines import Engines
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
@@ -26,7 +27,7 @@ from nanovllm.serve.text_pool import TextPool
 class Front:
     """Server between the HTTP connections and the engines: owns the parts that handlers take."""
 
-    def __init__(self, path: str, options: ServeOptions, launch: Launch) -> None:
+    def __init__(self, path: str, options: ServeOptions, engines: FleetHandles) -> None:
         """`path`: of the model, as the command names it."""
         self.options = options
         self.model = model = ServedModel(path, options)
@@ -34,7 +35,7 @@ class Front:
         self.pool = TextPool(metrics)
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(options, model, self.streams, self.pool, metrics)
-        self.engines = Engines(launch, self.streams, self.on_frame, self.on_engine_end)
+        self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)
         self.log = RequestLog(options, model, metrics)
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self._text: asyncio.Task[None] | None = None

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
-from nanovllm.serve.engines import Launch
 from nanovllm.serve.loading import Loading
 from nanovllm.serve.log import set_up_logging
 from nanovllm.serve.options import ServeOptions
@@ -107,16 +107,16 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
     except OSError as error:
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
-    launch = Launch(model, engine_options, *([module] if module else []))
+    engines = FleetHandles(model, engine_options, *([module] if module else []))
     _allow_descriptors()
     _return_memory()
     try:
         from nanovllm.serve.http.server import run_loop  # while the engine imports
 
-        return run_loop(_Life(model, options, listener, launch, begin).run)
+        return run_loop(_Life(model, options, listener, engines, begin).run)
     finally:
         listener.close()
-        launch.close()
+        engines.close()
         if options.uds is not None:
             Path(options.uds).unlink(missing_ok=True)
 
@@ -140,9 +140,9 @@ class _Life:
     """One run of the server."""
 
     def __init__(
-        self, model: str, options: ServeOptions, listener: socket.socket, launch: Launch, begin: float
+        self, model: str, options: ServeOptions, listener: socket.socket, engines: FleetHandles, begin: float
     ) -> None:
-        self._model, self._options, self._listener, self._launch = model, options, listener, launch
+        self._model, self._options, self._listener, self._engines = model, options, listener, engines
         self._begin = begin
         self._num_signals = 0
 
@@ -153,7 +153,7 @@ class _Life:
         from nanovllm.serve.http.server import HttpServer
 
         loop = asyncio.get_running_loop()
-        front = self._front = Front(self._model, self._options, self._launch)
+        front = self._front = Front(self._model, self._options, self._engines)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         operations = ROUTES | ADMIN_ROUTES if self._options.admin_api_keys else ROUTES
@@ -175,7 +175,7 @@ class _Life:
 
     async def _launch_engines(self) -> None:
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._launch.start)
+            await asyncio.get_running_loop().run_in_executor(None, self._engines.start)
         except (ValueError, ImportError) as error:
             self._front.on_engine_end(Lost(str(error), type(error)))
         else:

@@ -74,7 +74,7 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
     """Until then none runs with the weights of the checkpoint, which others have replaced."""
     llm.load_weights(DEMO)
     expected = llm.checksum()
-    os.kill(llm.engine._handles[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(llm.engine._handles.all[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     while llm.engine_info()["num_replicas"] == 2:
         llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
     assert llm.engine_info()["num_replicas"] == 1

@@ -25,9 +25,9 @@ import httpx
 import pytest
 from serving import DEMO, Server, events, user, wait_for
 
+from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.serve import limits
 from nanovllm.serve.api.answer import answer
-from nanovllm.serve.engines import Launch
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.app import App, Operation
@@ -331,7 +331,7 @@ def test_a_large_body_is_not_read_in_the_event_loop() -> None:
     events = threading.Event()
 
     async def read() -> dict[str, Any]:
-        front = Front("m", ServeOptions(), cast(Launch, None))
+        front = Front("m", ServeOptions(), cast(FleetHandles, None))
         call = MagicMock(key=None, body=AsyncMock(return_value=json.dumps({"a": "b" * limits.SMALL_BODY}).encode()))
         reading = asyncio.create_task(front.pool.json(call))
         while not reading.done():
@@ -352,7 +352,7 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytes
     """Also where it looks like one of the request."""
 
     async def ask() -> bytes:
-        front = Front("m", ServeOptions(), cast(Launch, None))
+        front = Front("m", ServeOptions(), cast(FleetHandles, None))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, num_details=num_details)

@@ -39,7 +39,7 @@ def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
             pass
         os.kill(engines[0], number)
         assert [each.result() for each in again] == expected
-        assert f"is started again: {reason}" in server.log
+        assert f"is being restarted: {reason}" in server.log
         assert httpx.post(f"{server.url}/pause", headers=KEY, timeout=60).json() == {"status": "paused"}
         assert httpx.get(f"{server.url}/is_paused", headers=KEY).json() == {"is_paused": True}
         assert httpx.post(f"{server.url}/resume", headers=KEY, timeout=60).json() == {"status": "resumed"}

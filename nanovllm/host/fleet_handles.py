@@ -1,0 +1,100 @@
+"""The engines of a fleet: started as children or on a Ray cluster, given up when silent, replaced when lost.
+
+Their frames are read by the event loop of a server (serve/engines.py), or by a thread (frame_reader.py)."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.host import wire
+from nanovllm.host.fleet import Fleet
+from nanovllm.host.handle import EXIT_GRACE, MODULE, SILENCE, ChildHandle, Handle, Lost
+
+_AWAY_SECONDS = 5.0  # without a look: what was not heard then says nothing
+
+
+class FleetHandles:
+    """The handles of all engines, and the Fleet that they form once all are ready."""
+
+    def __init__(self, model: str, options: dict[str, Any], module: str = MODULE) -> None:
+        """Starts engines of this host at once; those of Ray by `start`. `options`: of EngineConfig. `module`: what
+        children run."""
+        self._model, self._options = model, options
+        self.count = int(options.get("data_parallel_size", 1))
+        backend = options.get("data_parallel_backend")
+        self._on_ray = backend == "ray"
+        self._has_failover = self.count > 1 or backend is not None
+        self._make: Callable[[wire.Start], Handle] = lambda start: ChildHandle(start, module)
+        self._close_cluster: Callable[[], None] = lambda: None
+        self.watch: Callable[[Handle], None] = lambda handle: None
+        """Begins to read an engine's frames."""
+        self.forget: Callable[[Handle], None] = lambda handle: None
+        """Ends that."""
+        self.all: list[Handle] = []
+        self._num_blocks: dict[int, int] = {}
+        """KV blocks of each engine that has been ready."""
+        self._last_look = time.monotonic()
+        if not self._on_ray:
+            self._start_all()
+
+    def start(self) -> None:
+        """Reaches the Ray cluster if there is one to be, which may take a minute. Raises as ray_start.reserve does."""
+        if self._on_ray:
+            from nanovllm.config import EngineConfig
+            from nanovllm.host.ray_start import reserve
+
+            self._make, self._close_cluster = reserve(EngineConfig.from_options(self._model, **self._options))
+            self._start_all()
+
+    def _start_all(self) -> None:
+        try:
+            for number in range(self.count):
+                self.all.append(self._make(wire.Start(self._model, self._options, number)))
+        except BaseException:
+            self.close(patience=0)
+            raise
+
+    def form(self, ready: list[wire.Ready]) -> Fleet:
+        """The fleet of engines that have said this, in the order of their numbers."""
+        infos = [one.info for one in ready]
+        self._num_blocks = {number: info["num_kv_tokens"] // info["block_size"] for number, info in enumerate(infos)}
+        self.fleet = Fleet(infos, self._send, self._restart if self._has_failover else None)
+        return self.fleet
+
+    def _send(self, number: int, frames: list[wire.Down]) -> None:
+        self.all[number].send_packed(b"".join(map(wire.pack, frames)))
+
+    def _restart(self, number: int) -> None:
+        options = {**self._options, "num_kvcache_blocks": self._num_blocks[number]}
+        self.all[number] = handle = self._make(wire.Start(self._model, options, number))
+        self.watch(handle)
+
+    def take(self, handle: Handle, frame: wire.Up | Lost) -> None:
+        """Hands the fleet what an engine says, or that it is lost."""
+        is_current = self.all[handle.number] is handle
+        if isinstance(frame, Lost):
+            self.forget(handle)
+            if self._has_failover:
+                handle.close(patience=0)
+            if is_current:
+                self.fleet.lose(handle.number, frame.reason)
+        elif is_current:
+            self.fleet.take(handle.number, frame)
+
+    def look(self) -> None:
+        """Gives up engines that are silent for too long; to be called about once a second."""
+        now = time.monotonic()
+        away, self._last_look = now - self._last_look > _AWAY_SECONDS, now
+        for handle in self.all:
+            if away:
+                handle.heard()
+            elif handle.silent_for() > SILENCE:
+                handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
+
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        """Ends all engines, asking all to leave before it waits for any, and gives the cluster back."""
+        for handle in self.all:
+            handle.leave()
+        for handle in self.all:
+            handle.close(patience)
+        self._close_cluster()

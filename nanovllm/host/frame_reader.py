@@ -1,0 +1,69 @@
+"""Frames of several engines for a thread that waits for them."""
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+
+from nanovllm.host import wire
+from nanovllm.host.handle import Handle, Lost
+
+
+class FrameReader:
+    """Reads handles. One thread at a time; `ring` from any."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._rung, self._bell = socket.socketpair()
+        for end in (self._rung, self._bell):
+            end.setblocking(False)
+        self._poll.register(self._rung, select.EPOLLIN)
+        self.handles: dict[int, Handle] = {}
+        """The handles by their file descriptors."""
+        self.come: deque[tuple[Handle, wire.Up | Lost]] = deque()
+        """Frames that nobody has taken out yet."""
+        self.spin_until = 0.0
+        """The moment, of the monotonic clock, up to which frames are awaited without a pause."""
+
+    def watch(self, handle: Handle) -> None:
+        self.handles[handle.fileno()] = handle
+        self._poll.register(handle.fileno(), select.EPOLLIN)
+        handle.on_room = self._on_room
+
+    def _on_room(self, handle: Handle, waits: bool) -> None:
+        if handle.fileno() in self.handles:
+            self._poll.modify(handle.fileno(), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
+
+    def forget(self, handle: Handle) -> None:
+        if self.handles.pop(handle.fileno(), None) is not None:
+            self._poll.unregister(handle.fileno())
+
+    def ring(self) -> None:
+        """Ends a wait."""
+        with suppress(OSError):  # it rings already, or is closed
+            self._bell.send(b"!")
+
+    def read(self, timeout: float) -> None:
+        """Reads what is there; waits up to `timeout` seconds for something."""
+        spins = timeout > 0 and time.monotonic() < self.spin_until
+        while True:
+            for fd, events in self._poll.poll(0 if spins or self.come else timeout):
+                if fd == self._rung.fileno():
+                    self._rung.recv(4096)
+                elif (found := self.handles.get(fd)) is not None:
+                    if events & select.EPOLLOUT:
+                        found.flush()
+                    if events & ~select.EPOLLOUT:
+                        self.come.extend((found, frame) for frame in found.receive())
+            if self.come or not spins or time.monotonic() > self.spin_until:
+                return
+            os.sched_yield()  # where cores are few, the engine needs this one
+
+    def close(self) -> None:
+        for handle in list(self.handles.values()):
+            self.forget(handle)
+        self._poll.close()
+        self._bell.close()
+        self._rung.close()
