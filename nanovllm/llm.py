@@ -9,7 +9,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import CompletionOutput, EngineStats, RequestOutput, StepColumns, StepOutput
+from nanovllm.outputs import EngineStats, RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import ProgressBar, interrupt_between_steps
@@ -19,7 +19,6 @@ from nanovllm.turns import Turns
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.engine.sequence import Sequence as Row
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
@@ -124,7 +123,7 @@ class LLM:
                 if interrupted.is_set():
                     return []  # never reached by the caller: the `with` raises
                 texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-                return [self._finish(request_id, text) for request_id, text in zip(numbers, texts, strict=True)]
+                return [self.engine.book.take(*each) for each in zip(numbers, texts, strict=True)]
             finally:
                 # Another Ctrl-C waits too. A thread that took our last results in has handed them out by now.
                 with interrupt_between_steps(), self._turns.step_lock:
@@ -187,40 +186,6 @@ class LLM:
                 progress.update(len(request_ids) - len(unfinished))
                 if self.engine.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)
-
-    def _finish(self, request_id: int, prompt: str | None) -> RequestOutput:
-        seqs = self.engine.book.forget(request_id)
-        first = seqs[0]
-        rows = first.sampling.prompt_logprob_rows if first.sampling is not None else None
-        return RequestOutput(
-            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self._completion(seq) for seq in seqs],
-            num_cached_tokens=first.num_prompt_cached_tokens or 0, metrics=first.metrics,
-            prompt_logprobs=None if rows is None else rows.view(),
-        )  # fmt: skip
-
-    def _completion(self, seq: "Row") -> CompletionOutput:
-        rows, kept = (None, None) if seq.sampling is None else (seq.sampling.logprob_rows, seq.sampling.kept_ids)
-        return CompletionOutput(
-            seq.index, self._text(seq), seq.output_token_ids, seq.finish_reason, seq.stop_reason,
-            None if rows is None else rows.view(), seq.metrics, sampling_mask=kept,
-            weight_versions=seq.weight_versions,
-        )  # fmt: skip
-
-    def _text(self, seq: "Row") -> str:
-        """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,
-        unless include_stop_str_in_output asks for them."""
-        params, ids = seq.params, seq.output_token_ids
-        if not params.detokenize:
-            return ""
-        text = seq.sampling.text if seq.sampling is not None else None
-        by_token = seq.finish_reason == "stop" and ids[-1] in seq.stop_token_ids
-        if text is not None:
-            if by_token and params.include_stop_str_in_output:
-                text.push(ids[-1], watch=False)
-            return text.finish()
-        if by_token and not params.include_stop_str_in_output:
-            ids = ids[:-1]
-        return self.engine.tokenizer.own.decode(ids, params.skip_special_tokens)
 
     # -- a caller's own loop ------------------------------------------------------------------------------------
 

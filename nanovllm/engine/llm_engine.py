@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.engine.calls import CALLS, EngineState
 from nanovllm.engine.control import EngineControl
@@ -10,13 +10,11 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull
+from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.executor.local import LocalExecutor
 
 
 class LLMEngine:
@@ -28,7 +26,7 @@ class LLMEngine:
     """
 
     def __init__(
-        self, executor: "LocalExecutor", model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
+        self, executor: Executor, model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
         self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace

@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
 from nanovllm.engine.scheduler import Scheduler
@@ -13,12 +13,10 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import WeightsIncomplete, short
+from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, StepColumns
 from nanovllm.wire.sampling import append_section
-
-if TYPE_CHECKING:
-    from nanovllm.executor.local import LocalExecutor
 
 
 class Launched(NamedTuple):
@@ -31,13 +29,14 @@ class Launched(NamedTuple):
 class EngineLoop:
     """The scheduler, the steps that run, and what comes in from other threads meanwhile. One thread at a time steps."""
 
-    def __init__(self, executor: "LocalExecutor", model_config: ModelConfig, trace: Trace | None) -> None:
-        self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace
+    def __init__(self, executor: Executor, model_config: ModelConfig, trace: Trace | None) -> None:
+        self.executor, self.config, self._trace = executor, executor.config, trace
         assert self.config.kvcache_block_size
         num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
         self.scheduler = Scheduler(
-            self.config, num_blocks, block_size, is_dense=model_config.moe is None, groups=executor.page_groups
-        )
+            self.config, num_blocks, block_size, is_dense=model_config.moe is None, groups=executor.page_groups,
+            tokens_per_step=executor.tokens_per_step,
+        )  # fmt: skip
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
@@ -153,7 +152,7 @@ class EngineLoop:
         if self._trace is not None:
             self._trace.collected(now, self.stats())
         self._num_generated += len(gained)
-        finished = SequenceStatus.FINISHED
+        finished, ended = SequenceStatus.FINISHED, {}
         for seq, token_id in gained:
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
@@ -166,28 +165,20 @@ class EngineLoop:
                 if seq.params.max_tokens == 0:
                     columns.token_ids[entry] = -1
                     self._num_generated -= 1
-                columns.endings[entry] = self._end(seq, now)
+                ended[seq] = entry  # the last of its tokens
+        for seq, entry in ended.items():
+            columns.endings[entry] = self._end(seq, now)
 
     def _end(self, seq: Sequence, now: float) -> Ending:
         seq.metrics.finished_time = now
-        prompt_rows = None
         if seq.sampling is not None:
-            prompt_rows = seq.sampling.prompt_logprob_rows
             with self._work:  # add_request counts up in other threads
                 self._num_sampling -= 1
-        if seq.finish_reason == "stop" and seq.stop_reason is None:
-            last, params = seq.token_ids[-1], seq.params
-            if last in params.stop_token_ids and (params.ignore_eos or last not in self.model_config.eos_token_ids):
-                seq.stop_reason = last
-        assert seq.finish_reason is not None
-        self._num_finished[seq.finish_reason] += 1
+        assert seq.ending is not None
+        self._num_finished[seq.ending.reason] += 1
         if self._trace is not None:
             self._trace.ended(seq)
-        return Ending(
-            seq.finish_reason, seq.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
-            seq.num_output_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
-            seq.weight_versions,
-        )  # fmt: skip
+        return seq.ending
 
     # -- around steps -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import RequestMetrics
+from nanovllm.outputs import CompletionOutput, Ending, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -133,6 +133,7 @@ class RequestBook:
                 stop_token_ids=stop_ids,
                 max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.most_tokens),
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
+                reported_stop_ids=frozenset(params.stop_token_ids) - eos,
             )
             for index, row in enumerate(rows)
         ]  # fmt: skip
@@ -185,6 +186,42 @@ class RequestBook:
         """Drops a finished request; returns its completions."""
         with self._lock:
             return self.rows.pop(request_id, [])
+
+    def take(self, request_id: int, prompt: str | None) -> RequestOutput:
+        """Drops a finished request; returns it. `prompt`: its text, where it was given as one."""
+        seqs = self.forget(request_id)
+        first = seqs[0]
+        assert first.ending is not None
+        return RequestOutput(
+            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self._completion(seq) for seq in seqs],
+            num_cached_tokens=first.ending.num_cached_tokens, metrics=first.ending.metrics,
+            prompt_logprobs=first.ending.prompt_logprobs,
+        )  # fmt: skip
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        ending, row = seq.ending, seq.sampling
+        assert ending is not None
+        rows, kept = (None, None) if row is None else (row.logprob_rows, row.kept_ids)
+        return CompletionOutput(
+            seq.index, self._text(seq, ending), seq.output_token_ids, ending.reason, ending.stop_reason,
+            None if rows is None else rows.view(), ending.metrics, kept, ending.weight_versions,
+        )  # fmt: skip
+
+    def _text(self, seq: Sequence, ending: Ending) -> str:
+        """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,
+        unless include_stop_str_in_output asks for them."""
+        params, ids = seq.params, seq.output_token_ids
+        if not params.detokenize:
+            return ""
+        text = seq.sampling.text if seq.sampling is not None else None
+        by_token = ending.reason == "stop" and ids[-1] in seq.stop_token_ids
+        if text is not None:
+            if by_token and params.include_stop_str_in_output:
+                text.push(ids[-1], watch=False)
+            return text.finish()
+        if by_token and not params.include_stop_str_in_output:
+            ids = ids[:-1]
+        return self.tokenizer.own.decode(ids, params.skip_special_tokens)
 
     def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
         """Prompt log-probabilities of a known request that asked for them; all are there from its first token on."""

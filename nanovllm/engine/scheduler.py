@@ -373,12 +373,9 @@ class Scheduler:
                 and seq.sampling.watches
                 and (ended := seq.sampling.accept(seq.token_ids, seq.num_output_tokens))
             ):
-                self._finish(seq, ended.reason)
-                seq.stop_reason = ended.why
+                self._finish(seq, ended.reason, ended.why)
             elif num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
-                if seq.params.max_tokens == 0:
-                    seq.drop_output()
         if counts is not None:
             for seq, count in zip(rows, counts, strict=True):
                 if seq.status is not finished:
@@ -392,13 +389,13 @@ class Scheduler:
             if seq.epoch == plan.epochs[row]:
                 self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
+    def _finish(self, seq: Sequence, reason: str, why: str | None = None) -> None:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self._release(seq)
         else:
             self.waiting.remove(seq)
-        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+        seq.end(reason, why)
         if reason != "abort" and seq.params.max_tokens != 0:
             self.lookahead.note_end(seq)
 

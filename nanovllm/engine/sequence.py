@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prefix_keys import Extras, extras_of
-from nanovllm.outputs import RequestMetrics
+from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,14 +49,15 @@ class Sequence:
     """Prompt and output together end at this length."""
     metrics: RequestMetrics
     index: int = 0
+    reported_stop_ids: frozenset[int] = frozenset()
+    """Those of stop_token_ids that are a stop_reason: no end of text is."""
     sampling: "SamplingRow | None" = None
     """Sampling beyond greedy and temperature; None for most rows."""
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int | None = field(default=None, init=False)
     """The scheduler's number for it, in order of arrival; None until it is queued."""
-    finish_reason: str | None = field(default=None, init=False)
-    stop_reason: int | str | None = field(default=None, init=False)
+    ending: Ending | None = field(default=None, init=False)
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""
     may_stop: bool = field(init=False)
@@ -145,7 +146,7 @@ class Sequence:
     @property
     def weight_versions(self) -> list[tuple[int, int, int]]:
         """See CompletionOutput.weight_versions."""
-        ends = [*(start for _, start in self.version_starts[1:]), self.num_output_tokens]
+        ends = [*(start for _, start in self.version_starts[1:]), self.num_output_tokens][: len(self.version_starts)]
         return [(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True) if end > start]
 
     def note_gained(self, num_tokens: int) -> None:
@@ -154,7 +155,20 @@ class Sequence:
         if self.last_token_on_device:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 
-    def drop_output(self) -> None:
+    def end(self, reason: str, why: int | str | None = None) -> None:
+        """The output is complete. `reason`, `why`: see Ending."""
+        if reason == "stop" and why is None and self.token_ids[-1] in self.reported_stop_ids:
+            why = self.token_ids[-1]
+        if reason == "length" and self.params.max_tokens == 0:
+            self._drop_output()
+        rows = None if self.sampling is None else self.sampling.prompt_logprob_rows
+        self.status = SequenceStatus.FINISHED
+        self.ending = Ending(
+            reason, why, self.num_prompt_tokens, self.num_prompt_cached_tokens or 0, self.num_output_tokens,
+            self.metrics, None if rows is None else rows.view(), self.weight_versions,
+        )  # fmt: skip
+
+    def _drop_output(self) -> None:
         """Forgets the token that came with computing the prompt, for max_tokens=0."""
         del self.token_ids[self.num_prompt_tokens :]
         self.num_tokens = self.num_prompt_tokens

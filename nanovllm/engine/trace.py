@@ -102,7 +102,7 @@ class Trace:
         if scheduled is not None:
             self._write("X", "prefill", scheduled, _REQUESTS, number, first or end, tokens)
         if first is not None:
-            args = {**tokens, "finish_reason": seq.finish_reason}
+            args = {**tokens, "finish_reason": seq.ending and seq.ending.reason}
             self._write("X", "decode", first, _REQUESTS, number, end, args)
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class LocalExecutor:
     """Layers by the tokens that they need."""
     num_kvcache_blocks: int
     """KV blocks that requests can use: the least that any rank has."""
+    tokens_per_step = 1
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, processes: WorkerProcesses, compiler: KernelCompiler | None,
@@ -202,6 +203,10 @@ class LocalExecutor:
         elif isinstance(weights, Collection):
             self.runner.check_all_weights([named_tensor(item, gathered=False) for item in weights])
 
+    def begin_weight_update(self, partial: bool) -> None:
+        """New weights come. `partial`: where some may not come, and keep their values."""
+        self.call("begin_weight_update", partial)
+
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
         does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
@@ -281,6 +286,10 @@ class LocalExecutor:
         """Whether shared weights (`shares_weights`) were written to since the last call of refresh_weights on the
         ranks. Raises RuntimeError if the module has other tensors by now."""
         return self.runner.live_module is not None and self.runner.live_module.has_changed()
+
+    def refresh_weights(self) -> None:
+        """Takes over what was written to a module's weights."""
+        self.call("refresh_weights")
 
     def info(self) -> dict[str, Any]:
         """Facts for engine_info: those of rank 0, sizes, versions and the times of the start's phases."""

@@ -306,13 +306,13 @@ def _ids(packed: bytes) -> list[int]:
 
 
 def _done(request_id: int, seqs: list[Any]) -> wire.Done:
-    seq = seqs[0]
-    metrics = seq.metrics
+    seq, ending = seqs[0], seqs[0].ending
+    metrics = ending.metrics
     begin = metrics.first_scheduled_time or metrics.finished_time
     first = metrics.first_token_time or metrics.finished_time
     return wire.Done(
         request_id,
-        seq.num_prompt_cached_tokens or 0,
+        ending.num_cached_tokens,
         queued=begin - metrics.arrival_time,
         prefill=first - begin,
         decode=metrics.finished_time - first,

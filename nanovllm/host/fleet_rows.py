@@ -6,10 +6,10 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence
 from nanovllm.host import wire
 from nanovllm.logprobs import KeptIds
-from nanovllm.outputs import Ending, StepColumns
+from nanovllm.outputs import StepColumns
 
 
 class FleetRows:
@@ -121,8 +121,6 @@ class FleetRows:
                 seq.sampling.kept_ids = KeptIds.of_ids(vocab, done.kept[index])
 
     def _end(self, seq: Sequence, entry: int, end: wire.Finish, columns: StepColumns, now: float) -> None:
-        seq.finish_reason, seq.stop_reason = end.reason, end.stop_reason
-        seq.status = SequenceStatus.FINISHED
         seq.metrics.finished_time = now
         if end.weight_versions:
             seq.version_starts = [(version, start) for version, start, _ in end.weight_versions]
@@ -131,9 +129,6 @@ class FleetRows:
         del self._live[seq.number]
         self._plain.pop(seq.number, None)
         self.num_finished[end.reason] += 1
-        prompt_rows = None if seq.sampling is None else seq.sampling.prompt_logprob_rows
-        columns.endings[entry] = Ending(
-            end.reason, end.stop_reason, seq.num_prompt_tokens, seq.num_prompt_cached_tokens or 0,
-            seq.num_output_tokens, seq.metrics, None if prompt_rows is None else prompt_rows.view(),
-            seq.weight_versions,
-        )  # fmt: skip
+        seq.end(end.reason, end.stop_reason)
+        assert seq.ending is not None
+        columns.endings[entry] = seq.ending

@@ -22,7 +22,7 @@ class Watcher:
     """A row's `sampling` that ends the output after two tokens in a row: as a stop string, or as a grammar would, which
     lets the row go on only when the host knows what it has."""
 
-    num_prompt_logprobs_missing = 0
+    num_prompt_logprobs_missing, prompt_logprob_rows = 0, None
     watches = True
 
     def __init__(self, last_two: tuple[int, int], is_grammar: bool) -> None:
@@ -128,7 +128,7 @@ class Simulation:
         self.scheduler.abort(request.seq)
         if was_live:
             request.aborted = True
-            assert request.seq.finish_reason == "abort"
+            assert request.seq.ending.reason == "abort"
         self.check()
 
     def replace_weights(self) -> None:
@@ -224,7 +224,7 @@ class Simulation:
         seq, (expected, reason) = request.seq, request.output_alone()
         assert seq.output_token_ids == request.gained == expected[: len(request.gained)]
         if seq.status is SequenceStatus.FINISHED and not request.aborted:
-            assert (request.gained, seq.finish_reason) == (expected, reason)
+            assert (request.gained, seq.ending and seq.ending.reason) == (expected, reason)
         elif seq.status is not SequenceStatus.FINISHED:
             assert len(request.gained) < len(expected), f"{seq} goes on past its end"
 

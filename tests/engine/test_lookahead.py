@@ -76,7 +76,7 @@ def test_what_is_to_come_is_what_longer_outputs_brought() -> None:
     simulation = crowd(60, STOP, ahead=True)
     for _ in range(40):
         simulation.step()
-    simulation.abort(next(r for r in simulation.requests.values() if len(r.gained) > 2 and not r.seq.finish_reason))
+    simulation.abort(next(r for r in simulation.requests.values() if len(r.gained) > 2 and r.seq.ending is None))
     simulation.run_to_end()
     lengths = [len(request.gained) for request in simulation.requests.values() if not request.aborted]
     for gained in range(0, 60, 4):

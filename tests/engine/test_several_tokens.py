@@ -2,24 +2,35 @@
 outputs whatever a step brings: SeveralTokensMachine of test_scheduler_machine.py."""
 
 import random
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from fake_executor import FakeExecutor
 from simulation import Simulation, make_sequence
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sampling.plan import PromptPart, StepSampling, take_scores
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.executor.resolve import resolve
+from nanovllm.host.engine_host import EngineHost
+from nanovllm.host.fleet_rows import FleetRows
 from nanovllm.logprobs import LogprobRows
+from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import Ending, RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import PageGroup
 from nanovllm.wire.step import StepTokens
 
 STOP = 7
+DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 
 def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **options: object) -> Scheduler:
@@ -44,7 +55,7 @@ def test_what_comes_behind_an_end_is_dropped(place: int) -> None:
     brought = [STOP if at == place else 2 for at in range(5)]
     gained = scheduler.apply(step, StepTokens([*brought], [5]))
     assert [token for _, token in gained] == brought[: place + 1]
-    assert seq.output_token_ids == [1, *brought[: place + 1]] and seq.finish_reason == "stop"
+    assert seq.output_token_ids == [1, *brought[: place + 1]] and seq.ending.reason == "stop"
     assert scheduler.apply(late, StepTokens([2] * 5, [5])) == []
     scheduler.check_integrity()
     assert scheduler.memory.num_free_blocks == 20 and not scheduler.has_unfinished()
@@ -58,7 +69,7 @@ def test_max_tokens_holds_within_a_step_and_no_key_is_written_behind_it() -> Non
     assert (step.starts, step.counts) == ([6], [5]), "of 12 tokens the last needs no key"
     assert scheduler.schedule().counts == [4], "each step in flight brings one at least"
     assert len(scheduler.apply(step, StepTokens([2] * 5, [5]))) == 5
-    assert seq.finish_reason == "length" and seq.num_output_tokens == 6
+    assert seq.ending.reason == "length" and seq.num_output_tokens == 6
 
 
 def test_bounds_come_together_as_results_arrive() -> None:
@@ -153,3 +164,58 @@ def test_preempted_with_several_tokens_in_flight() -> None:
     simulation.run_to_end()
     assert simulation.num_preemptions > 0
     assert all(len(request.gained) == 30 for request in requests)
+
+
+def outputs_of(tokens_per_step: int) -> list[Any]:
+    """What requests get of an engine, and what its driver hears of them over the wire, which must be the same."""
+    chosen = random.Random(tokens_per_step)
+    given = EngineConfig.from_options(
+        DEMO, device="cpu", max_num_seqs=3, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16
+    )
+    model = read_model_config(given := resolve_model_folder(given))
+    config, tokenizer = resolve(given, model), Tokenizer(given)
+    gain = (lambda most: chosen.randint(1, most)) if tokens_per_step > 1 else None
+    engine = LLMEngine(FakeExecutor(config, tokens_per_step, gain), model, tokenizer)
+    book = RequestBook(config, model, tokenizer, engine.scheduler.capacity_tokens)
+    host, rows = EngineHost(engine, lambda frame: None, cast(Any, None)), FleetRows(book)
+    stop = tokenizer.own.decode([3, 9])
+    every = [
+        SamplingParams(max_tokens=40, seed=1),
+        SamplingParams(max_tokens=40, seed=2, stop=tuple(tokenizer.own.decode([token]) for token in (3, 5))),
+        SamplingParams(max_tokens=40, seed=3, stop=(stop,), stop_token_ids=(2,), logprobs=0),
+        SamplingParams(max_tokens=30, seed=4, n=3, logprobs=0),
+        SamplingParams(max_tokens=30, seed=5, min_tokens=6, stop_token_ids=(1, 2, 4)),
+        SamplingParams(max_tokens=0, seed=6),
+    ]
+    ids = []
+    for number, params in enumerate(every):
+        ids.append(engine.add_request([1, 2, 3 + number], params))
+        book.open([1, 2, 3 + number], params, admit=lambda: None, queue=rows.open)
+    gained: dict[tuple[int, int], list[int]] = {}
+    ended: list[tuple[int, int]] = []
+    while engine.has_unfinished_requests():
+        step = engine.step()
+        for output in step.outputs():
+            gained.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
+            assert output.logprobs is None or [next(iter(at or {})) for at in output.logprobs] == output.new_token_ids
+            if output.finished:
+                ended.append((output.request_id, output.index))
+        rows.take(host._step(step), StepColumns())
+        engine.scheduler.check_integrity()
+    assert sorted(ended) == sorted(gained) and engine.scheduler.memory.num_free_blocks == 24
+    found = []
+    for request_id in ids:
+        for one in book.take(request_id, None).outputs:
+            assert gained[request_id, one.index] == one.token_ids
+            logprobs = one.logprobs and [next(iter(at or {})) for at in one.logprobs]
+            assert logprobs in (None, one.token_ids)
+            found.append((one.text, one.token_ids, one.finish_reason, one.stop_reason, one.cumulative_logprob))
+    return found
+
+
+def test_engine_and_driver_hand_out_the_same_whatever_a_step_brings() -> None:
+    expected = outputs_of(1)
+    assert {reason for _, _, reason, _, _ in expected} == {"stop", "length"}
+    assert {type(why) for *_, why, _ in expected} == {int, str, type(None)}
+    for tokens_per_step in (2, 5, 9):
+        assert outputs_of(tokens_per_step) == expected

@@ -51,7 +51,7 @@ class Fleet:
                 self.work[replica] += plan.num_tokens
                 self.computed[replica] += plan.num_prefill_tokens
                 for seq, _ in scheduler.apply(plan, StepTokens([7] * plan.num_sample_rows)):
-                    if seq.finish_reason is not None:
+                    if seq.ending is not None:
                         del live[seq.request_id]
                         if self.route is None:
                             hashes = prefix_keys(seq.token_ids[:-1], BLOCK)

@@ -1,0 +1,87 @@
+"""Executor: what an engine needs of its ranks, all as one object."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nanovllm.config import EngineConfig
+from nanovllm.wire.sampling import StepScores
+from nanovllm.wire.state import PageGroup
+from nanovllm.wire.step import StepTokens
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Executor(Protocol):
+    """Runs packed steps on every rank, in the order of their launches, and rare calls between two steps. Any failure
+    ends it: then every method raises."""
+
+    config: EngineConfig
+    """The options, with no "auto" left."""
+    num_kvcache_blocks: int
+    """KV blocks that requests can use."""
+    page_groups: tuple[PageGroup, ...]
+    """Layers by the tokens that they need."""
+    tokens_per_step: int
+    """Most tokens that a row gains in one step."""
+    shares_weights: bool
+    """Whether the weights are a live module's, whose owner writes to them."""
+    owner: int
+    """The process that can use it."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether every further call raises."""
+
+    def check(self) -> None:
+        """Raises where a rank has failed, and says how."""
+
+    def launch(self, packed: np.ndarray) -> None:
+        """Starts a packed step (wire/step.py); does not wait for it."""
+
+    def has_result(self) -> bool:
+        """Whether `collect` would not wait."""
+
+    def collect(self) -> tuple[StepTokens, StepScores | None]:
+        """Waits for the oldest step not yet collected: what its first rows gained, and what it brings beside that, if
+        anything."""
+
+    def check_weights(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+        """Raises ValueError where these cannot replace all weights. What can be read only once is not looked at."""
+
+    def begin_weight_update(self, partial: bool) -> None:
+        """New weights come. `partial`: where some may not come, and keep their values."""
+
+    def load_folder(self, folder: Path) -> None:
+        """Writes the values of *.safetensors."""
+
+    def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
+        what came before it is written."""
+
+    def finish_weight_update(self) -> None:
+        """Raises ValueError naming the weights that are missing."""
+
+    def weights_changed(self) -> bool:
+        """Whether a module's weights were written to since the last refresh_weights."""
+
+    def refresh_weights(self) -> None:
+        """Takes over what was written to a module's weights."""
+
+    def checksum(self) -> dict[str, str]:
+        """A checksum of each checkpoint tensor, the same at every number of ranks."""
+
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
+
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Takes the memory again."""
+
+    def info(self) -> dict[str, Any]:
+        """What the ranks run on and with."""
+
+    def close(self) -> None:
+        """Ends the ranks and frees what they hold. Does nothing the second time."""

@@ -1,0 +1,83 @@
+"""An executor whose only rank is a FakeDevice: whole engines run on it, with as many tokens a step as it pleases."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fake_device import FakeDevice
+
+from nanovllm.config import EngineConfig
+from nanovllm.executor.protocol import Executor
+from nanovllm.wire.sampling import SCORES, Section, StepScores, split_section
+from nanovllm.wire.state import PageGroup
+from nanovllm.wire.step import StepTokens
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class FakeExecutor:
+    """Steps are computed as they are launched. The log-probability of a token is minus its id."""
+
+    failed = shares_weights = False
+    page_groups = (PageGroup(),)
+
+    def __init__(self, config: EngineConfig, tokens_per_step: int, gain: Callable[[int], int] | None) -> None:
+        """`config`: resolved, with num_kvcache_blocks. `gain`: see FakeDevice."""
+        assert config.num_kvcache_blocks and config.kvcache_block_size
+        self.config, self.num_kvcache_blocks, self.owner = config, config.num_kvcache_blocks, os.getpid()
+        self.tokens_per_step = tokens_per_step
+        self.device = FakeDevice(config.max_num_seqs, config.num_kvcache_blocks, config.kvcache_block_size, gain)
+        self._results: deque[tuple[StepTokens, StepScores | None]] = deque()
+
+    def launch(self, packed: np.ndarray) -> None:
+        step, section = split_section(packed)
+        tokens, _ = self.device.execute(step)
+        self._results.append((tokens, None if section is None else self._scores(section, tokens)))
+
+    def _scores(self, section: Section, tokens: StepTokens) -> StepScores:
+        counts = tokens.counts or [1] * len(tokens.ids)
+        table = []
+        for row in section["rows"][section["scored"]]:
+            begin = sum(counts[:row])
+            ids = np.full(self.tokens_per_step, -1, np.int32)
+            ids[: counts[row]] = tokens.ids[begin : begin + counts[row]]
+            table += [[token, 1, int(np.float32(-token).view(np.int32))] for token in ids]
+        none: list[np.ndarray | None] = [None] * (len(SCORES) - 1)
+        return StepScores([np.array(table, np.int32).reshape(-1, 3), *none], [None, None], None)
+
+    def has_result(self) -> bool:
+        return True
+
+    def collect(self) -> tuple[StepTokens, StepScores | None]:
+        return self._results.popleft()
+
+    def check(self) -> None: ...
+    def check_weights(self, weights: "Weights | str | Path") -> None: ...
+    def begin_weight_update(self, partial: bool) -> None: ...
+    def load_folder(self, folder: Path) -> None: ...
+    def update_weights(self, weights: "Weights") -> None: ...
+    def finish_weight_update(self) -> None: ...
+    def refresh_weights(self) -> None: ...
+    def wake_up(self, tags: tuple[str, ...]) -> None: ...
+    def close(self) -> None: ...
+
+    def weights_changed(self) -> bool:
+        return False
+
+    def checksum(self) -> dict[str, str]:
+        return {}
+
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        return 0
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+
+_: type[Executor] = FakeExecutor
