@@ -193,12 +193,13 @@ class RequestBook:
         first = seqs[0]
         assert first.ending is not None
         return RequestOutput(
-            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self._completion(seq) for seq in seqs],
+            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self.completion(seq) for seq in seqs],
             num_cached_tokens=first.ending.num_cached_tokens, metrics=first.ending.metrics,
             prompt_logprobs=first.ending.prompt_logprobs,
         )  # fmt: skip
 
-    def _completion(self, seq: Sequence) -> CompletionOutput:
+    def completion(self, seq: Sequence) -> CompletionOutput:
+        """The output of a row that has ended."""
         ending, row = seq.ending, seq.sampling
         assert ending is not None
         rows, kept = (None, None) if row is None else (row.logprob_rows, row.kept_ids)

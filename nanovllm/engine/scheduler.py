@@ -14,35 +14,19 @@ from collections.abc import Iterable
 from itertools import chain, repeat
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.chunk_size import Chunk, ChunkSize, is_partial
 from nanovllm.engine.lookahead import Forecast, Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
-from nanovllm.wire.shapes import chunk_within, fitting_chunk, quiet_chunk
 from nanovllm.wire.state import PageGroup, table_width
 from nanovllm.wire.step import UPDATE_SIZE, StepTokens, most_block_updates
-
-_Chunk = tuple[Sequence, int]
-"""A row and how many tokens of its prompt a step computes."""
-
-
-def _is_partial(chunk: _Chunk) -> bool:
-    seq, count = chunk
-    return count < seq.num_tokens_to_compute
 
 
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
-
-    PREFILL_TOKENS_WITH_DECODES = (1024, 4096)
-    """Bounds of the default cap on prompt tokens beside decodes: where running requests and prompts wait for each other
-    about as long, and where a larger chunk gains nothing more. In between it doubles, and is changed a little so that
-    chunk and decodes fill a captured shape (wire/shapes.py)."""
-    SHORT_PROMPT = 1024
-    """Tokens. Where no more are left to compute, chunks are so small that decodes hardly notice; not at the end of a
-    prompt that had more, which has waited long enough."""
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True,
@@ -51,7 +35,7 @@ class Scheduler:
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `groups`: of its layers, by the
         tokens that they need. `tokens_per_step`: most tokens that a row gains in one step."""
-        self.config, self._is_dense = config, is_dense
+        self.config, self._chunk_size = config, ChunkSize(config, is_dense)
         width = table_width(config.max_model_len or 0, block_size, sum(group.num_tables for group in groups))
         self._tokens_per_step = tokens_per_step
         self.memory = RowMemory(
@@ -141,11 +125,11 @@ class Scheduler:
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if plan.num_decode_rows:
-            budget = min(budget, self._prefill_cap(plan.num_decode_rows, prompts))
+            budget = min(budget, self._chunk_size.most(plan.num_decode_rows, self.waiting.num_tokens, prompts))
         chunks, budget = self._continue_prompts(plan, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         self._admit(plan, prompts, budget, chunks)
-        for seq, count in sorted(chunks, key=_is_partial):  # those that finish first, else in this order
+        for seq, count in sorted(chunks, key=is_partial):  # those that finish first, else in this order
             self._add_row(plan, seq, count)
         self._last_plan = plan if plan.seqs else None
         return self._last_plan
@@ -202,29 +186,10 @@ class Scheduler:
         plan.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
         return True
 
-    def _prefill_cap(self, num_decode_rows: int, prompts: list[Sequence]) -> int:
-        """Most prompt tokens of a step beside so many decodes. `prompts`: those that have begun."""
-        config, waiting = self.config, self.waiting.num_tokens
-        if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
-            return chunk_within(num_decode_rows, cap, config.max_num_seqs)
-        low, high = self.PREFILL_TOKENS_WITH_DECODES
-        if self._is_dense:
-            left = waiting + sum(seq.num_tokens_to_compute for seq in prompts)
-            longest = max((seq.num_tokens - seq.num_cached_tokens for seq in prompts), default=0)
-            if max(left, longest) <= self.SHORT_PROMPT:
-                quiet = quiet_chunk(num_decode_rows, left, config.max_num_seqs)
-                if quiet is not None:
-                    return quiet
-            if config.tensor_parallel_size == 1:  # more gains nothing: GEMMs are as fast
-                high //= 2
-        share = max(low, waiting // 8)
-        chunk = min(high, 1 << (share.bit_length() - 1))
-        return fitting_chunk(num_decode_rows, chunk, config.max_num_seqs)
-
-    def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[_Chunk], int]:
+    def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """Prompts that an earlier step began, in order of their admission; and the budget that is left for others: none
         where layers with windows leave no memory to one of them."""
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         waiting, lacks_memory = self.waiting, False
         short_waits = bool(waiting.short) or any(not waiting.is_long(seq.num_tokens_to_compute) for seq in prompts)
         for seq in prompts:
@@ -254,7 +219,7 @@ class Scheduler:
             count = min(count, self.config.long_prefill_threshold, max(1, budget // 2))
         return count
 
-    def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[_Chunk]) -> None:
+    def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
@@ -266,7 +231,7 @@ class Scheduler:
         forecast: Forecast | None = None
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
-        num_partial = len(prompts) - len(chunks) + sum(map(_is_partial, chunks))
+        num_partial = len(prompts) - len(chunks) + sum(map(is_partial, chunks))
         num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
         while budget > 0 and self._free_slots and memory.num_free_blocks:
             seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)

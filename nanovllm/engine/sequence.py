@@ -50,7 +50,7 @@ class Sequence:
     metrics: RequestMetrics
     index: int = 0
     reported_stop_ids: frozenset[int] = frozenset()
-    """Those of stop_token_ids that are a stop_reason: no end of text is."""
+    """Ids of stop_token_ids that are a stop_reason: an end of text is none."""
     sampling: "SamplingRow | None" = None
     """Sampling beyond greedy and temperature; None for most rows."""
 

@@ -81,7 +81,7 @@ class Executor(Protocol):
         """Takes the memory again."""
 
     def info(self) -> dict[str, Any]:
-        """What the ranks run on and with."""
+        """Facts about the ranks: devices, libraries, memory, seconds of the start."""
 
     def close(self) -> None:
         """Ends the ranks and frees what they hold. Does nothing the second time."""

@@ -32,7 +32,7 @@ def finish(llm: LLM, ids: list[int]) -> list[Any]:
     rows = [llm.engine.book.rows[request_id][0] for request_id in ids]
     while llm.has_unfinished_requests():
         llm.step()
-    return [llm._completion(row) for row in rows]
+    return [llm.engine.book.completion(row) for row in rows]
 
 
 def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:

@@ -42,7 +42,7 @@ def finish(llm: LLM, ids: list[int]) -> dict[int, RequestOutput]:
     rows = {i: llm.engine.book.rows[i] for i in ids}
     while llm.has_unfinished_requests():
         llm.step()
-    return {i: [llm._completion(seq) for seq in rows[i]] for i in ids}  # type: ignore[misc]
+    return {i: [llm.engine.book.completion(seq) for seq in rows[i]] for i in ids}  # type: ignore[misc]
 
 
 def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
@@ -127,7 +127,7 @@ def test_wait_lets_them_end(started: tuple[LLM, list[int]], policies: tuple[Poli
     llm.load_weights(policies[1].weights.items(), in_flight="wait")
     while llm.has_unfinished_requests():
         llm.step()
-    found: dict[int, CompletionOutput] = {i: llm._completion(seq) for i, [seq] in rows.items()}
+    found: dict[int, CompletionOutput] = {i: llm.engine.book.completion(seq) for i, [seq] in rows.items()}
     for i, prompt in zip(ids, PROMPTS, strict=True):
         assert found[i].token_ids == greedy(policies[0], prompt)
         assert found[i].weight_versions == [(version, 0, 12)]

@@ -147,7 +147,7 @@ def test_an_output_goes_on_as_if_it_had_not_been_cut(llm: LLM, options: dict[str
         while llm.has_unfinished_requests():
             gained += [token for one in llm.step() for token in one.new_token_ids]
         assert gained == whole.token_ids[cut:]
-        found = llm._completion(row)
+        found = llm.engine.book.completion(row)
         assert (found.token_ids, found.finish_reason) == (whole.token_ids, whole.finish_reason)
         assert found.weight_versions[0][1:] == (cut, len(whole.token_ids))
         if whole.logprobs is not None and found.logprobs is not None:
