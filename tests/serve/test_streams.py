@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,6 +125,28 @@ async def test_what_is_counted_of_a_prompt_is_of_its_own_completions() -> None:
     longest = room.metrics._histograms["request_max_num_generation_tokens"]
     assert (sum(longest.counts), longest.sum) == (2, 4 + 2)
     assert room.metrics._histograms["request_time_per_output_token_seconds"].sum == 6 / 3 + 6 / 1
+
+
+@pytest.mark.parametrize("is_comment", [False, True])
+def test_response_begins_with_the_first_event_of_its_stream(is_comment: bool) -> None:
+    """With a step's token, or a comment where the first token is late; not for a client that has left."""
+
+    @running
+    async def begin() -> None:
+        room = Room()
+        asked = Mock(side_effect=[None, room.connection])
+        room.request.begin = asked  # type: ignore[method-assign]
+        room.streams.flush(0.5)
+        room.streams.sweep(1.0, None)
+        assert not asked.called
+        for times in (1, 2):
+            late = times * (limits.PING_SECONDS + 1.0)
+            room.streams.sweep(late, None) if is_comment else room.step(5)
+            assert asked.call_count == times and bool(room.connection.written) == (times == 2)
+        room.step(6)
+        assert asked.call_count == 2 and b"<6>" in room.connection.written
+
+    begin()
 
 
 @running
