@@ -119,16 +119,6 @@ class Engines:
 
     # -- out ----------------------------------------------------------------------------------------------------
 
-    def add(self, request_id: int, prompt: bytes, params: dict[str, Any]) -> None:
-        """Queues a request; `bind` sends it."""
-        assert self.fleet is not None
-        self.fleet.add(request_id, prompt, params)
-
-    def bind(self) -> None:
-        """Sends what was added, as far as engines have room."""
-        assert self.fleet is not None
-        self.fleet.bind()
-
     def abort(self, request_id: int) -> None:
         """Ends a request early."""
         if self.fleet is not None:

@@ -115,6 +115,8 @@ class Front:
     def submit(self, request: Request) -> None:
         """Hands a request to the engines, each prompt as one of its own. Raises ApiError where it cannot be taken."""
         self.admission.admit(request.key)
+        fleet = self.engines.fleet
+        assert fleet is not None
         self.metrics.count_request(request.n, max(request.max_tokens))
         ids = self.streams.add(request)
         if self._sweeper is None:
@@ -123,8 +125,8 @@ class Front:
             own = {**request.params, "max_tokens": most}
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
-            self.engines.add(request_id, array("i", prompt).tobytes(), own)
-        self.engines.bind()
+            fleet.add(request_id, array("i", prompt).tobytes(), own)
+        fleet.bind()
 
     def _sweep(self) -> None:
         now, wait = self.now(), self.admission.weight_wait
