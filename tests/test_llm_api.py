@@ -316,6 +316,7 @@ def test_types_of_checkpoints_that_are_not_served_as_they_are(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for stored in ("float32", "float64"):
         overrides = {"dtype": stored}
         config = EngineConfig("Qwen3-0.6B", load_format="dummy", device=device, hf_overrides=overrides)
