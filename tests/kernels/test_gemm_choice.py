@@ -145,7 +145,7 @@ def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
         ("gate_up", large, "bfloat16", 1),
     ):  # fmt: skip
         gemm = Gemm(kind, *shape, dtype, True)
-        assert [fallback(gemm, rows).is_own for rows in range(1, 20)] == [rows <= most for rows in range(1, 20)]
+        assert [fallback(gemm, rows, 132).is_own for rows in range(1, 20)] == [rows <= most for rows in range(1, 20)]
         assert not H200.is_tuned(gemm)
 
 

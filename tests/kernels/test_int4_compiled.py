@@ -23,7 +23,7 @@ compile_only(check, PTX=True)
 rows, group, has_zeros = eval(sys.argv[1])
 for kind in ("o", "gate_up"):
     weight = int4.Int4Weight.empty(4096, 4096, group, has_zeros, torch.bfloat16, torch.device("cpu"))
-    config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows)
+    config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows, 132)
     int4.linear(torch.empty(rows, 4096, dtype=torch.bfloat16), weight, config, gated=kind == "gate_up")
 """
 

@@ -18,7 +18,7 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms
 EPS = 1e-6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = GemmConfig("int4", 16, 8, 128, 3, num_warps=1)
-GPU_CONFIGS = [int4_config(Gemm("", 512, 2048, INT4, False), rows) for rows in (1, 32, 64, 128)]
+GPU_CONFIGS = [int4_config(Gemm("", 512, 2048, INT4, False), rows, 132) for rows in (1, 32, 64, 128)]
 OPS = ("parts", "whole", "gated")
 
 

@@ -14,7 +14,7 @@ from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
-CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1), block_n=32)
+CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1, 132), block_n=32)
 FEW_COLUMNS = replace(CONFIG, block_k=512, num_warps=4)
 OPS = ("linear", "gated", "norm_linear", "norm_gated", "linear_residual")
 
@@ -110,7 +110,7 @@ compile_only(check)
 k, group, has_zeros = eval(sys.argv[1])
 for kind in ("o", "gate_up"):
     weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, torch.device("cpu"))
-    x, config = torch.empty(1, k, dtype=torch.bfloat16), fallback(Gemm(kind, 6144, k, INT4, True), 1)
+    x, config = torch.empty(1, k, dtype=torch.bfloat16), fallback(Gemm(kind, 6144, k, INT4, True), 1, 132)
     if kind == "o":
         few.linear(x, weight, config, residual=x.new_empty(1, 6144))
     else:

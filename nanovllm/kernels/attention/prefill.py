@@ -17,7 +17,8 @@ from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device import SHARED_BYTES, paged_descriptor, supports_tma
+from nanovllm.kernels.base.device import paged_descriptor, supports_tma
+from nanovllm.kernels.plan.config import SHARED_BYTES
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.plan.config import SHARED_BYTES
 
 _pdl_allowed: ContextVar[bool] = ContextVar("pdl_allowed", default=True)
 
@@ -28,10 +29,6 @@ def supports_tma(device: torch.device) -> bool:
     """Whether it has the bulk tensor copy engine, and the 227 KB of shared memory that our tiles for it take: GPUs of
     compute capability 9.x and 10.x. (12.x has the engine and 99 KB.)"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-SHARED_BYTES = 227 << 10
-"""Shared memory that a program may have on GPUs of compute capability 9.x and 10.x."""
 
 
 @cache

@@ -32,8 +32,6 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 SHARED_BYTES = 227 << 10
 """Bytes of shared memory that a program has on an H100 or H200; an A100 has fewer."""
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200; only the time that kernels take depends on it."""
 
 
 class Gemm(NamedTuple):

@@ -8,7 +8,6 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
-    PROCESSORS,
     SCRATCH_FLOATS,
     SHARED_BYTES,
     SKINNY_ROWS,
@@ -35,7 +34,7 @@ _ONE_ROW_ALONE = {"qkv": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=
 _ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 
 
-def fallback(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
+def fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """Kernel for a product that no table has: our skinny kernel for one row, and up to 16 kernels of our own where the
     weight is so small that the library cannot keep the memory busy."""
     if gemm.dtype == FP8:
@@ -117,7 +116,7 @@ def int4_row_config(gemm: Gemm) -> GemmConfig:
     return GemmConfig("stream", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
 
 
-def int4_config(gemm: Gemm, rows: int, processors: int = PROCESSORS) -> GemmConfig:
+def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """Kernel for 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more
     programs on each processor; more than four pay where the sums are short.
 

@@ -172,6 +172,19 @@ def _finite_values(parts, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _load_keys_values(
+    row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does."""
+    K_BIAS, V_BIAS = BIAS, BIAS
+    if BIAS is not None:
+        K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
+    keys, values = row + Q_HEADS * D, row + (Q_HEADS + KV_HEADS) * D
+    parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
+    return parts, _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
     QKV, QUERIES, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, KV_SCALES,
     SLOT_MAPPING, qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
@@ -222,12 +235,7 @@ def _qk_norm_rope_store_kernel(
     else:
         if slot >= 0:
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
-            K_BIAS, V_BIAS = BIAS, BIAS
-            if BIAS is not None:
-                K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
-            keys, values = row + Q_HEADS * D, row + (Q_HEADS + KV_HEADS) * D
-            parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
-            v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             K_SCALES, V_SCALES = None, None
             if KV_SCALES is not None:
