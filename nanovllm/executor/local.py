@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,8 @@ class LocalExecutor:
             sizes: list[StateSize] = self.call("measure_kv_cache")
             self.page_groups, self.num_kvcache_blocks = sizes[0].groups, min(size.num_blocks for size in sizes)
             assert all(size.groups == self.page_groups for size in sizes)
+            if sizes[0].slot_bytes:
+                self.config = replace(self.config, enable_prefix_caching=False)
             self.call("allocate_kv_cache", self.num_kvcache_blocks)
         with self._phase("choose kernels"):
             choices = self.runner.choose_kernels()

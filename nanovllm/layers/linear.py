@@ -119,17 +119,18 @@ class MergedColumnParallelLinear(ParallelLinear):
     def __init__(
         self, context: LayerContext, in_features: int, outputs: dict[str, int], *, bias: bool = False,
         precision: Quantization | None = None, multiple: int = 1, before: str = "", after: str = "",
-        rounds: bool = False,
+        rounds: bool = False, kind: str = "gate_up",
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns. multiple:
-        of which a rank's share of each is, beside what `precision` asks. before, after, rounds: see Product."""
+        of which a rank's share of each is, beside what `precision` asks. before, after, rounds, kind: see Product; a
+        layer's operations have different kinds."""
         pieces, rows = [], 0
         for name, width in outputs.items():
             size, begin, valid = part_of(width, context.group, max(multiple, column_multiple(precision)))
             pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
             rows += size
         super().__init__(
-            context, "gate_up", rows, in_features, pieces=pieces, bias=bias, precision=precision, before=before,
+            context, kind, rows, in_features, pieces=pieces, bias=bias, precision=precision, before=before,
             after=after, rounds=rounds,
         )  # fmt: skip
 

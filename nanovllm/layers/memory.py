@@ -1,6 +1,8 @@
 """Memory that a layer needs for its rows. The layer declares it; runner/state_memory.py sums, allocates and frees
 it."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,13 +24,40 @@ class Pages:
         return self.heads * (2 * self.head_dim * dtype.itemsize + scales)
 
 
-class Mixer(Protocol):
-    """Mixer of tokens in a layer, with memory for later steps."""
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of fixed size for each running row: zeros when the row is admitted, then what its mixer writes. Sizes
+    are this rank's.
+
+    A model that has such memory shares no prefixes: a row begins with its first token, also after a preemption.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
     @property
-    def memory(self) -> tuple[Pages, ...]:
-        """Pages that it keeps."""
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Mixer(Protocol):
+    """Module that mixes tokens in a layer, and remembers something of them for later steps."""
+
+    @property
+    def memory(self) -> tuple[Pages | Slot, ...]:
+        """Declarations of all that it remembers."""
 
     def bind(self, *memory: Any) -> None:
-        """Takes what it declares, in that order: a KVCache for Pages. It is called anew when memory is allocated, and
-        with empty memory when the engine lets go of it."""
+        """Takes what it declares, in that order: a KVCache for Pages; for a Slot a tensor [max_num_seqs + 1, *shape],
+        a line for each slot (AttentionMetadata.row_slot), the last for rows of padding, whose slot is -1. It is called
+        anew when memory is allocated, and with empty memory when the engine lets go of it."""
+
+
+def pages_of(mixers: Iterable[Mixer]) -> list[Pages]:
+    """Returns all Pages that these declare, in order."""
+    return [one for mixer in mixers for one in mixer.memory if isinstance(one, Pages)]
+
+
+def slots_of(mixers: Iterable[Mixer]) -> list[Slot]:
+    """Returns all Slots that these declare, in order."""
+    return [one for mixer in mixers for one in mixer.memory if isinstance(one, Slot)]

@@ -19,7 +19,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Product, Rules
-from nanovllm.layers.memory import Pages
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
@@ -33,7 +34,7 @@ from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
-from nanovllm.runner.state_memory import blocks_that_fit
+from nanovllm.runner.state_memory import blocks_that_fit, slot_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 from nanovllm.wire.state import capacity_tokens, row_blocks
 
@@ -73,7 +74,7 @@ class RankPlan:
     ranks: int
     weights: int
     tables: int
-    """Bytes of tables by position."""
+    """Bytes of tables by position, and of what rows have in slots."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -157,13 +158,15 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
         "graphs": 0 if config.enforce_eager else _graph_bytes(layers, rules, config, dtype),
         "filters": option_bytes(model.vocab_size, config.tensor_parallel_size, rows, dtype),
     }
-    mixers = zip(layers.mixers(), counts, strict=True)
-    pages = [one for mixer, count in mixers for _ in range(count) for one in mixer.memory]
+    by_layer = zip(layers.mixers(), counts, strict=True)
+    mixers = [mixer for mixer, count in by_layer for _ in range(count)]
+    pages = pages_of(mixers)
     layout = layout_of(pages, config, kv_dtype)
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
+    tables = _table_bytes(model, config.max_model_len) + (rows + 1) * slot_bytes(mixers)
     return RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _table_bytes(model, config.max_model_len),
+        config.tensor_parallel_size, _weights(layers, counts), tables,
         _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}",
@@ -215,9 +218,10 @@ def _step_bytes(layers: DecoderForCausalLM, rules: Rules, tokens: int, dtype: to
     beside the residual stream and the rows that are normed."""
     hidden, widest, weight = layers.config.hidden_size, 0, 0
     for layer in layers.layers:
-        spec = layer.self_attn.spec
-        attention = (3 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        widest = max(widest, attention * dtype.itemsize, _mlp_bytes(layers, layer.mlp, dtype))
+        mixer, width = layer.self_attn, sum(one.n for one in layer.self_attn.operations)
+        if isinstance(mixer, Attention):
+            width = (3 * mixer.spec.num_heads + 2 * mixer.spec.num_kv_heads) * mixer.spec.head_dim
+        widest = max(widest, width * dtype.itemsize, _mlp_bytes(layers, layer.mlp, dtype))
         for one in layer.operations if not rules.device.has_tma else ():
             if isinstance(one, Product) and one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)

@@ -21,6 +21,7 @@ from nanovllm.kernels.plan.config import Choices
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy
@@ -45,7 +46,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
-from nanovllm.wire.state import StateSize
+from nanovllm.wire.state import StateSize, table_width
 from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
@@ -147,11 +148,10 @@ class ModelRunner(WeightCommands):
         self.weights = list(self.model.checkpoint_weights())
         self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
         mixers = self.model.mixers()
-        layout = layout_of([pages for mixer in mixers for pages in mixer.memory], config, self.kv_dtype)
         self.state_memory = StateMemory(
-            mixers, layout, self.block_size, self.kv_dtype, self.device, self.kernels,
-            self.backend.token_major_cache, self.sleepable,
-        )
+            mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.block_size, self.kv_dtype, self.device,
+            self.kernels, config.max_num_seqs, self.backend.token_major_cache, self.sleepable,
+        )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
@@ -201,17 +201,22 @@ class ModelRunner(WeightCommands):
     def measure_kv_cache(self) -> StateSize:
         """Groups of layers, and blocks that fit beside the weights, the largest step and the graphs; that step runs
         here, on one block."""
-        return StateSize(self.state_memory.layout.groups, self._blocks_asked_for(self._blocks_that_fit()))
+        memory, fits = self.state_memory, self._blocks_that_fit()
+        if not memory.block_bytes:  # nothing is kept by token: every row fits
+            every = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
+            fits = self.config.num_kvcache_blocks or every
+        return StateSize(memory.layout.groups, self._blocks_asked_for(fits), memory.slot_bytes)
 
     def _blocks_that_fit(self) -> int:
         config, per_block, least = self.config, self.state_memory.block_bytes, self.state_memory.layout.num_tables
+        fixed = self.state_memory.fixed_bytes
         if self.device.type == "cpu":
             share, gib = host_share(config), config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
-                return int(share / per_block)
+                return int((share - fixed) / max(1, per_block))
             if gib * GIB > share:
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of the memory here")
-            return blocks_that_fit(int(gib * GIB), per_block, least, f"cpu_kvcache_gib={gib}")
+            return blocks_that_fit(int(gib * GIB) - fixed, per_block, least, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
             with self.memory.libraries():
                 self.allocate_kv_cache(1)
@@ -325,7 +330,7 @@ class ModelRunner(WeightCommands):
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
             posted = shape is not None and not shape.chunk_tokens and self.io.mailbox is not None
             step = self.io.post(packed) if posted else self.io.upload(packed)
-            work.copy_blocks(step, packed)
+            work.begin(step, packed)
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
                 first_chunk_row, hidden = shape.decode_rows, None
@@ -355,6 +360,7 @@ class ModelRunner(WeightCommands):
             "attention_backend_reason": self.backend.fallen_back_from or self.backend_reason,
             "block_size": self.block_size,
             "kv_cache_groups": self.state_memory.describe(),
+            "slot_bytes": self.state_memory.slot_bytes,
             "all_reduce": self.group.all_reduce_name,
             "gemms": describe(self.model, self.planner.rules),
             "exact_bits": self.config.exact_bits,

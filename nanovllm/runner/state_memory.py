@@ -1,6 +1,6 @@
 """Memory that the layers of one rank need for rows: its size, and its life from the first step to the last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -8,13 +8,14 @@ import torch
 from nanovllm.attention.base import KVCache
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.step.blocks import BlockTensors
-from nanovllm.layers.memory import Mixer
+from nanovllm.layers.memory import Mixer, Slot, slots_of
 from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import StateLayout
 
 _SCALE = torch.bfloat16
 _KV_CACHE = "kv_cache"
+_ALIGNMENT = 256
 
 
 def _size(num_bytes: int) -> str:
@@ -27,7 +28,7 @@ def _size(num_bytes: int) -> str:
 def blocks_that_fit(budget_bytes: int, bytes_per_block: int, least: int, option: str, because: str = "") -> int:
     """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value), and `because` of
     what the budget is so small, where there is no room for the `least`, with one for each table of a row."""
-    blocks = budget_bytes // bytes_per_block
+    blocks = budget_bytes // max(1, bytes_per_block)  # no bytes: nothing is kept by token
     if blocks < least:
         needed = f"{_size(least * bytes_per_block)} ({'one block' if least == 1 else f'{least} blocks'})"
         raise ValueError(
@@ -37,18 +38,36 @@ def blocks_that_fit(budget_bytes: int, bytes_per_block: int, least: int, option:
     return int(blocks)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def slot_bytes(mixers: Iterable[Mixer]) -> int:
+    """Bytes of one slot of these, in which each tensor begins as torch aligns what it allocates."""
+    return sum(_aligned(one.nbytes) for one in slots_of(mixers))
+
+
 class StateMemory:
     """Owner of the layers' memory on one rank."""
 
     def __init__(
         self, mixers: Sequence[Mixer], layout: StateLayout, block_size: int, dtype: torch.dtype, device: torch.device,
-        kernels: Kernels, token_major: bool = False, sleepable: SleepableMemory | None = None,
+        kernels: Kernels, max_num_seqs: int, token_major: bool = False, sleepable: SleepableMemory | None = None,
     ) -> None:  # fmt: skip
-        """layout: of all that the mixers declare, in order. dtype: of keys and values. token_major: see
+        """layout: of all Pages that the mixers declare, in order. dtype: of keys and values. token_major: see
         AttentionBackend. sleepable: where memory is to come from that can sleep."""
         self._mixers, self.layout, self._block_size, self._dtype = mixers, layout, block_size, dtype
         self._device, self._kernels, self._token_major, self._sleepable = device, kernels, token_major, sleepable
         self._blocks: BlockTensors | None = None
+        self.slot_bytes = slot_bytes(mixers)
+        """Bytes of one slot."""
+        self._num_lines = max_num_seqs + 1  # the last for rows of padding
+        self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes beside the blocks."""
+        return self._num_lines * self.slot_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -67,21 +86,21 @@ class StateMemory:
         ]  # fmt: skip
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates blocks, and gives each layer its part of them.
+        """Allocates blocks and slots, and gives each layer its part of them.
 
         Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must
         be finite.
         """
-        nbytes = num_blocks * self.block_bytes
+        nbytes = self.fixed_bytes + num_blocks * self.block_bytes
         if self._sleepable is None:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         else:
             memory = self._sleepable.take(_KV_CACHE, nbytes)
-        self._bind(memory, num_blocks)
+        self._bind(memory, num_blocks, self._num_lines)
 
     def release(self) -> None:
         """Lets go of all memory; memory that can sleep goes when it is taken anew, or with `free`."""
-        self._bind(torch.empty(0, dtype=torch.uint8, device=self._device), 0)
+        self._bind(torch.empty(0, dtype=torch.uint8, device=self._device), 0, 0)
 
     def free(self) -> None:
         """Frees all memory, for good."""
@@ -91,17 +110,31 @@ class StateMemory:
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """pairs: int32 [2 C] on the device, (source, destination) by (source, destination); copied in this order."""
-        assert self._blocks is not None
-        self._kernels.copy_blocks(pairs, self._blocks)
+        if self._blocks is not None:
+            self._kernels.copy_blocks(pairs, self._blocks)
 
-    def _bind(self, memory: torch.Tensor, num_blocks: int) -> None:
-        lanes = self._lanes(memory, num_blocks)
-        places = iter(self.layout.places)
+    def clear_slots(self, slots: Iterable[int]) -> None:
+        """Zeros in these slots, which rows have just taken."""
+        for slot in slots:
+            self._lines[slot].zero_()
+
+    def _bind(self, memory: torch.Tensor, num_blocks: int, num_lines: int) -> None:
+        slots, blocks = memory.tensor_split((num_lines * self.slot_bytes,))
+        self._lines, end = slots.view(num_lines, self.slot_bytes), 0
+        lanes, places = self._lanes(blocks, num_blocks), iter(self.layout.places)
         for mixer in self._mixers:
-            own = [next(places) for _ in mixer.memory]
-            mixer.bind(*(replace(lanes[place.lane], table=place.table) for place in own))
+            own: list[KVCache | torch.Tensor] = []
+            for one in mixer.memory:
+                if isinstance(one, Slot):
+                    begin, end = end, end + _aligned(one.nbytes)
+                    line = self._lines[:, begin : begin + one.nbytes]
+                    own.append(line.view(one.dtype).view(num_lines, *one.shape))
+                else:
+                    table, lane = next(places)
+                    own.append(replace(lanes[lane], table=table))
+            mixer.bind(*own)
         parts = [part for lane in lanes for part in (lane.k, lane.v, lane.scales) if part is not None]
-        self._blocks = BlockTensors.of(parts) if num_blocks else None
+        self._blocks = BlockTensors.of(parts) if num_blocks and parts else None
 
     def _lanes(self, memory: torch.Tensor, num_blocks: int) -> list[KVCache]:
         """`memory`, uint8 [bytes], cut into lanes: all keys and values, then all scales."""

@@ -16,7 +16,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.state_memory import StateMemory
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import StepCounts, block_copies, row_lengths
+from nanovllm.wire.step import StepCounts, block_copies, row_lengths, taken_slots
 
 
 class StepWork:
@@ -44,8 +44,11 @@ class StepWork:
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
         self._memory = memory
 
-    def copy_blocks(self, step: torch.Tensor, packed: np.ndarray) -> None:
-        """A step's block copies, which come before all else; outside of graphs, as most steps have none."""
+    def begin(self, step: torch.Tensor, packed: np.ndarray) -> None:
+        """Clears the slots that rows take in this step, and copies blocks: before all else, and outside of graphs, as
+        most steps have none."""
+        if self._memory.slot_bytes:
+            self._memory.clear_slots(taken_slots(packed, self._max_num_seqs))
         if (where := block_copies(packed)) is not None:
             self._memory.copy_blocks(step[where])
 

@@ -31,6 +31,8 @@ class StateSize(NamedTuple):
     groups: tuple[PageGroup, ...]
     num_blocks: int
     """Blocks of whatever table."""
+    slot_bytes: int
+    """Bytes that a running row has beside them, of fixed size; a model with such memory shares no prefixes."""
 
 
 def row_blocks(groups: Iterable[PageGroup], num_tokens: int, block_size: int) -> int:

@@ -121,6 +121,14 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
     return starts, counts
 
 
+def taken_slots(packed: np.ndarray, max_num_seqs: int) -> list[int]:
+    """Slots that rows take in a packed step: those of its records."""
+    _, _, _, _, num_updates, num_records, _ = StepCounts.of(packed)
+    begin = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates
+    found: list[int] = packed[begin : begin + RECORD_SIZE * num_records : RECORD_SIZE].tolist()
+    return found
+
+
 def block_copies(packed: np.ndarray) -> slice | None:
     """Slice of a packed step (without a section) that holds its block copies; None: it has none."""
     num_words = COPY_SIZE * int(packed[COPIES_WORD])

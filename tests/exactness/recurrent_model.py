@@ -1,0 +1,72 @@
+"""A model with state of fixed size, registered from outside the package: gated linear recurrences, beside attention in
+some layers or alone. A recurrence keeps two things of a row: its state, and the value of the last token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nanovllm import register_model
+from nanovllm.layers.attention import ForwardStep, wanted_rows
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.memory import Slot
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.model_config import LayerSpec
+from nanovllm.models.config_reader import ConfigReader
+from nanovllm.models.decoder import ModelContext, Place, PositionTables
+from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.names import CheckpointNames
+
+
+class Recurrence(WeightedModule):
+    """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + v of the token before / 2), a = sigmoid(a_proj(x)):
+    [T, hidden] -> [wanted, hidden], a partial sum of this rank's columns."""
+
+    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
+        super().__init__()
+        width = context.config.hidden_size
+        outputs = dict.fromkeys(("a_proj", "v_proj", "z_proj"), width)
+        self.in_proj = MergedColumnParallelLinear(context, width, outputs, kind="qkv")
+        self.o_proj = RowParallelLinear(context, width, width, kind="o", adds_parts=place.adds_parts)
+        self.operations = (self.in_proj.product, self.o_proj.product)
+        share = self.in_proj.product.n // 3
+        self.memory = (Slot((share,)), Slot((1, share), context.dtype))
+
+    def bind(self, *memory: torch.Tensor) -> None:
+        self.states, self.last_values = memory
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        a, v, z = self.in_proj(x).chunk(3, dim=-1)
+        kept, out = a.float().sigmoid(), torch.empty_like(v)
+        starts = step.attention.cu_seqlens_q.tolist()
+        for row, slot in enumerate(step.attention.row_slot.tolist()):
+            state, last = self.states[slot], self.last_values[slot, 0]
+            for token in range(starts[row], starts[row + 1]):
+                state = kept[token] * state + (1 - kept[token]) * (v[token] + last / 2)
+                out[token], last = state, v[token]
+            self.states[slot], self.last_values[slot, 0] = state, last
+        return self.o_proj(wanted_rows(out * z.sigmoid(), step.wanted))
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.in_proj.checkpoint_weights(prefix)
+        yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
+
+
+def read(config: ConfigReader, generation: Fields) -> Fields:
+    """config.json as Llama's, and `mixers`, one of each layer."""
+    fields, mixers = read_decoder(config, generation), config.get("mixers")
+    layers = zip(fields["layers"], mixers, strict=True)
+    return {**fields, "layers": tuple(replace(layer, mixer=mixer) for layer, mixer in layers)}
+
+
+register_model(
+    "RecurrentForCausalLM", Family(read, CheckpointNames()), mixers={"recurrence": Recurrence}, mlps={}
+)
+
+TINY: dict[str, Any] = {
+    "architectures": ["RecurrentForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
+    "eos_token_id": 149, "mixers": ["recurrence", "attention", "recurrence"],
+}  # fmt: skip

@@ -1,0 +1,158 @@
+"""Layers with memory of fixed size (recurrent_model.py): tokens of the torch twin, whole, in chunks, after preemptions,
+in a crowd that takes its slots in turn, and on two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recurrent_model
+import torch
+from comparing import Expected, assert_mostly_sure, assert_same
+from observing import StepWitness
+from recurrent_model import TINY
+from safetensors.torch import save_file
+from test_custom_model import COUNT, Twin
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli.main import main
+
+SHARED = [(11 * i) % 140 for i in range(35)]
+PROMPTS = [[5], [*SHARED, 9, 8, 7], [*SHARED, 30], [*range(20, 45)], [(3 * i) % 140 for i in range(60)], [7, 7], SHARED]
+OPTIONS: dict[str, Any] = {
+    "plugins": (recurrent_model.__file__,), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8,
+    "max_model_len": 128, "num_kvcache_blocks": 64,
+}  # fmt: skip
+
+
+class RecurrentTwin(Twin):
+    """The model in plain torch, over a whole text at once; float64."""
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        get = self.tensors.__getitem__
+        x = get("model.embed_tokens.weight")[ids]
+        for layer, mixer in enumerate(self.config["mixers"]):
+            at = f"model.layers.{layer}"
+            y = self.norm(x, f"{at}.input_layernorm")
+            x = x + (self.recurrence(y, at) if mixer == "recurrence" else self.attention(y, at))
+            y = self.norm(x, f"{at}.post_attention_layernorm")
+            gate, up = (y @ get(f"{at}.mlp.{name}_proj.weight").T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ get(f"{at}.mlp.down_proj.weight").T
+        return self.norm(x, "model.norm") @ get("lm_head.weight").T
+
+    def recurrence(self, y: torch.Tensor, at: str) -> torch.Tensor:
+        a, v, z, o = (self.tensors[f"{at}.self_attn.{name}_proj.weight"] for name in "avzo")
+        kept, values = (y @ a.T).sigmoid(), y @ v.T
+        values_before = torch.cat([torch.zeros_like(values[:1]), values[:-1]])
+        state, states = torch.zeros_like(values[0]), []
+        for keep, value, before in zip(kept, values, values_before, strict=True):
+            state = keep * state + (1 - keep) * (value + before / 2)
+            states.append(state)
+        return (torch.stack(states) * (y @ z.T).sigmoid()) @ o.T
+
+    def attention(self, y: torch.Tensor, at: str) -> torch.Tensor:
+        dim = self.config["head_dim"]
+        q, k, v = (
+            (y @ self.tensors[f"{at}.self_attn.{name}_proj.weight"].T).view(len(y), -1, dim) for name in "qkv"
+        )
+        each = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        k, v = (kept.repeat_interleave(each, 1) for kept in (self.rotated(k), v))
+        scores = torch.einsum("qhd,khd->hqk", self.rotated(q), k) * dim**-0.5
+        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(y), -1)
+        return found @ self.tensors[f"{at}.self_attn.o_proj.weight"].T
+
+
+def save_random(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    make = torch.Generator().manual_seed(3)
+    hidden, width, vocab = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    dim = config["head_dim"]
+    heads, kv_heads = (config[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
+    shapes = {f"{name}.weight": (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
+    for layer, mixer in enumerate(config["mixers"]):
+        at = f"model.layers.{layer}"
+        rows = dict.fromkeys("avz", hidden) if mixer == "recurrence" else {"q": heads, "k": kv_heads, "v": kv_heads}
+        inner = hidden if mixer == "recurrence" else heads
+        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+        shapes |= {f"{at}.self_attn.o_proj.weight": (hidden, inner), f"{at}.mlp.down_proj.weight": (hidden, width)}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
+    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+Model = tuple[str, list[Expected]]
+
+
+@pytest.fixture(scope="module", params=["hybrid", "recurrent"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The folder, and what the twin says."""
+    folder = tmp_path_factory.mktemp(request.param)
+    mixers = TINY["mixers"] if request.param == "hybrid" else ["recurrence"] * 3
+    config = {**TINY, "mixers": mixers}
+    twin = RecurrentTwin(config, save_random(folder, config))
+    expected = [twin.greedy(prompt) for prompt in PROMPTS]
+    assert_mostly_sure(expected)
+    return str(folder), expected
+
+
+def check(llm: LLM, expected: list[Expected]) -> list[Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same(output.token_ids, one)
+    return outputs
+
+
+def test_whole_and_again(model: Model) -> None:
+    """Nothing is found in a cache: the state after a prefix is not kept."""
+    with LLM(model[0], **OPTIONS) as llm:
+        for _ in range(2):
+            assert all(output.num_cached_tokens == 0 for output in check(llm, model[1]))
+        info = llm.engine_info()
+        recurrent = 2 if info["kv_cache_groups"][0]["layers"] else 3
+        assert info["slot_bytes"] == recurrent * 2 * 256  # 32 numbers each, begun at multiples of 256 bytes
+
+
+def test_in_chunks(model: Model) -> None:
+    with LLM(model[0], **OPTIONS, max_num_batched_tokens=11) as llm:
+        witness = StepWitness().watch(llm)
+        check(llm, model[1])
+        assert witness.num_partial_chunks > 0
+
+
+def test_rows_take_slots_in_turn(model: Model) -> None:
+    """Two slots for seven requests: each begins with zeros, whatever the one before left."""
+    with LLM(model[0], **{**OPTIONS, "max_num_seqs": 2}) as llm:
+        witness = StepWitness().watch(llm)
+        check(llm, model[1])
+        assert witness.most_rows == 2
+
+
+def test_after_preemptions(model: Model) -> None:
+    with LLM(model[0], **{**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}) as llm:
+        witness = StepWitness().watch(llm)
+        check(llm, model[1])
+        assert witness.num_rows_after_preemption > 0
+
+
+def test_on_two_ranks(model: Model) -> None:
+    with LLM(model[0], **OPTIONS, tensor_parallel_size=2, max_num_batched_tokens=24) as llm:
+        check(llm, model[1])
+        assert llm.engine_info()["slot_bytes"] % 256 == 0
+
+
+def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU the blocks have what the slots leave."""
+    own = {name: value for name, value in OPTIONS.items() if name != "num_kvcache_blocks"}
+    with LLM(model[0], **own, cpu_kvcache_gib=0.001) as llm:
+        info = llm.engine_info()
+        block_bytes = info["kv_cache_groups"][0]["block_bytes"]
+        assert info["num_kvcache_blocks"] == (
+            (int(0.001 * (1 << 30)) - 9 * info["slot_bytes"]) // block_bytes if block_bytes else 8 * 8
+        )
+    assert main(["plan", model[0], "--plugins", OPTIONS["plugins"][0], "-tp", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["weights"] > 0
