@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +149,23 @@ def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     memory.abort_word.zero_()
     wait()
     assert int(memory.abort_word) == 2
+    check_streams(sums, partial, norm)
+
+
+def check_streams(sums: Any, partial: torch.Tensor, norm: Norm) -> None:
+    """The side stream begins behind what the main stream has launched, and that goes on behind what was sent. (Waits
+    end at once here, after an abort.)"""
+    order: list[str] = []
+    main = SimpleNamespace(wait_event=lambda event: order.append(f"main awaits {event}"))
+    side = SimpleNamespace(wait_stream=lambda other: order.append("side awaits main" if other is main else "?"))
+    side.record_event = lambda: order.append("done") or "it"
+    torch.cuda.current_stream = lambda: main
+    torch.cuda.stream = lambda stream: nullcontext(order.append("to side" if stream is side else "?"))
+    sums._stream, sums.enabled, sums.memory.send = side, True, lambda *_: order.append("sent")
+    wait = sums.start(0, partial, None, norm)
+    assert order == ["side awaits main", "to side", *["sent"] * 8, "done"]
+    wait()
+    assert order[-1] == "main awaits it"
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from threads import run_in_threads
 
-from nanovllm.parallel.peer.limits import one_shot_rows
 from nanovllm.parallel.peer.memory import (
     Layout,
     PeerMemory,
     PeerMemoryUnavailable,
     agree,
+    fill_with_sentinels,
 )
 
 
@@ -57,30 +57,26 @@ def test_layout_regions_are_apart_aligned_and_large_enough(world_size: int) -> N
     assert max(layout.one_shot_rows, layout.two_shot_rows) == 1024
 
 
-def test_path_by_size() -> None:
+@pytest.mark.parametrize("max_rows", [1, 64, 10**6])
+@pytest.mark.parametrize("hidden", [1024, 2560, 4100, 5120])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_few_rows_go_in_one_shot_more_in_two_and_the_rest_elsewhere(
+    world_size: int, hidden: int, max_rows: int
+) -> None:
+    """As far as the block holds them. Few rows may be cut, where their parts are whole 16-byte accesses."""
     pytest.importorskip("triton")
     from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 
-    def paths(world_size: int, max_rows: int) -> dict[int, str]:
-        layout = Layout.for_limits(world_size, 5120, torch.bfloat16, max_rows, 16)
-        memory = SimpleNamespace(layout=layout)
-        return {rows: PeerAllReduce(memory).path(rows) for rows in (1, 16, 17, 102, 8192, 8193)}  # type: ignore[arg-type]
-
-    def cuts(world_size: int, hidden: int) -> list[int]:
-        layout = Layout.for_limits(world_size, hidden, torch.bfloat16, 1024, 16)
-        memory = SimpleNamespace(layout=layout)
-        peer = PeerAllReduce(memory)  # type: ignore[arg-type]
-        return [rows for rows in (1, 256, 257) if peer.split(rows) > 1]
-
-    one, two = "one_shot", "two_shot"
-    assert paths(4, 10**6) == {1: one, 16: one, 17: two, 102: two, 8192: two, 8193: "nccl"}
-    assert paths(2, 10**6) == {1: one, 16: one, 17: one, 102: one, 8192: two, 8193: "nccl"}
-    assert paths(4, 64)[102] == "nccl"
-    assert cuts(4, 5120) == cuts(2, 4096) == [1, 256]
-    assert cuts(4, 1024) == cuts(8, 5120) == cuts(4, 4100) == cuts(2, 2560) == []
-    # Where nothing is cut, one-shot serves as far as it does beside whole rows.
-    assert [one_shot_rows(2, row) * row for row in (2048, 4096, 8192)] == [2 << 20, 2 << 20, 1 << 20]
-    assert one_shot_rows(4, 8200) == (640 << 10) // 8200
-    assert [one_shot_rows(ranks, 10240) for ranks in (2, 3, 4, 8)] == [102, 16, 16, 14]
-    assert [one_shot_rows(ranks, 10240, rounds=True) for ranks in (2, 4)] == [307, 16]
-    assert [one_shot_rows(ranks, 2048) for ranks in (2, 3, 4, 8)] == [1024, 128, 128, 72]
+    layout = Layout.for_limits(world_size, hidden, torch.bfloat16, max_rows, 16)
+    fill_with_sentinels(torch.empty(layout.nbytes, dtype=torch.uint8), layout)
+    peer = PeerAllReduce(SimpleNamespace(layout=layout))  # type: ignore[arg-type]
+    path = {rows: peer.path(rows) for rows in (*range(1, 2100), *range(2100, 60_000, 500))}
+    assert list(path.values()) == sorted(path.values(), key=["one_shot", "two_shot", "nccl"].index)
+    assert all(rows <= layout.one_shot_rows for rows in path if path[rows] == "one_shot")
+    assert all(rows <= layout.two_shot_rows for rows in path if path[rows] == "two_shot")
+    assert path[min(max_rows, 8)] == "one_shot" and path[max(path)] == "nccl"
+    assert max_rows < 10**6 or "two_shot" in path.values()
+    splits = [peer.split(rows) for rows in range(1, 1000)]
+    assert splits == sorted(splits, reverse=True) and splits[-1] == 1
+    assert splits[0] == 1 or 2 * hidden % (16 * splits[0]) == 0
+    assert PeerAllReduce(peer.memory, one_order=True).split(1) == 1
