@@ -10,12 +10,12 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 from nanovllm.engine.calls import CALLS, TAGS, EngineState
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.host import wire
+from nanovllm.host.fleet_stats import FleetStats
 from nanovllm.host.flight import Flight
 from nanovllm.host.pending import Pending
 from nanovllm.host.router import Load, Router
@@ -67,8 +67,7 @@ class Fleet:
         """Tokens of a row that are known already."""
         self._calls: dict[int, Pending] = {}
         self._num_calls = 0
-        self._stats: list[list[tuple[EngineStats, tuple[int, int]]]] = [[(EngineStats(), (0, 0))] for _ in infos]
-        """The last counters of each engine, those of lost ones before: counters go on."""
+        self._stats = FleetStats(count)
         self._versions = [0] * count
         self.num_restarts = [0] * count
         self._weights_replaced = False
@@ -198,7 +197,7 @@ class Fleet:
     def _take_step(self, number: int, step: wire.Step) -> None:
         """A loop over all rows of a step: kept lean."""
         if step.stats is not None:
-            self._stats[number][-1:] = [(step.stats, step.computed)]
+            self._stats.take(number, step.stats, step.computed)
             step.stats = self.stats()
         if self._keeps_tokens:
             if self._skips:
@@ -263,30 +262,12 @@ class Fleet:
         self._forget(flight)
 
     def stats(self) -> EngineStats:
-        """The sum over engines; kv_cache_usage is their mean."""
-        every = [stats for counted in self._stats for stats, _ in counted]
-        there = [self._stats[number][-1][0] for number in self.numbers]
-        if len(every) == len(there) == 1 and not self._router.num_waiting:
-            return there[0]
-        total: dict[str, Any] = {
-            each.name: sum(getattr(one, each.name) for one in every) for each in fields(EngineStats) if each.type is int
-        }
-        buckets = [one.iteration_tokens for one in every if one.iteration_tokens]
-        return EngineStats(**{
-            **total,
-            "num_running": sum(one.num_running for one in there),
-            "num_waiting": sum(one.num_waiting for one in there) + self._router.num_waiting,
-            "kv_cache_usage": sum(one.kv_cache_usage for one in there) / max(1, len(there)),
-            "finished": {
-                reason: sum(one.finished.get(reason, 0) for one in every) for reason in ("stop", "length", "abort")
-            },
-            "iteration_tokens": tuple(map(sum, zip(*buckets, strict=True))),
-        })  # fmt: skip
+        """Counters of all engines as those of one."""
+        return self._stats.total(self.numbers, self._router.num_waiting)
 
     def computed(self) -> tuple[int, int]:
-        """Prompt tokens, and tokens of rows with one to compute, of all engines since the start."""
-        found = [computed for counted in self._stats for _, computed in counted]
-        return sum(prompt for prompt, _ in found), sum(decode for _, decode in found)
+        """See FleetStats.computed."""
+        return self._stats.computed()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -369,7 +350,7 @@ class Fleet:
         self._states.pop(number, None)
         bound = self._router.leave(number)
         self._versions[number] = 0
-        self._stats[number].append((EngineStats(), (0, 0)))
+        self._stats.restart(number)
         if self._restart is None:
             self.ended = reason
         elif self.num_restarts[number] < self._most_restarts:
