@@ -72,8 +72,8 @@ library. "o" is for all whose consumers add up parts of K."""
 
 _FP8_STREAM_ROWS = 4
 _FP8_STREAM = {"qkv": (4, 4), "o": (4, 8), "gate_up": (4, 3), "down": (8, 3)}
-"""(warps, stages) of "stream" for 2 to 4 rows of weights as large as those of 8B: a step of two rows takes 9.4 % less
-than with tiles, of four 1.4 %, of eight nothing."""
+"""(warps, stages) of "stream" for 2 to 4 rows of models with a hidden size of 4,096, which was measured: a step of two
+rows of 8B takes 9.4 % less than with tiles, of four 1.4 %, of eight nothing."""
 
 
 def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
@@ -88,7 +88,7 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
         return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
-    if rows <= _FP8_STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) >= 4096:
+    if rows <= _FP8_STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) == 4096:
         warps, stages = _FP8_STREAM[gemm.kind]
         stages += gemm.kind == "down" and rows == 2
         return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
