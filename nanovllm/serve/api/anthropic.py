@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from nanovllm.sampling_params import MAX_STOP
 from nanovllm.serve.api.fields import INSTEAD, DialectFields, Positive, Text
+from nanovllm.serve.api.messages import function
 from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
@@ -109,9 +110,12 @@ def chat_request(fields: CountFields) -> dict[str, Any]:
     request["messages"] = system + [one for i, each in enumerate(fields.messages) for one in _messages(each, i)]
     choice = fields.tool_choice or ToolChoice()
     if fields.tools:
-        request["tools"] = [_tool(tool) for tool in fields.tools]
-        named = {"type": "function", "function": {"name": choice.name}}
-        request["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+        request["tools"] = [
+            function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+            for tool in fields.tools
+        ]
+        choices = {"auto": "auto", "any": "required", "none": "none", "tool": function(name=choice.name)}
+        request["tool_choice"] = choices[choice.type]
         request["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     elif choice.type in ("any", "tool"):
         raise bad_request(f"tool_choice.type={choice.type!r}: needs tools")
@@ -144,8 +148,8 @@ def _messages(message: Message, index: int) -> list[dict[str, Any]]:
         elif block.type == "thinking":
             thoughts.append(block.thinking)
         elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            arguments = json.dumps(block.input or {}, ensure_ascii=False)
+            calls.append({"id": block.id, **function(name=block.name, arguments=arguments)})
         elif block.type == "tool_result":
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
     out: dict[str, Any] = {"role": message.role, "content": "\n".join(texts) if texts or not calls else None}
@@ -154,11 +158,6 @@ def _messages(message: Message, index: int) -> list[dict[str, Any]]:
     if calls:
         out["tool_calls"] = calls
     return [*results, out] if texts or calls or thoughts or not results else results
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    given = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def usage(of_chat: Usage) -> dict[str, Any]:

@@ -64,3 +64,8 @@ def _parts(parts: list[Part], where: str) -> list[dict[str, str]]:
             raise bad_request(f"{where}[{index}].{part.type}: is required")
         found.append({"type": "text", "text": text})
     return found
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    """A function, its call or its choice, as chat completions have them; fields that are None are left out."""
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}

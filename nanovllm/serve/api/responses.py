@@ -11,7 +11,8 @@ import msgspec
 from msgspec import UNSET, Meta
 
 from nanovllm.serve.api.fields import INSTEAD, DialectFields, Likeliest, Positive
-from nanovllm.serve.api.responses_tools import ResponsesTools, Tool, custom_input, flat_name, function
+from nanovllm.serve.api.messages import function
+from nanovllm.serve.api.responses_tools import ResponsesTools, Tool, custom_input, flat_name
 from nanovllm.serve.api.shapes import ContentToken, Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from nanovllm.serve.api.messages import function
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
@@ -61,8 +62,8 @@ class ResponsesTools:
         if tool.type == "custom":
             self.functions.append(self._custom(flat, tool))
         else:
-            given = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-            self.functions.append(function(name=flat, **{k: v for k, v in given.items() if v is not None}))
+            about = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+            self.functions.append(function(name=flat, **about))
 
     def _custom(self, flat: str, tool: Tool) -> dict[str, Any]:
         """A function of one text."""
@@ -91,11 +92,6 @@ class ResponsesTools:
 def flat_name(name: str, namespace: str | None) -> str:
     """A tool's name as a function of the chat."""
     return f"{namespace}__{name}" if namespace else name
-
-
-def function(**fields: Any) -> dict[str, Any]:
-    """A function, its call or its choice, as chat completions have them."""
-    return {"type": "function", "function": fields}
 
 
 def custom_input(arguments: str) -> str:
