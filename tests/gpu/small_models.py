@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PROMPTS = [[(37 * i * i + 11 * n) % 1021 for i in range(n)] for n in (1, 3, 17, 60, 128, 300, 520)]
 OPTIONS: dict[str, Any] = {
     "device": DEVICE, "dtype": "bfloat16", "skip_tokenizer_init": True, "kvcache_block_size": 128,
-    "num_kvcache_blocks": 64, "share_gpus": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+    "num_kvcache_blocks": 128, "share_gpus": True, "max_num_seqs": 8, "max_num_batched_tokens": 512,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NO_FARTHER, OUTLIER = 1.5, 3.0
