@@ -128,7 +128,7 @@ class Server:
 
     def num_running(self) -> int:
         """Completions in flight."""
-        return int(httpx.get(self.url + "/load").json()["server_load"])
+        return int(httpx.get(self.url + "/load", timeout=PATIENCE).json()["server_load"])
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """Sends a signal and waits; returns the exit code."""

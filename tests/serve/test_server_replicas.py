@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import SOON_SILENT, Server, user
+from serving import SOON_SILENT, Server, user, wait_for
 
 KEY = {"authorization": "Bearer admin"}
 LONG: dict[str, Any] = {
@@ -35,13 +35,13 @@ def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
         assert len(engines) == 2, "no process in between"
         expected = [*pool.map(lambda seed: text(server.url, seed), range(6))]
         again = [pool.submit(text, server.url, seed) for seed in range(6)]
-        while not httpx.get(f"{server.url}/load", headers=KEY).json()["running"]:
-            pass
+        with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
+            wait_for(lambda: client.get("/load").json()["running"], "request")
         os.kill(engines[0], number)
         assert [each.result() for each in again] == expected
-        assert f"is being restarted: {reason}" in server.log
+        wait_for(lambda: f"is being restarted: {reason}" in server.log, "line of the log")
         assert httpx.post(f"{server.url}/pause", headers=KEY, timeout=60).json() == {"status": "paused"}
-        assert httpx.get(f"{server.url}/is_paused", headers=KEY).json() == {"is_paused": True}
+        assert httpx.get(f"{server.url}/is_paused", headers=KEY, timeout=60).json() == {"is_paused": True}
         assert httpx.post(f"{server.url}/resume", headers=KEY, timeout=60).json() == {"status": "resumed"}
         assert text(server.url, 0) == expected[0]
         assert server.stop() == 0
