@@ -37,6 +37,8 @@ class RowMemory:
         self.num_tables = sum(group.num_tables for group in groups)
         self.num_full_tables = sum(groups[index].num_tables for index in self._full)
         """Tables that grow with the row."""
+        self.capacity_tokens = capacity_tokens(self._held, num_blocks, block_size)
+        """Tokens of the longest row that fits alone."""
         self._first_table = [sum(group.num_tables for group in groups[:index]) for index in range(len(groups))]
 
     # -- sizes --------------------------------------------------------------------------------------------------
@@ -57,11 +59,6 @@ class RowMemory:
     def row_blocks(self, num_tokens: int) -> int:
         """Most blocks that such a row holds while it decodes."""
         return row_blocks(self._held, num_tokens, self.block_size)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens of the longest row that fits alone."""
-        return capacity_tokens(self._held, self.num_blocks, self.block_size)
 
     @property
     def num_kv_tokens(self) -> int:
