@@ -84,7 +84,7 @@ class Weights:
 
     def __init__(self, llm: LLM) -> None:
         self._folder = None if llm.config.load_format == "dummy" else Path(llm.config.model)
-        self._shapes = {weight.name: weight.shape for weight in llm.engine.executor.runner.weights}
+        self._shapes = {weight.name: weight.shape for weight in llm.engine.executor.runner.weights.all}
         self._device = llm.config.device
         self._dtype = getattr(torch, llm.config.dtype)
 

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class LocalExecutor:
                 self.processes.check()  # of what has failed before
                 if compiler is not None:
                     _dry_run(self._runner, compiler)
-                self._runner.load(lambda share: self._report("load", share))
+                self._runner.weights.load(lambda share: self._report("load", share))
             self.processes.replies()
             self.processes.is_loading = False
         if compiler is not None:
@@ -173,11 +174,12 @@ class LocalExecutor:
             torch.set_num_threads(before)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank's runner; returns what they return, in rank order."""
+        """Calls a method of every rank's runner, or of a part of it ("weights.load_folder"); returns what they return,
+        in rank order."""
         with self._failures_explained():
             self.processes.send_call(method, *args)
             with self._share_of_threads():
-                mine = getattr(self.runner, method)(*args)
+                mine = attrgetter(method)(self.runner)(*args)
             return [mine, *self.processes.replies()]
 
     def launch(self, packed: np.ndarray) -> None:
@@ -202,44 +204,44 @@ class LocalExecutor:
         """Raises ValueError where these cannot replace all weights: one is missing, unknown or misshapen. What can be
         read only once, such as a generator, is not looked at."""
         if isinstance(weights, (str, Path)):
-            self.runner.open_weights(Path(weights))
+            self.runner.weights.open_folder(Path(weights))
         elif isinstance(weights, Collection):
-            self.runner.check_all_weights([named_tensor(item, gathered=False) for item in weights])
+            self.runner.weights.check_all([named_tensor(item, gathered=False) for item in weights])
 
     def begin_weight_update(self, partial: bool) -> None:
         """New weights come. `partial`: where some may not come, and keep their values."""
-        self.call("begin_weight_update", partial)
+        self.call("weights.begin_update", partial)
 
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
         does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
         self.check_weights(folder)
-        self.call("load_weight_folder", folder)
+        self.call("weights.load_folder", folder)
 
     def finish_weight_update(self) -> None:
         """Raises ValueError naming the weights that are missing."""
-        self.runner.weight_update.finish()
+        self.runner.weights.update.finish()
         self._free_buckets()
 
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
         """Gives the memory of "weights" and "kv_cache" back; returns the bytes. Raises OutOfMemory, with nothing
         changed, where the host has no room for weights that are to be kept."""
         if keep_weights and "weights" in tags:
-            _require_memory("sleep", self.call("prepare_sleep"))
-        return sum(self.call("sleep", tags, keep_weights))
+            _require_memory("sleep", self.call("weights.prepare_sleep"))
+        return sum(self.call("weights.sleep", tags, keep_weights))
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Takes the memory again. Raises OutOfMemory, with nothing changed, where a rank's device has too little."""
-        answers = self.call("prepare_wake_up", tags)
+        answers = self.call("weights.prepare_wake_up", tags)
         if any(answers):
-            self.call("give_up_wake_up", tags)
+            self.call("weights.give_up_wake_up", tags)
         _require_memory("wake_up", answers)
-        self.call("wake_up", tags)
+        self.call("weights.wake_up", tags)
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold
         different values of one tensor."""
-        return merged_checksums(self.call("weight_checksums"))
+        return merged_checksums(self.call("weights.checksums"))
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
@@ -253,9 +255,9 @@ class LocalExecutor:
             self._await_readers()
 
     def _send_weights(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        self.runner.weight_update.check(bucket)
+        self.runner.weights.update.check(bucket)
         if self.config.tensor_parallel_size == 1:
-            self.call("update_weights", bucket)
+            self.call("weights.take", bucket)
             return
         size = sum(tensor.nbytes for _, tensor in bucket)
         if not self._buckets or self._buckets[-1].nbytes < size:
@@ -266,9 +268,9 @@ class LocalExecutor:
         self._buckets.reverse()
         with self._failures_explained():
             self._is_being_read = True
-            self.processes.send_call("update_from_bucket", message)
+            self.processes.send_call("weights.take_from_bucket", message)
             with self._share_of_threads():
-                self.runner.update_weights(bucket)
+                self.runner.weights.take(bucket)
 
     def _await_readers(self) -> None:
         if self._is_being_read and self._failure is None:
@@ -280,7 +282,7 @@ class LocalExecutor:
         """ranks_live: the others, which have mapped them, let them go before."""
         if self._buckets and ranks_live:
             self._await_readers()
-            self.call("forget_buckets")
+            self.call("weights.forget_buckets")
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
@@ -288,11 +290,12 @@ class LocalExecutor:
     def weights_changed(self) -> bool:
         """Whether shared weights (`shares_weights`) were written to since the last call of refresh_weights on the
         ranks. Raises RuntimeError if the module has other tensors by now."""
-        return self.runner.live_module is not None and self.runner.live_module.has_changed()
+        live_module = self.runner.weights.live_module
+        return live_module is not None and live_module.has_changed()
 
     def refresh_weights(self) -> None:
         """Takes over what was written to a module's weights."""
-        self.call("refresh_weights")
+        self.call("weights.refresh")
 
     def info(self) -> dict[str, Any]:
         """Facts for engine_info: those of rank 0, sizes, versions and the times of the start's phases."""

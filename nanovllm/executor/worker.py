@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import traceback
+from operator import attrgetter
 from typing import Any
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
@@ -73,7 +74,7 @@ def _work(ring: CommandReader, control: socket.socket, rank: int, store_fd: int)
         ring.spin_seconds, ring.counts_work = _SPIN_SECONDS, False
     _send(control, "result", None)  # imported
     runner = ModelRunner(config, model_config, rank, open_store(store_fd), ring.report_progress)
-    runner.load()
+    runner.weights.load()
     _report_compiling(ring)
     _send(control, "result", None)  # loaded
     while True:
@@ -85,7 +86,7 @@ def _work(ring: CommandReader, control: socket.socket, rank: int, store_fd: int)
         else:
             ring.state = WorkerState.CALLING
             method, args = message
-            _send(control, "result", getattr(runner, method)(*args))
+            _send(control, "result", attrgetter(method)(runner)(*args))
 
 
 def _report_compiling(ring: CommandReader) -> None:

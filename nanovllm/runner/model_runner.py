@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,26 +23,20 @@ from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.checkpoint import load_checkpoint, load_dummy
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_specs
-from nanovllm.models.int4_tensors import reader_for
-from nanovllm.models.live_module import LiveModule
-from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
-from nanovllm.models.registry import names_of
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
+from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
-from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import layout_of
 from nanovllm.runner.state_memory import StateMemory, blocks_that_fit
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.sum_order import check_order
-from nanovllm.runner.weight_commands import WeightCommands
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
@@ -57,7 +50,7 @@ logger = logging.getLogger(__name__)
 _LAST_WAIT = 2.0  # seconds that close() gives a device after a failure
 
 
-class ModelRunner(WeightCommands):
+class ModelRunner:
     """The model, memory and graphs of one rank. Every rank runs the same steps in the same order."""
 
     def __init__(
@@ -129,28 +122,15 @@ class ModelRunner(WeightCommands):
         if foreign:
             foreign.backend = self.backend
         self.model: Any = foreign or DecoderForCausalLM(context)
-        self._spelling = CheckpointNames() if foreign else names_of(model)
         self._tell_backend()
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
-        self.live_module = None if module is None else LiveModule(module, self._spelling)
-        if self.live_module is not None:
-            self.io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
-            self.live_module.share(self.model, model.tie_word_embeddings)
-            self.memory.release_cached()
-        self.sleepable: SleepableMemory | None = None
-        if config.enable_sleep and self.device.type == "cuda" and self.live_module is None:
-            sleepable = self.sleepable = SleepableMemory(self.device)
-            self.memory.count(lambda: sleepable.nbytes)
-            sleepable.adopt("weights", self.model)
-            self.memory.release_cached()
-        self.weights = list(self.model.checkpoint_weights())
-        self.int4_reader = reader_for(model, self.weights, self.dtype, self.device)
+        self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress)
         mixers = self.model.mixers()
         self.state_memory = StateMemory(
             mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.block_size, self.kv_dtype, self.device,
-            self.kernels, config.max_num_seqs, self.backend.token_major_cache, self.sleepable,
+            self.kernels, config.max_num_seqs, self.backend.token_major_cache, self.weights.sleepable,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
@@ -183,19 +163,6 @@ class ModelRunner(WeightCommands):
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
         return TransformersModel(module, self.kernels)
-
-    @torch.inference_mode()
-    def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
-        """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there.
-        `on_share`: called with the share of a checkpoint that is loaded."""
-        if self.live_module is not None or self.model_config.implementation == "transformers":
-            return
-        with self.io.stream_context(), self.memory.libraries():
-            if self.config.load_format == "dummy":
-                load_dummy(self.weights, self.dtype, self.device, self.config.seed, self._progress)
-            else:
-                tensors = self._tensors_of(Path(self.config.model), wide=False)
-                load_checkpoint(self.weights, tensors, self.device, self._progress, on_share)
 
     @torch.inference_mode()
     def measure_kv_cache(self) -> StateSize:
@@ -366,7 +333,7 @@ class ModelRunner(WeightCommands):
             "exact_bits": self.config.exact_bits,
             "cuda_graphs": len(self.graphs) if self.graphs else 0,
             "no_cuda_graphs_because": self.no_graphs_because,
-            **({} if self.live_module is None else self.live_module.report()),
+            **({} if self.weights.live_module is None else self.weights.live_module.report()),
             **self.memory.report(),
         }
 
@@ -382,9 +349,9 @@ class ModelRunner(WeightCommands):
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None
         self.group.close(failed)
-        self.live_module = None
+        sleepable = self.weights.sleepable
         del self.model, self.weights, self.work
         self.state_memory.free()
-        if self.sleepable is not None:
-            self.sleepable.free("weights")
+        if sleepable is not None:
+            sleepable.free("weights")
         self.memory.release_cached()

@@ -44,7 +44,7 @@ def test_weights_and_kv_are_those_of_an_engine(
     [found] = plan(capsys, folder, "-tp", "1", "--dtype", "float32", *options)["plans"]
     with LLM(folder, **OPTIONS, **MODES[mode]) as llm:
         runner = llm.engine.executor.runner
-        held = weight_bytes(runner.weights)
+        held = weight_bytes(runner.weights.all)
         per_token = sum(pages.token_bytes(torch.float32) for layer in runner.model.mixers() for pages in layer.memory)
     assert found["weights"] == held
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
@@ -55,7 +55,7 @@ def test_ranks_share_weights_and_heads(tmp_path: Path, capsys: pytest.CaptureFix
     found = plan(capsys, folder, "--dtype", "float32")
     by_ranks = {one["tensor_parallel_size"]: one["weights"] for one in found["plans"]}
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
-        assert weight_bytes(llm.engine.executor.runner.weights) == by_ranks[2] < by_ranks[1]
+        assert weight_bytes(llm.engine.executor.runner.weights.all) == by_ranks[2] < by_ranks[1]
     assert found["refused"].keys() == {"4", "8"}
     assert found["refused"]["4"] == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
 

@@ -61,7 +61,7 @@ def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]
     with LLM(config.model, **options) as llm:
         engine: Any = llm.engine
         info, runner = llm.engine_info(), engine.executor.runner
-        weights, crowded = weight_bytes(runner.weights), runner.memory.crowded
+        weights, crowded = weight_bytes(runner.weights.all), runner.memory.crowded
         buffers = sum(
             tensor.nbytes
             for owner in (runner.work.state, runner.work.buffers)

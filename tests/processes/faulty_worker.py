@@ -43,17 +43,18 @@ def install(where: str) -> None:
     if where == "import":
         fail()
     from nanovllm.runner import model_runner
+    from nanovllm.runner.rank_weights import RankWeights
 
     if where == "group":
         group = model_runner.TensorParallelGroup
         model_runner.TensorParallelGroup = lambda *args, **options: fail() or group(*args, **options)  # type: ignore
     elif where == "load":
-        model_runner.ModelRunner.load = fail  # type: ignore[method-assign]
+        RankWeights.load = fail  # type: ignore[method-assign]
     elif where == "call":
-        model_runner.ModelRunner.update_from_bucket = fail  # type: ignore[method-assign]
+        RankWeights.take_from_bucket = fail  # type: ignore[method-assign]
     elif where == "memory":  # there is none at the first time of asking
         for name in ("prepare_sleep", "prepare_wake_up"):
-            lacks_once(model_runner.ModelRunner, name)
+            lacks_once(RankWeights, name)
     elif where == "step":
         launch, steps = model_runner.ModelRunner.launch, []
 

@@ -114,7 +114,7 @@ def test_worker_that_never_takes_an_oversize_payload(tiny: str, mark: str) -> No
     with tiny_llm(tiny, step_timeout=1.0) as llm:
         os.kill(marked_processes(mark)[0], signal.SIGSTOP)
         with pytest.raises(WorkerError, match="rank 1 made no progress"):
-            llm.engine.executor.processes.send_call("update_weights", bytes(3 << 20))
+            llm.engine.executor.processes.send_call("weights.take", bytes(3 << 20))
 
 
 FAULTS = {
@@ -147,7 +147,7 @@ def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypat
 
 def weights_of(llm: LLM) -> list[tuple[str, torch.Tensor]]:
     """Other weights for the same model."""
-    return [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights]
+    return [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights.all]
 
 
 @pytest.mark.parametrize("how", ["sleep", "half", pytest.param("work", marks=pytest.mark.slow)])
@@ -182,7 +182,7 @@ def test_an_engine_lives_on_where_memory_is_taken(
         if size == 1:
             for name in ("prepare_sleep", "prepare_wake_up"):
                 given = [None, "taken by others"]
-                monkeypatch.setattr(llm.engine.executor.runner, name, lambda *_, given=given: given.pop())
+                monkeypatch.setattr(llm.engine.executor.runner.weights, name, lambda *_, given=given: given.pop())
         before = token_ids(llm, [5] * 9)
         with pytest.raises(OutOfMemory, match=rf"sleep: rank {size - 1}: taken by others; nothing has changed"):
             llm.sleep()

@@ -1,0 +1,178 @@
+"""One rank's weights: loaded, replaced in place, refreshed, compared, put to sleep."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import OutOfMemory
+from nanovllm.layers.weights import TensorSource
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.int4_tensors import reader_for
+from nanovllm.models.live_module import LiveModule
+from nanovllm.models.mxfp4 import widened
+from nanovllm.models.names import CheckpointNames
+from nanovllm.models.registry import names_of
+from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.memory_probe import MemoryProbe
+from nanovllm.runner.sleep import SleepableMemory
+from nanovllm.runner.weight_update import ShardChecksums, WeightUpdate, weight_checksums
+from nanovllm.transfer.shared import MappedBuckets
+
+
+class RankWeights:
+    """The parameters of a model on one rank, and what holds their memory."""
+
+    update: WeightUpdate
+    """The update that was begun last."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, model: Any, io: DeviceIO, memory: MemoryProbe,
+        module: torch.nn.Module | None, progress: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """module, progress: see ModelRunner. The model's parameters may move here: nothing may have views of them."""
+        self._config, self._model_config, self._io, self._memory = config, model_config, io, memory
+        self._device, self._dtype, self._progress = io.device, getattr(torch, config.dtype), progress
+        self._is_foreign = model_config.implementation == "transformers"
+        self._spelling = CheckpointNames() if self._is_foreign else names_of(model_config)
+        self._buckets = MappedBuckets(self._device)
+        """Buckets of new weights that this rank has mapped."""
+        self.live_module = None if module is None else LiveModule(module, self._spelling)
+        self.sleepable: SleepableMemory | None = None
+        if self.live_module is not None:
+            io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
+            self.live_module.share(model, model_config.tie_word_embeddings)
+            memory.release_cached()
+        elif config.enable_sleep and io.is_cuda:
+            sleepable = self.sleepable = SleepableMemory(self._device)
+            memory.count(lambda: sleepable.nbytes)
+            sleepable.adopt("weights", model)
+            memory.release_cached()
+        self.all = list(model.checkpoint_weights())
+        self._int4_reader = reader_for(model_config, self.all, self._dtype, self._device)
+
+    @torch.inference_mode()
+    def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
+        """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there.
+        `on_share`: called with the share of a checkpoint that is loaded."""
+        if self.live_module is not None or self._is_foreign:
+            return
+        with self._io.stream_context(), self._memory.libraries():
+            if self._config.load_format == "dummy":
+                load_dummy(self.all, self._dtype, self._device, self._config.seed, self._progress)
+            else:
+                tensors = self._tensors_of(Path(self._config.model), wide=False)
+                load_checkpoint(self.all, tensors, self._device, self._progress, on_share)
+
+    def begin_update(self, partial: bool) -> None:
+        """All weights are to come anew, or with `partial` some of them. An update that has begun starts over."""
+        self.update = self._new_update(partial)
+
+    def _new_update(self, partial: bool) -> WeightUpdate:
+        tied = self._model_config.tie_word_embeddings
+        return WeightUpdate(self.all, tied, self._spelling, partial, self._int4_reader)
+
+    def check_all(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError where these are not all weights, each as it can be loaded. Nothing is written."""
+        self._new_update(partial=False).check(tensors, are_all=True)
+
+    def open_folder(self, folder: Path) -> dict[str, TensorSource]:
+        """The tensors of a folder under the names of `all`. Raises ValueError or FileNotFoundError where one is
+        missing, surplus or misshapen."""
+        tensors = self._tensors_of(folder)
+        if self._model_config.tie_word_embeddings:
+            tensors.pop(HEAD, None)
+        for weight in self.all:
+            weight.check(tensors[weight.name])
+        return tensors
+
+    def _tensors_of(self, folder: Path, wide: bool = True) -> dict[str, TensorSource]:
+        """wide: see Int4Reader.read."""
+        tensors = widened(dict(self._spelling.select(open_checkpoint(folder).items())), self._device)
+        if self._int4_reader is not None:
+            tensors = dict(self._int4_reader.read(tensors.items(), wide))
+        check_names(self.all, tensors, self._model_config.tie_word_embeddings)
+        return tensors
+
+    @torch.inference_mode()
+    def load_folder(self, folder: Path) -> None:
+        """Copies this rank's share of a folder's tensors into its parameters, in place."""
+        with self._io.stream_context():
+            load_checkpoint(self.all, self.open_folder(folder), self._device, self._progress)
+        self.update.expect_no_more()
+
+    @torch.inference_mode()
+    def checksums(self) -> dict[str, list[ShardChecksums]]:
+        """Checksums of this rank's shards (runner/weight_update.py)."""
+        self._io.synchronize()
+        return weight_checksums(self.all, self._progress)
+
+    @torch.inference_mode()
+    def take(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copies whole tensors, which `update` has checked, into this rank's parameters, in place."""
+        self._io.synchronize()  # the caller may have computed them a moment ago, in another stream
+        with self._io.stream_context():
+            self.update.load(tensors)
+        self._io.synchronize()
+
+    @torch.inference_mode()
+    def take_from_bucket(self, message: dict[str, Any]) -> None:
+        """Takes weights that rank 0 has filled into a bucket (transfer/shared.py)."""
+        with self._io.stream_context():
+            self.update.load(list(self._buckets.sources(message)))
+        self._io.synchronize()
+
+    def forget_buckets(self) -> None:
+        """Rank 0 is about to free what was mapped."""
+        self._buckets.close()
+
+    def refresh(self) -> None:
+        """Copies what a live module cannot share."""
+        assert self.live_module is not None
+        self._io.synchronize()  # as in take
+        with self._io.stream_context():
+            self.live_module.refresh()
+        self._io.synchronize()
+
+    def prepare_sleep(self) -> str | None:
+        """Takes host memory for the weights. Returns why there is none, as a rank that raised would be gone."""
+        try:
+            if self.sleepable is not None:
+                self.sleepable.take_host_memory()
+        except OutOfMemory as error:
+            return str(error)
+        return None
+
+    @torch.inference_mode()
+    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
+        self._io.synchronize()
+        if self.sleepable is None:
+            return 0
+        freed = self.sleepable.sleep(tags, keep_weights)
+        self._memory.release_cached()
+        return freed
+
+    def prepare_wake_up(self, tags: tuple[str, ...]) -> str | None:
+        """Takes device memory again, at the same addresses. Returns why there is none: then nothing has changed."""
+        self._memory.release_cached()
+        try:
+            if self.sleepable is not None:
+                self.sleepable.take_again(tags)
+        except OutOfMemory as error:
+            return str(error)
+        return None
+
+    def give_up_wake_up(self, tags: tuple[str, ...]) -> None:
+        """Gives back what prepare_wake_up took: another rank got none."""
+        if self.sleepable is not None:
+            self.sleepable.give_back(tags)
+
+    @torch.inference_mode()
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Fills the memory with what was kept."""
+        if self.sleepable is not None:
+            self.sleepable.wake(tags)
