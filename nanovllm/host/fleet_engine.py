@@ -53,7 +53,7 @@ class FleetEngine:
             data_parallel_backend=config.data_parallel_backend or "local",
         )  # fmt: skip
         self.model_config, self.tokenizer = model_config, tokenizer
-        capacity = min(one.info["num_kv_tokens"] for one in ready)
+        capacity = min(one.info["max_model_len"] for one in ready)
         self.book = RequestBook(self.config, model_config, tokenizer, capacity)
         self.fleet = handles.form(ready)
         self._rows = FleetRows(self.book)

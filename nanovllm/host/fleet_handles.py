@@ -56,9 +56,8 @@ class FleetHandles:
 
     def form(self, ready: list[wire.Ready]) -> Fleet:
         """The fleet of engines that have said this, in the order of their numbers."""
-        infos = [one.info for one in ready]
-        self._num_blocks = {number: info["num_kv_tokens"] // info["block_size"] for number, info in enumerate(infos)}
-        self.fleet = Fleet(infos, self._send, self._restart if self._has_failover else None)
+        self._num_blocks = {number: one.info["num_kvcache_blocks"] for number, one in enumerate(ready)}
+        self.fleet = Fleet([one.info for one in ready], self._send, self._restart if self._has_failover else None)
         return self.fleet
 
     def _send(self, number: int, frames: list[wire.Down]) -> None:

@@ -103,6 +103,27 @@ def test_a_rank_killed_in_mid_generation(expected: list[Any], mark: str, caplog:
     assert "rank 1 died by signal 9" in caplog.text
 
 
+@pytest.mark.parametrize(("full", "num_blocks", "longest"), [(3, 12, 46), (0, 5, 200)], ids=["some", "all"])
+def test_a_replica_of_layers_with_windows_is_as_large_when_it_returns(
+    full: int, num_blocks: int, longest: int, mark: str
+) -> None:
+    """It takes texts that fit because windows bound what layers keep, and has all its blocks again."""
+    kinds = ["full_attention"] * full + ["sliding_attention"] * (4 - full)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    params = SamplingParams(temperature=0, max_tokens=longest // 2, ignore_eos=True)
+    options = {"data_parallel_backend": "local", "num_kvcache_blocks": num_blocks, "kvcache_block_size": 16}
+    prompt = [7] * (longest - longest // 2)
+    with replicated(1, **options, hf_overrides=windows) as llm:
+        tables = [(one["window"], one["tables"]) for one in llm.engine_info()["kv_cache_groups"]]
+        assert tables == [*([(None, full)] if full else []), (8, 1)]
+        expected = llm.generate([prompt], params, use_tqdm=False)[0].token_ids
+        assert len(expected) == params.max_tokens
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        assert llm.generate([prompt], params, use_tqdm=False)[0].token_ids == expected
+        info = llm.engine_info()
+        assert (info["num_restarts"], info["num_kvcache_blocks"]) == (1, num_blocks)
+
+
 def test_fewer_replicas_and_then_none(
     expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
