@@ -7,13 +7,13 @@ from nanovllm.errors import OutOfMemory, QueueFull, ReplicaError, StepTimeout, W
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
+from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, TextDelta
     from nanovllm.llm import LLM
     from nanovllm.models.registry import register_model
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

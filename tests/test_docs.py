@@ -229,19 +229,13 @@ def test_rooms_import_only_rooms_below_them() -> None:
     assert not {(room, other) for room, other in imports_between_rooms() if place[other] < place[room]}
 
 
-NO_TYPE_CIRCLES = ("serve", "host", "text", "cli", "ray", "transfer", "integrations", "processes")
-
-
-@pytest.mark.parametrize("rooms", [None, NO_TYPE_CIRCLES], ids=["all", "with types"])
-def test_modules_import_each_other_in_no_circle(rooms: tuple[str, ...] | None) -> None:
-    """In those rooms also where type-only imports count."""
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Imports for types alone count, too."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     graph = {}
     for name, path in files.items():
-        if rooms is not None and path.relative_to(PACKAGE).parts[0] not in rooms:
-            continue
-        said = imported(ast.parse(path.read_text(encoding="utf-8")), rooms is not None)
+        said = imported(ast.parse(path.read_text(encoding="utf-8")), True)
         graph[name] = {part for full in said for part in (full, full.rpartition(".")[0]) if part in files} - {name}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 

@@ -8,40 +8,36 @@ yields where they must run. What it returns is what its endpoint answers.
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from nanovllm.engine.engine_state import Relay, Tag
 from nanovllm.errors import ReplicaError, refuse, shown
 
 if TYPE_CHECKING:
-    import torch
-
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.control import EngineControl
+    from nanovllm.engine.loop import EngineLoop
     from nanovllm.transfer.receiver import WeightReceiver
 
 Steps = Generator[None, None, Any]
 Mode = Literal["abort", "wait", "keep"]
 InFlight = Literal["recompute", "keep", "wait", "abort"]
-Tag = Literal["weights", "kv_cache"]
-TAGS = ("weights", "kv_cache")
-"""Kinds of memory that can sleep."""
 PAUSES = ("keep", "wait", "abort")
-Relay = Callable[[str, "torch.Tensor"], None]
-"""Takes each weight that a call receives, for the other engines."""
 
 
-class EngineState(msgspec.Struct, array_like=True):
-    """State of an engine that calls change: paused, asleep, being updated."""
+class CalledEngine(Protocol):
+    """Parts of an engine that calls work on."""
 
-    paused: bool = False
-    asleep: list[str] = []
-    level: int = 0
-    """Level of the sleep."""
-    lacks_weights: bool = False
-    weight_version: int = 0
-    incomplete: str = ""
-    """Reason why there are no weights to step with; "" where there are."""
+    control: "EngineControl"
+    loop: "EngineLoop"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether launching steps is paused."""
+
+    def info(self) -> dict[str, Any]:
+        """Facts about the engine, by name."""
 
 
 # -- pauses and sleep -----------------------------------------------------------------------------------------------
@@ -56,7 +52,7 @@ class Pause(msgspec.Struct):
     clear_cache: bool = True
 
 
-def _pause(engine: "LLMEngine", mode: str = "abort", clear_cache: bool = False) -> Steps:
+def _pause(engine: CalledEngine, mode: str = "abort", clear_cache: bool = False) -> Steps:
     if mode not in PAUSES:
         refuse("mode", mode, "one of " + ", ".join(map(repr, PAUSES)))
     yield from engine.control.end_requests(mode, "mode")
@@ -66,7 +62,7 @@ def _pause(engine: "LLMEngine", mode: str = "abort", clear_cache: bool = False) 
     return {"status": "paused"}
 
 
-def _resume(engine: "LLMEngine") -> Any:
+def _resume(engine: CalledEngine) -> Any:
     engine.control.resume()
     return {"status": "resumed"}
 
@@ -78,7 +74,7 @@ class Sleep(msgspec.Struct):
 
 
 def _sleep(
-    engine: "LLMEngine", level: int = 1, mode: str | None = "abort", tags: Iterable[str] | None = None
+    engine: CalledEngine, level: int = 1, mode: str | None = "abort", tags: Iterable[str] | None = None
 ) -> Steps:
     """`mode` None: refused where requests run. Requests that come meanwhile wait for `wake_up`."""
     engine.control.check_sleep(level, tags)
@@ -94,12 +90,12 @@ class WakeUp(msgspec.Struct):
     tags: list[Tag] | None = None
 
 
-def _wake_up(engine: "LLMEngine", tags: Iterable[str] | None = None) -> Any:
+def _wake_up(engine: CalledEngine, tags: Iterable[str] | None = None) -> Any:
     engine.control.wake_up(tags)
     return {}
 
 
-def _reset_prefix_cache(engine: "LLMEngine") -> Any:
+def _reset_prefix_cache(engine: CalledEngine) -> Any:
     engine.control.reset_prefix_cache()
     return {"success": True}
 
@@ -111,7 +107,7 @@ class JoinTransfer(msgspec.Struct):
     init_info: dict[str, Any]
 
 
-def _receiver(engine: "LLMEngine") -> "WeightReceiver":
+def _receiver(engine: CalledEngine) -> "WeightReceiver":
     if engine.control.receiver is None:
         from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
 
@@ -119,13 +115,13 @@ def _receiver(engine: "LLMEngine") -> "WeightReceiver":
     return engine.control.receiver
 
 
-def _join_transfer(engine: "LLMEngine", init_info: dict[str, Any]) -> Any:
+def _join_transfer(engine: CalledEngine, init_info: dict[str, Any]) -> Any:
     """Returns when all ranks of the trainer's group are there; no step runs meanwhile."""
     _receiver(engine).init(init_info)
     return {"message": "weight transfer initialized"}
 
 
-def _end_in_flight(engine: "LLMEngine", asked: str | None) -> Generator[None, None, str]:
+def _end_in_flight(engine: CalledEngine, asked: str | None) -> Generator[None, None, str]:
     """Ends requests in flight, or leaves them, as `asked`; returns the mode. Default: "keep" within a pause by "keep",
     else "recompute"."""
     in_flight = asked or ("keep" if engine.control.pause_mode == "keep" else "recompute")
@@ -138,7 +134,7 @@ class BeginUpdate(msgspec.Struct):
     partial: bool = False
 
 
-def _begin_update(engine: "LLMEngine", in_flight: str | None = None, partial: bool = False) -> Steps:
+def _begin_update(engine: CalledEngine, in_flight: str | None = None, partial: bool = False) -> Steps:
     engine.control.begin_update((yield from _end_in_flight(engine, in_flight)), partial)
     return {"message": "weight update started"}
 
@@ -147,7 +143,7 @@ class Receive(msgspec.Struct):
     update_info: dict[str, Any]
 
 
-def _receive(engine: "LLMEngine", update_info: dict[str, Any], relay: Relay | None = None) -> Any:
+def _receive(engine: CalledEngine, update_info: dict[str, Any], relay: Relay | None = None) -> Any:
     """Weights from a trainer, or from a folder."""
     if not engine.control.lacks_weights:
         raise RuntimeError("update_weights: start_weight_update was not called")
@@ -159,7 +155,7 @@ def _receive(engine: "LLMEngine", update_info: dict[str, Any], relay: Relay | No
     return {"message": "weights updated"}
 
 
-def _update(engine: "LLMEngine", weights: Any = None, folder: str | None = None) -> Any:
+def _update(engine: CalledEngine, weights: Any = None, folder: str | None = None) -> Any:
     engine.control.update(weights if folder is None else Path(folder))
     return {}
 
@@ -168,7 +164,7 @@ class FinishUpdate(msgspec.Struct):
     weight_version: int | None = None
 
 
-def _finish_update(engine: "LLMEngine", weight_version: int | None = None) -> Any:
+def _finish_update(engine: CalledEngine, weight_version: int | None = None) -> Any:
     if engine.control.receiver is None:
         engine.control.finish_update(weight_version)
     else:
@@ -183,7 +179,7 @@ class LoadWeights(msgspec.Struct):
 
 
 def _load_weights(
-    engine: "LLMEngine", weights: Any = None, folder: str | None = None, weight_dir: str | None = None,
+    engine: CalledEngine, weights: Any = None, folder: str | None = None, weight_dir: str | None = None,
     in_flight: str | None = None, weight_version: int | None = None,
 ) -> Steps:  # fmt: skip
     """All weights, from start to finish: `weights`, or a folder's, which an administrator calls weight_dir."""
@@ -202,7 +198,7 @@ def _folder(name: str) -> Path:
     return path
 
 
-def _checksum(engine: "LLMEngine") -> Any:
+def _checksum(engine: CalledEngine) -> Any:
     return {"checksums": engine.control.checksum()}
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.calls import TAGS
+from nanovllm.engine.engine_state import TAGS, Relay
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse
@@ -13,7 +13,6 @@ from nanovllm.errors import is_integer, refuse
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.engine.calls import Relay
     from nanovllm.transfer.receiver import WeightReceiver
 
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")

@@ -4,8 +4,9 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
-from nanovllm.engine.calls import CALLS, EngineState
+from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import EngineControl
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.trace import Trace

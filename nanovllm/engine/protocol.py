@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import EngineStats, StepColumns

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanovllm.engine.calls import CALLS, TAGS, EngineState
+from nanovllm.engine.calls import CALLS
+from nanovllm.engine.engine_state import TAGS, EngineState
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.calls import EngineState
 from nanovllm.engine.control import check_version
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short

@@ -9,9 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import nanovllm
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
+from nanovllm.version import __version__
 
 _ANSWER_SECONDS = 20.0  # for a cluster to answer
 _PLACE_SECONDS = 60.0  # for others to free what replicas need
@@ -147,8 +147,8 @@ class Placement:
         for number, (node, version, missing) in enumerate(ray.get(found, timeout=_PLACE_SECONDS)):
             if missing:
                 refuse("model", missing[0], f"a folder on every node, and is none on {node} (replica {number})")
-            if version != nanovllm.__version__:
-                raise ValueError(f"nanovllm {version} on {node}: must be {nanovllm.__version__}, as it is here")
+            if version != __version__:
+                raise ValueError(f"nanovllm {version} on {node}: must be {__version__}, as it is here")
 
     def close(self) -> None:
         """Gives back what is reserved."""
@@ -171,4 +171,4 @@ def _look(folders: list[str]) -> tuple[str, str, list[str]]:
     """Runs on a node: its address, the version of this package there, and the folders that are missing."""
     import ray
 
-    return ray.util.get_node_ip_address(), nanovllm.__version__, [each for each in folders if not os.path.isdir(each)]
+    return ray.util.get_node_ip_address(), __version__, [each for each in folders if not os.path.isdir(each)]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.errors import OutOfMemory, WeightsIncomplete
 from nanovllm.outputs import EngineStats
 from nanovllm.processes import framing

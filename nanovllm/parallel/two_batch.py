@@ -15,7 +15,6 @@ import torch
 from nanovllm.kernels.pointwise.norm import Norm
 
 if TYPE_CHECKING:
-    from nanovllm.parallel.group import TensorParallelGroup
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
 
 MIN_ROWS = 2048
@@ -49,11 +48,22 @@ Normed = tuple[torch.Tensor, torch.Tensor]
 """(normalised [T, hidden], residual [T, hidden])"""
 
 
+class Ranks(Protocol):
+    """The ranks that sum (parallel/group.py)."""
+
+    @property
+    def overlap(self) -> Overlap | None: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class Joint(Protocol):
     """Sum over the ranks, addition to the residual stream, norm (layers/norm.py)."""
 
-    group: "TensorParallelGroup"
     is_plain: bool
+
+    @property
+    def group(self) -> Ranks: ...
 
     @property
     def row_norm(self) -> Norm: ...

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.fleet_handles import FleetHandles

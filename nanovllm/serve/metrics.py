@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.host.wire import Done
 from nanovllm.outputs import ITERATION_TOKENS, EngineStats
 from nanovllm.serve.request import Completion

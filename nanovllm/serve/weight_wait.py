@@ -1,6 +1,6 @@
 """Wait of the server for a trainer's weights: since when, and whether that is too long."""
 
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 
 _OF_UPDATES = frozenset(("begin_update", "receive", "finish_update", "load_weights", "wake_up"))
 """Calls that a trainer makes on the way to new weights."""

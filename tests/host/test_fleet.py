@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.calls import EngineState
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.errors import OutOfMemory, ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet

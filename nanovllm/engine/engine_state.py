@@ -1,0 +1,28 @@
+"""State of an engine that calls change, and the kinds of its memory that can sleep."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+Tag = Literal["weights", "kv_cache"]
+TAGS = ("weights", "kv_cache")
+"""Kinds of memory that can sleep."""
+Relay = Callable[[str, "torch.Tensor"], None]
+"""Takes each weight that a call receives, for the other engines."""
+
+
+class EngineState(msgspec.Struct, array_like=True):
+    """State of an engine that calls change: paused, asleep, being updated."""
+
+    paused: bool = False
+    asleep: list[str] = []
+    level: int = 0
+    """Level of the sleep."""
+    lacks_weights: bool = False
+    weight_version: int = 0
+    incomplete: str = ""
+    """Reason why there are no weights to step with; "" where there are."""
