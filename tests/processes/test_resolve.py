@@ -19,6 +19,7 @@ def test_ranks_that_share_a_gpu_sum_norms_over_all_heads_outside_of_graphs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     model = replace(parse_config(PUBLISHED_SHAPES["Qwen3-0.6B"]), qk_norm=qk_norm)
     config = EngineConfig("model", tensor_parallel_size=ranks, share_gpus=True, num_kvcache_blocks=8)
     assert resolve(config, model).enforce_eager is is_eager
