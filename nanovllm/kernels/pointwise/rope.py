@@ -95,6 +95,14 @@ def _load_vectors(pointers, mask, HALF: tl.constexpr):
 
 
 @triton.jit
+def _load_either(Q_WEIGHT, K_WEIGHT, cols, mask, group, Q_GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """Both halves, as _load_vectors does: of Q_WEIGHT in a group of query heads, else of K_WEIGHT."""
+    q_first, q_second = _load_vectors(Q_WEIGHT + cols, mask & (group < Q_GROUPS), HALF)
+    k_first, k_second = _load_vectors(K_WEIGHT + cols, mask & (group >= Q_GROUPS), HALF)
+    return q_first + k_first, q_second + k_second  # one of the two is zero
+
+
+@triton.jit
 def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     """Both halves of the rotated dimensions, and the rest (where there is none, a value that is not used), of those
     `heads` below `count`."""
@@ -211,9 +219,7 @@ def _qk_norm_rope_store_kernel(
     is_query = group < Q_GROUPS
     weight_first, weight_second, cos, sin = 0.0, 0.0, 0.0, 0.0
     if NORM == "head":
-        q_first, q_second = _load_vectors(Q_WEIGHT + cols, mask_cols & is_query, HALF)
-        k_first, k_second = _load_vectors(K_WEIGHT + cols, mask_cols & (group >= Q_GROUPS), HALF)
-        weight_first, weight_second = q_first + k_first, q_second + k_second  # one of the two is zero
+        weight_first, weight_second = _load_either(Q_WEIGHT, K_WEIGHT, cols, mask_cols, group, Q_GROUPS, HALF)
     if ROPE:
         cos, sin = _load_vectors(COS_SIN + position * (2 * HALF) + cols, mask_cols, HALF)
     if PDL:
@@ -237,10 +243,8 @@ def _qk_norm_rope_store_kernel(
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
             parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-            K_SCALES, V_SCALES = None, None
-            if KV_SCALES is not None:
-                K_SCALES = KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
-                V_SCALES = K_SCALES + 1
+            K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
+            V_SCALES = None if KV_SCALES is None else K_SCALES + 1
             v_parts, spoil = _finite_values(v_parts, D, HALF)
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
             store_cached(v_row, v_strides[1], V_SCALES, BLOCK_SIZE * 2, v_parts, heads, KV_HEADS, D, HALF)
