@@ -31,12 +31,10 @@ from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
 def _ordered(tile):
     """[8, W, half a group] -> 16 bits, columns in another order: neighbours, 16 bytes that a lane loads at once, become
     what the product wants in this lane, so nothing moves between lanes."""
-    if tile.dtype.primitive_bitwidth == 8:
-        lanes = tl.reshape(tile, [tile.shape[0], tile.shape[1], 4, 2, 8])
-        return tl.reshape(tl.permute(lanes, [0, 1, 3, 2, 4]), tile.shape).to(tl.float16)
-    else:
-        lanes = tl.reshape(tile, [tile.shape[0], tile.shape[1], 4, 2, 4])
-        return tl.reshape(tl.permute(lanes, [0, 1, 3, 2, 4]), tile.shape)
+    EACH: tl.constexpr = 8 if tile.dtype.primitive_bitwidth == 8 else 4
+    lanes = tl.reshape(tile, [tile.shape[0], tile.shape[1], 4, 2, EACH])
+    ordered = tl.reshape(tl.permute(lanes, [0, 1, 3, 2, 4]), tile.shape)
+    return ordered.to(tl.float16) if EACH == 8 else ordered
 
 
 @triton.jit
@@ -49,10 +47,7 @@ def _left(first, second):
 @triton.jit
 def _load_weight(ptrs, live, EVEN_K: tl.constexpr):
     """[8, W, half] of weights, or zeros. They are read once, so they go past L1."""
-    if EVEN_K:
-        return tl.load(ptrs, cache_modifier=".cg")
-    else:
-        return tl.load(ptrs, mask=live, other=0.0, cache_modifier=".cg")
+    return tl.load(ptrs, mask=None if EVEN_K else live, other=None if EVEN_K else 0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -233,6 +228,15 @@ def _both_scales(x, scales, part: tl.constexpr, HALVES: tl.constexpr, IN_BLOCKS:
     return both
 
 
+@triton.jit
+def _add_halves(accs, tiles, x, scales, step, ROWS: tl.constexpr):
+    """add_step for each half."""
+    summed = ()
+    for half in tl.static_range(len(accs)):
+        summed = summed + (add_step(accs[half], tiles[half], x, scales[half], step, ROWS),)
+    return summed
+
+
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def stream_kernel(
     x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, scale_stride, n_out, groups, eps, rows,
@@ -260,15 +264,13 @@ def stream_kernel(
     for part in tl.static_range(PARTS):
         if GAIN is not None:
             gains = gains + (load_halves(GAIN, part * EACH, K, WARPS, HALF, ROWS),)
-        scales = scales + _block_scales(
-            SCALE, first, n_out, groups_of_steps(part * EACH, WARPS, ROWS), groups, ROWS_EACH,
-            HALVES if IN_BLOCKS else 0,
-        )  # fmt: skip
+        group = groups_of_steps(part * EACH, WARPS, ROWS)
+        scales = scales + _block_scales(SCALE, first, n_out, group, groups, ROWS_EACH, HALVES if IN_BLOCKS else 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    col = first + tl.arange(0, 16)
+    col, residual = first + tl.arange(0, 16), None
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
         residual = tl.load(res_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -277,28 +279,19 @@ def stream_kernel(
     for _ in tl.static_range(HALVES):
         accs = accs + (tl.zeros([WARPS, 16, 8], dtype=tl.float32),)
     for part in tl.static_range(AHEAD):
-        both = both + _both_scales(loaded[part], scales, part, HALVES, IN_BLOCKS)
+        both = both + (_both_scales(loaded[part], scales, part, HALVES, IN_BLOCKS),)
     for step in tl.static_range(STEPS):
-        summed = ()
-        for half in tl.static_range(HALVES):
-            scale = both[step // EACH * HALVES + half]  # type: ignore[var-annotated]
-            summed = summed + (add_step(accs[half], tiles[half], loaded[step // EACH], scale, step, ROWS),)
-        accs, tiles = summed, tiles[HALVES:]
+        accs = _add_halves(accs, tiles, loaded[step // EACH], both[step // EACH], step, ROWS)
+        tiles = tiles[HALVES:]
         if step + PRELOAD < STEPS:
             tiles = tiles + _load_step(w_ptr, first, n_out, cols + (step + PRELOAD) * SPAN, K, EVEN_K, HALVES)
         if step % EACH == EACH - 1 and step // EACH + AHEAD < PARTS:
-            x = _part_of_x(
-                x_ptr, X_SCALE, (), 1.0, step // EACH + AHEAD, scale_stride, K, WARPS, HALF, ROWS, live_rows
-            )  # fmt: skip
-            loaded, both = loaded + (x,), both + _both_scales(x, scales, step // EACH + AHEAD, HALVES, IN_BLOCKS)
+            x = _part_of_x(x_ptr, X_SCALE, (), 1.0, step // EACH + AHEAD, scale_stride, K, WARPS, HALF, ROWS,
+                           live_rows)  # fmt: skip
+            loaded = loaded + (x,)
+            both = both + (_both_scales(x, scales, step // EACH + AHEAD, HALVES, IN_BLOCKS),)
 
-    y = _finish(accs[0], SCALE, col, n_out, IN_BLOCKS, ROWS)
-    if GATED:
-        y = silu_mul(y, _finish(accs[1], SCALE, n_out + col, 2 * n_out, IN_BLOCKS, ROWS), out_ptr.dtype.element_ty)
-    if res_ptr is not None:
-        if SCALE is not None:
-            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
-        y += residual
+    y = _result(accs, residual, SCALE, col, n_out, out_ptr.dtype.element_ty, IN_BLOCKS, ROWS)
     at, live = _places(col, rows, n_out, ROWS)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -320,6 +313,19 @@ def _finish(acc, SCALE, rows_of_w, n_end, IN_BLOCKS: tl.constexpr, ROWS: tl.cons
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(rows_of_w, n_end - 1))
         y *= scale if ROWS == 1 else scale[:, None]
+    return y
+
+
+@triton.jit
+def _result(accs, residual, SCALE, col, n_out, dtype: tl.constexpr, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """Finished sums of a tile, activated if there are those of ups too, plus the residual, if any: float32."""
+    y = _finish(accs[0], SCALE, col, n_out, IN_BLOCKS, ROWS)
+    if len(accs) > 1:
+        y = silu_mul(y, _finish(accs[1], SCALE, n_out + col, 2 * n_out, IN_BLOCKS, ROWS), dtype)
+    if residual is not None:
+        if SCALE is not None:
+            y = y.to(dtype).to(tl.float32)
+        y += residual
     return y
 
 
@@ -348,9 +354,8 @@ def linear(
     stream_kernel[(programs,)](
         x, x_scale, gain, values, scale, out, residual, scale_stride=stride, n_out=n_out,
         groups=0 if scale is None else scale.shape[1], eps=eps, rows=rows, K=k, ROWS=block_rows, STEPS=steps,
-        PRELOAD=min(config.stages, steps), AHEAD=ahead,
-        ROWS_EACH=rows_each, IN_BLOCKS=in_blocks, EVEN_K=k == steps * config.block_k, GATED=gated,
-        WARPS=config.num_warps, num_warps=config.num_warps,
+        PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
+        EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
         maxnreg=_registers(config, steps, programs, gated, values.device) if rows == 1 and scale is not None else None,
         **pdl_options(values.device, pdl),
     )  # fmt: skip

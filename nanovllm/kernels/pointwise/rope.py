@@ -244,7 +244,7 @@ def _qk_norm_rope_store_kernel(
             parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
-            V_SCALES = None if KV_SCALES is None else K_SCALES + 1
+            V_SCALES = None if K_SCALES is None else K_SCALES + 1
             v_parts, spoil = _finite_values(v_parts, D, HALF)
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
             store_cached(v_row, v_strides[1], V_SCALES, BLOCK_SIZE * 2, v_parts, heads, KV_HEADS, D, HALF)
