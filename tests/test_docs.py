@@ -259,6 +259,21 @@ def test_every_kernel_names_the_shapes_of_its_operands() -> None:
     assert not silent
 
 
+def test_files_and_functions_of_the_package_are_short() -> None:
+    """At most 400 lines a file and 60 a function, its decorators aside: what CONTRIBUTING.md asks for."""
+    long = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if (lines := len(text.splitlines())) > 400:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > 60:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
 FRAGMENT = re.compile(
     r"(By|For|From|At|On|In|Of|To|With|Without|Within|Between|Up to|Until|After|Before|Once|When|Where|If|As|How|Why|"
     r"What|Which|Who|Whose|That|Those|These|They|Them|There|It|Its|Not|And|Or|But|So|This(?! \w+'s)|"

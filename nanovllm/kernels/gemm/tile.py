@@ -32,18 +32,25 @@ PREFETCH_BYTES = 64 << 10
 
 
 @triton.jit
-def _wait_for_rows(
-    w_ptr, first_col, n_out, begin, k, BLOCK_N: tl.constexpr, GATED: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+def _enter_part(
+    w_ptr, n_out, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Waits until x may be read. With PDL the program's weights, with GATED its ups too, are on their way into L2 by
-    then: PREFETCH of their columns from `begin` on."""
+    """First rows of x and of the weights of the program, and first step and end of its part of K. After it
+    X may be read. With PDL the program's weights, with GATED its ups too, are on their way into L2 by then: PREFETCH of
+    their columns."""
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    steps = tl.cdiv(k, BLOCK_K)
+    first_step, end_step = steps * split // splits, steps * (split + 1) // splits
     if PDL:
+        begin = first_step * BLOCK_K
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
         if GATED:
             prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    return first_row, first_col, first_step, end_step
 
 
 @triton.jit
@@ -116,6 +123,24 @@ def _weight_tile(
 
 @triton.jit
 def _add_step(
+    accs, x, x_scale, W, first_w, end_w, SCALE, first, n_out, col, k, group, groups,
+    BLOCK_N: tl.constexpr, SPAN: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds to accs the products of x and the weights' columns from `col` on, as _add_products does. Of one of accs
+    these are rows `first_w` to `end_w` of W; of two, each of n_out rows, they are the gates and the ups."""
+    added = ()
+    for half in tl.static_range(len(accs)):
+        w = _weight_tile(W, half * n_out + first_w, half * n_out + end_w, col, k, BLOCK_N, SPAN, EVEN, TMA)
+        added = added + (
+            _add_products(accs[half], x, w, x_scale, SCALE, half * n_out + first, (half + 1) * n_out, group, groups,
+                          BLOCK_N, ROWS_EACH, IN_BLOCKS, X_LEFT),
+        )  # fmt: skip
+    return added
+
+
+@triton.jit
+def _add_products(
     acc, x, w, x_scale, SCALE, first, end, group, groups,
     BLOCK_N: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -166,18 +191,32 @@ def _activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.con
 
 
 @triton.jit
+def _result(
+    accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Finished sums of accs; of gates and ups their activation."""
+    acc = _finish(accs[0], SCALE, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
+    if len(accs) > 1:
+        up = _finish(accs[1], SCALE, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
+                     IN_BLOCKS, X_LEFT)  # fmt: skip
+        acc = _activated(acc, up, dtype, ALPHA, LIMIT)
+    return acc
+
+
+@triton.jit
 def _store_sums(
-    acc, out_ptr, first_row, first_col, rows, n_out, split, X_LEFT: tl.constexpr, PARTS: tl.constexpr
+    acc, out_ptr, first_row, first_col, rows, n_out, X_LEFT: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """acc, transposed where not X_LEFT, into out [rows, n_out] from (first_row, first_col) on; with PARTS into the
-    matrix `split` of [splits, rows, n_out]."""
+    split's matrix of [splits, rows, n_out]."""
     if not X_LEFT:
         acc = tl.trans(acc)
     row = tl.arange(0, acc.shape[0])[:, None]
     col = first_col + tl.arange(0, acc.shape[1])[None, :]
     out_ptr += first_row.to(tl.int64) * n_out
     if PARTS:
-        out_ptr += split.to(tl.int64) * rows * n_out
+        out_ptr += tl.program_id(2).to(tl.int64) * rows * n_out
     live = (row < rows - first_row) & (col < n_out)
     tl.store(out_ptr + row * n_out + col, acc.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -220,13 +259,8 @@ def tile_kernel(
     BLOCK_K or with scales 128, are loaded and multiplied at once."""
     scale_ptrs, scales_of_w = X_SCALE, SCALE
     if TILES is None:
-        split, splits = tl.program_id(2), tl.num_programs(2)
-        first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
-        steps = tl.cdiv(k, BLOCK_K)
-        begin, end = steps * split // splits, steps * (split + 1) // splits
-        _wait_for_rows(w_ptr, first_col, n_out, begin * BLOCK_K, k, BLOCK_N, GATED, PREFETCH, PDL)
-        first_w, end_w, base, x_ptrs = first_col, n_out, 0, X
-        row = first_row + tl.arange(0, BLOCK_M)
+        first_row, first_col, begin, end = _enter_part(w_ptr, n_out, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)
+        first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
     else:
         expert, first_row, end_position = _tile_of_rows(TILES, GATED, PDL)
@@ -235,9 +269,8 @@ def tile_kernel(
         first_col = tl.program_id(0) * BLOCK_N
         base = expert * (n_out * 2 if GATED else n_out)
         first_w, end_w = base + first_col, base + n_out
-        position, live, choice = _enter_tile(
-            w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M, BLOCK_N, PREFETCH, PDL
-        )
+        position, live, choice = _enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
+                                             BLOCK_N, PREFETCH, PDL)  # fmt: skip
         row = choice // TOP_K if GATED else position
         x_ptrs = X + row.to(tl.int64)[:, None] * k
         if X_SCALE is not None:
@@ -245,36 +278,25 @@ def tile_kernel(
         begin, end = 0, tl.cdiv(k, BLOCK_K)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
-    if GATED:
-        up = tl.zeros(acc.shape, dtype=tl.float32)
+    accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if GATED else (acc,)
     for step in tl.range(begin, end, num_stages=STAGES):
         for part in tl.static_range(BLOCK_K // SPAN):
             group = step * (BLOCK_K // SPAN) + part
             col = group * SPAN
             x = _load_rows(x_ptrs, first_row, live, col, k, SPAN, EVEN_K, TILES is not None)
-            x_scale = None
-            if X_SCALE is not None:
-                x_scale = _load_scales(scale_ptrs, scale_stride, group, row, live, col, k, TILES is not None)
-            w = _weight_tile(W, first_w, end_w, col, k, BLOCK_N, SPAN, EVEN_K, TMA)
-            acc = _add_step(acc, x, w, x_scale, scales_of_w, first_col, n_out, group, groups, BLOCK_N, ROWS_EACH,
-                            IN_BLOCKS, X_LEFT)  # fmt: skip
-            if GATED:
-                w = _weight_tile(W, n_out + first_w, n_out + end_w, col, k, BLOCK_N, SPAN, EVEN_K, TMA)
-                up = _add_step(up, x, w, x_scale, scales_of_w, n_out + first_col, 2 * n_out, group, groups, BLOCK_N,
-                               ROWS_EACH, IN_BLOCKS, X_LEFT)  # fmt: skip
+            x_scale = None if X_SCALE is None else _load_scales(scale_ptrs, scale_stride, group, row, live, col, k,
+                                                                TILES is not None)  # fmt: skip
+            accs = _add_step(accs, x, x_scale, W, first_w, end_w, scales_of_w, first_col, n_out, col, k, group, groups,
+                             BLOCK_N, SPAN, ROWS_EACH, IN_BLOCKS, X_LEFT, EVEN_K, TMA)  # fmt: skip
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
-    acc = _finish(acc, scales_of_w, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
-    if GATED:
-        up = _finish(up, scales_of_w, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
-                     IN_BLOCKS, X_LEFT)  # fmt: skip
-        acc = _activated(acc, up, OUT.dtype.element_ty, ALPHA, LIMIT)
+    acc = _result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
+                  IN_BLOCKS, X_LEFT)  # fmt: skip
     if TILES is None:
-        _store_sums(acc, OUT, first_row, first_col, rows, n_out, split, X_LEFT, PARTS)
+        _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
-        if X_SCALE is not None:
-            cols_out = first_col + tl.arange(0, BLOCK_N)
+        cols_out = cols_out if X_SCALE is None else first_col + tl.arange(0, BLOCK_N)
         _store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
 
 
