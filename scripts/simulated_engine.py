@@ -47,7 +47,8 @@ class Simulator:
         self._text, rate, self._most = start.options["text"], start.options["rate"], start.options.get("rows", 1 << 30)
         info = {"max_model_len": 1 << 20, "max_num_seqs": 4096, "vocab_size": 1024, "eos_token_ids": [1023]}
         self._send(wire.Progress("simulating", 50, start.model))
-        self._send(wire.Ready(info | {"num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}))
+        memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
+        self._send(wire.Ready(info | memory))
         self._send(wire.Step([], [], stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:
