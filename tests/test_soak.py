@@ -83,7 +83,7 @@ def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
 
         def slow_step() -> StepColumns:
             outputs: StepColumns = step()
-            if threading.current_thread() is other and last.finish_reason and not ended.is_set():
+            if threading.current_thread() is other and last.ending and not ended.is_set():
                 ended.set()
                 reported.wait(1.0)
             return outputs
