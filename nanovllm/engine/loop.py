@@ -31,12 +31,9 @@ class EngineLoop:
 
     def __init__(self, executor: Executor, model_config: ModelConfig, trace: Trace | None) -> None:
         self.executor, self.config, self._trace = executor, executor.config, trace
-        assert self.config.kvcache_block_size
-        num_blocks, block_size = executor.num_kvcache_blocks, self.config.kvcache_block_size
         self.scheduler = Scheduler(
-            self.config, num_blocks, block_size, is_dense=model_config.moe is None, groups=executor.page_groups,
-            tokens_per_step=executor.tokens_per_step,
-        )  # fmt: skip
+            self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step
+        )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()

@@ -11,21 +11,19 @@ from collections.abc import Iterable
 from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
-
-_ONE_GROUP = (PageGroup(),)
+from nanovllm.wire.state import StateSize, capacity_tokens, row_blocks
 
 
 class RowMemory:
     """Owner of every block. Raises only on its own mistakes: callers ask first what fits."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: tuple[PageGroup, ...] = _ONE_GROUP,
-        enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1,
-    ) -> None:  # fmt: skip
+        self, size: StateSize, enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1
+    ) -> None:
         """table_width: blocks of one block table on the device; needed where rows have several tables.
         tokens_per_step: most tokens that a row gains in one step."""
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
+        num_blocks, block_size, groups, _ = size
         self._held = tuple(group.widened(margin) for group in groups)
         """Memory of each group that rows hold while they decode."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
@@ -34,11 +32,14 @@ class RowMemory:
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self._groups = groups
-        self.num_tables = sum(group.num_tables for group in groups)
+        self.num_tables = size.num_tables
         self.num_full_tables = sum(groups[index].num_tables for index in self._full)
         """Tables that grow with the row."""
         self.capacity_tokens = capacity_tokens(self._held, num_blocks, block_size)
         """Tokens of the longest row that fits alone."""
+        self.copies: list[int] = []
+        """Copies that the next step makes before it computes, in this order: flat pairs of blocks, source and
+        destination."""
         self._first_table = [sum(group.num_tables for group in groups[:index]) for index in range(len(groups))]
 
     # -- sizes --------------------------------------------------------------------------------------------------
@@ -102,9 +103,9 @@ class RowMemory:
         most = num_blocks + num_free // (self.num_tables - self.num_full_tables)
         return max(0, min(count, most * self.block_size - start))
 
-    def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> list[int]:
+    def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives `seq` its prefix, and fresh blocks for its other tokens; in layers with windows for the first `count`
-        of these. Returns flat pairs of blocks to copy, source and destination."""
+        of these. What is to be copied joins `copies`."""
         assert not seq.pages, seq
         hits, source = self.cache.hits(seq, prefix), prefix.source if self.num_tables > 1 else ()
         for page in (page for found in [*hits, source] for page in found):
@@ -116,17 +117,15 @@ class RowMemory:
             self._extend(seq, group, seq.num_tokens)
         for group in self._windows:
             self._extend(seq, group, prefix.num_tokens + count)
-        copies: list[int] = []
         for page, table in zip(prefix.source, seq.pages, strict=False):
             own = table[prefix.num_blocks]
             assert own is not None
             for pair in zip(page.blocks, own.blocks, strict=True):
-                copies += pair
+                self.copies += pair
         for page in source:
             self.pool.give_back(page)
         seq.num_published = prefix.num_blocks
         self._note_reserved(seq)
-        return copies
 
     def _extend(self, seq: Sequence, group: int, num_tokens: int) -> None:
         """Adds pages to a row's table until it holds so many tokens."""

@@ -21,7 +21,7 @@ from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
-from nanovllm.wire.state import PageGroup, table_width
+from nanovllm.wire.state import StateSize, table_width
 from nanovllm.wire.step import UPDATE_SIZE, StepTokens, most_block_updates
 
 
@@ -29,19 +29,16 @@ class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, block_size: int, is_dense: bool = True,
-        groups: tuple[PageGroup, ...] = (PageGroup(),), tokens_per_step: int = 1,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1
+    ) -> None:
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
-        little; one of a mixture of experts reads experts that the decodes do not. `groups`: of its layers, by the
-        tokens that they need. `tokens_per_step`: most tokens that a row gains in one step."""
+        little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
+        row gains in one step."""
         self.config, self._chunk_size = config, ChunkSize(config, is_dense)
-        width = table_width(config.max_model_len or 0, block_size, sum(group.num_tables for group in groups))
+        width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self._tokens_per_step = tokens_per_step
-        self.memory = RowMemory(
-            num_blocks, block_size, groups, config.enable_prefix_caching, width, tokens_per_step
-        )
-        self._most_updates = most_block_updates(num_blocks, config.max_num_seqs, self.memory.num_tables)
+        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
+        self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, tokens_per_step)
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
@@ -132,6 +129,8 @@ class Scheduler:
         for seq, count in sorted(chunks, key=is_partial):  # those that finish first, else in this order
             self._add_row(plan, seq, count)
         self._last_plan = plan if plan.seqs else None
+        if self._last_plan is not None:
+            plan.block_copies, self.memory.copies = self.memory.copies, []
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
@@ -271,7 +270,7 @@ class Scheduler:
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """`count`: tokens that it computes first."""
-        plan.block_copies += self.memory.admit(seq, prefix, count)
+        self.memory.admit(seq, prefix, count)
         seq.matched = []
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()

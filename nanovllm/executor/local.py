@@ -28,7 +28,7 @@ from nanovllm.startup.dry_run import dry_run
 from nanovllm.transfer.buckets import Entry, grouped
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
-from nanovllm.wire.state import PageGroup, StateSize
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 _BUCKET_BYTES = 256 << 20
@@ -47,10 +47,8 @@ class LocalExecutor:
 
     config: EngineConfig
     """The options, with no "auto" left."""
-    page_groups: tuple[PageGroup, ...]
-    """Layers by the tokens that they need."""
-    num_kvcache_blocks: int
-    """KV blocks that requests can use: the least that any rank has."""
+    state_size: StateSize
+    """Memory that each rank has for rows: as many blocks as the rank with the fewest."""
     tokens_per_step = 1
 
     def __init__(
@@ -108,12 +106,12 @@ class LocalExecutor:
                 compiler.wait()
                 compiler.close()
         with self._phase("warm-up"):
-            sizes: list[StateSize] = self.call("measure_kv_cache")
-            self.page_groups, self.num_kvcache_blocks = sizes[0].groups, min(size.num_blocks for size in sizes)
-            assert all(size.groups == self.page_groups for size in sizes)
-            if sizes[0].slot_bytes:
+            sizes: list[StateSize] = self.call("measure_state")
+            self.state_size = min(sizes, key=lambda size: size.num_blocks)
+            assert all(size.groups == self.state_size.groups for size in sizes)
+            if self.state_size.slot_bytes:
                 self.config = replace(self.config, enable_prefix_caching=False)
-            self.call("allocate_kv_cache", self.num_kvcache_blocks)
+            self.call("allocate_state", self.state_size)
         with self._phase("choose kernels"):
             choices = self.runner.choose_kernels()
         with self._phase("capture"):
@@ -302,7 +300,7 @@ class LocalExecutor:
         return {
             **self.runner.info(),
             "tensor_parallel_size": self.config.tensor_parallel_size,
-            "num_kvcache_blocks": self.num_kvcache_blocks,
+            "num_kvcache_blocks": self.state_size.num_blocks,
             "torch": torch.__version__,
             "phase_seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
         }

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.config import EngineConfig
 from nanovllm.wire.sampling import StepScores
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ class Executor(Protocol):
 
     config: EngineConfig
     """The options, with no "auto" left."""
-    num_kvcache_blocks: int
-    """KV blocks that requests can use."""
-    page_groups: tuple[PageGroup, ...]
-    """Layers by the tokens that they need."""
+    state_size: StateSize
+    """Memory that each rank has for rows."""
     tokens_per_step: int
     """Most tokens that a row gains in one step."""
     shares_weights: bool

@@ -165,14 +165,14 @@ class ModelRunner:
         return TransformersModel(module, self.kernels)
 
     @torch.inference_mode()
-    def measure_kv_cache(self) -> StateSize:
-        """Groups of layers, and blocks that fit beside the weights, the largest step and the graphs; that step runs
-        here, on one block."""
+    def measure_state(self) -> StateSize:
+        """Memory for rows that fits beside the weights, the largest step and the graphs; that step runs here, on one
+        block."""
         memory, fits = self.state_memory, self._blocks_that_fit()
         if not memory.block_bytes:  # nothing is kept by token: every row fits
             every = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
             fits = self.config.num_kvcache_blocks or every
-        return StateSize(memory.layout.groups, self._blocks_asked_for(fits), memory.slot_bytes)
+        return memory.size(self._blocks_asked_for(fits))
 
     def _blocks_that_fit(self) -> int:
         config, per_block, least = self.config, self.state_memory.block_bytes, self.state_memory.layout.num_tables
@@ -186,7 +186,7 @@ class ModelRunner:
             return blocks_that_fit(int(gib * GIB) - fixed, per_block, least, f"cpu_kvcache_gib={gib}")
         with self.io.stream_context():
             with self.memory.libraries():
-                self.allocate_kv_cache(1)
+                self.allocate_state(self.state_memory.size(1))
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()
@@ -218,18 +218,16 @@ class ModelRunner:
         return blocks
 
     @torch.inference_mode()
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache, the request state by slot and the buffers of a step."""
+    def allocate_state(self, size: StateSize) -> None:
+        """Allocates the layers' memory, the request state by slot and the buffers of a step."""
         config = self.config
         self.state_memory.release()
         self.memory.release_cached()
         with self.io.stream_context():
-            self.state_memory.allocate(num_blocks)
+            self.state_memory.allocate(size)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows, self.state_memory)
-            capacity = packed_capacity(
-                num_blocks, config.max_num_seqs, config.max_num_batched_tokens, self.state_memory.layout.num_tables
-            )
+            capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
             mailbox = config.uses("mailbox") and not config.enforce_eager
             self.io.allocate(capacity, rows, mailbox, self.work.buffers.tokens.shape[1])
 

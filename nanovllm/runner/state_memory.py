@@ -12,6 +12,7 @@ from nanovllm.layers.memory import Mixer, Slot, slots_of
 from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import StateLayout
+from nanovllm.wire.state import StateSize
 
 _SCALE = torch.bfloat16
 _KV_CACHE = "kv_cache"
@@ -85,18 +86,22 @@ class StateMemory:
             for group, layers in zip(layout.groups, layout.group_layers, strict=True)
         ]  # fmt: skip
 
-    def allocate(self, num_blocks: int) -> None:
+    def size(self, num_blocks: int) -> StateSize:
+        """Size of this memory with so many blocks."""
+        return StateSize(num_blocks, self._block_size, self.layout.groups, self.slot_bytes)
+
+    def allocate(self, size: StateSize) -> None:
         """Allocates blocks and slots, and gives each layer its part of them.
 
         Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must
         be finite.
         """
-        nbytes = self.fixed_bytes + num_blocks * self.block_bytes
+        nbytes = self.fixed_bytes + size.num_blocks * self.block_bytes
         if self._sleepable is None:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         else:
             memory = self._sleepable.take(_KV_CACHE, nbytes)
-        self._bind(memory, num_blocks, self._num_lines)
+        self._bind(memory, size.num_blocks, self._num_lines)
 
     def release(self) -> None:
         """Lets go of all memory; memory that can sleep goes when it is taken anew, or with `free`."""

@@ -27,7 +27,7 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     nothing computed here means anything. Afterwards the runner is as before, but for memory in torch's cache."""
     config, work = runner.config, runner.work
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
-        runner.allocate_kv_cache(1)
+        runner.allocate_state(runner.state_memory.size(1))
         try:
             local_ids = runner.model.lm_head.weight.shape[0]
             runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first

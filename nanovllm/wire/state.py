@@ -26,13 +26,21 @@ class PageGroup(NamedTuple):
 
 
 class StateSize(NamedTuple):
-    """Memory of one rank for the rows' keys and values."""
+    """Memory of one rank for what its layers remember of rows."""
 
-    groups: tuple[PageGroup, ...]
     num_blocks: int
     """Blocks of whatever table."""
-    slot_bytes: int
-    """Bytes that a running row has beside them, of fixed size; a model with such memory shares no prefixes."""
+    block_size: int
+    """Tokens in a block."""
+    groups: tuple[PageGroup, ...] = (PageGroup(),)
+    """Layers by the tokens that they need."""
+    slot_bytes: int = 0
+    """Bytes that a running row has beside its blocks, of fixed size; a model with such memory shares no prefixes."""
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a row, in all groups."""
+        return sum(group.num_tables for group in self.groups)
 
 
 def row_blocks(groups: Iterable[PageGroup], num_tokens: int, block_size: int) -> int:

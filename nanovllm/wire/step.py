@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.wire.state import StateSize
+
 HEADER_SIZE = 16
 """Words, as all sizes here."""
 SECTION_WORD = 7
@@ -77,16 +79,16 @@ class StepTokens(NamedTuple):
         return cls(tokens[np.arange(tokens.shape[1]) < counts[:, None]].tolist(), counts.tolist())
 
 
-def most_block_updates(num_blocks: int, max_num_seqs: int, num_tables: int = 1) -> int:
+def most_block_updates(size: StateSize, max_num_seqs: int) -> int:
     """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that
     rows with one long prefix could bring any number: the scheduler lets those that are too many wait a step."""
-    return num_blocks + max_num_seqs * num_tables
+    return size.num_blocks + max_num_seqs * size.num_tables
 
 
-def packed_capacity(num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int, num_tables: int = 1) -> int:
+def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """int32 words of the largest packed step, without its sampling section."""
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * num_tables) * max_num_seqs
-    return fixed + UPDATE_SIZE * most_block_updates(num_blocks, max_num_seqs, num_tables) + max_num_batched_tokens
+    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * size.num_tables) * max_num_seqs
+    return fixed + UPDATE_SIZE * most_block_updates(size, max_num_seqs) + max_num_batched_tokens
 
 
 def pack_step(

@@ -12,7 +12,7 @@ from fake_device import FakeDevice
 from nanovllm.config import EngineConfig
 from nanovllm.executor.protocol import Executor
 from nanovllm.wire.sampling import SCORES, Section, StepScores, split_section
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ class FakeExecutor:
     """Steps are computed as they are launched. The log-probability of a token is minus its id."""
 
     failed = shares_weights = False
-    page_groups = (PageGroup(),)
 
     def __init__(self, config: EngineConfig, tokens_per_step: int, gain: Callable[[int], int] | None) -> None:
         """`config`: resolved, with num_kvcache_blocks. `gain`: see FakeDevice."""
         assert config.num_kvcache_blocks and config.kvcache_block_size
-        self.config, self.num_kvcache_blocks, self.owner = config, config.num_kvcache_blocks, os.getpid()
+        self.config, self.owner = config, os.getpid()
+        self.state_size = StateSize(config.num_kvcache_blocks, config.kvcache_block_size)
         self.tokens_per_step = tokens_per_step
         self.device = FakeDevice(config.max_num_seqs, config.num_kvcache_blocks, config.kvcache_block_size, gain)
         self._results: deque[tuple[StepTokens, StepScores | None]] = deque()

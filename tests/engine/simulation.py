@@ -14,7 +14,7 @@ from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
-from nanovllm.wire.state import PageGroup, table_width
+from nanovllm.wire.state import PageGroup, StateSize, table_width
 from nanovllm.wire.step import StepTokens, most_block_updates, packed_capacity
 
 
@@ -97,8 +97,9 @@ class Simulation:
     ) -> None:  # fmt: skip
         """`gain`, `groups`: see FakeDevice."""
         self.config = EngineConfig.from_options("model", **{"max_model_len": 1 << 16, **options})
-        self.scheduler = Scheduler(self.config, num_blocks, block_size, groups=groups, tokens_per_step=tokens_per_step)
-        width = table_width(1 << 16, block_size, sum(group.num_tables for group in groups))
+        self.size = StateSize(num_blocks, block_size, groups)
+        self.scheduler = Scheduler(self.config, self.size, tokens_per_step=tokens_per_step)
+        width = table_width(1 << 16, block_size, self.size.num_tables)
         self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width)
         self.depth = depth
         self.pipeline: deque[tuple[StepPlan, StepTokens]] = deque()
@@ -237,10 +238,9 @@ class Simulation:
         self.num_preemptions += kept.count(False)
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
-        config, num_blocks = self.config, self.scheduler.memory.num_blocks
-        num_tables = len(self.device.windows)
-        assert len(plan.block_updates) <= 3 * most_block_updates(num_blocks, config.max_num_seqs, num_tables)
-        capacity = packed_capacity(num_blocks, config.max_num_seqs, config.max_num_batched_tokens, num_tables)
+        config = self.config
+        assert len(plan.block_updates) <= 3 * most_block_updates(self.size, config.max_num_seqs)
+        capacity = packed_capacity(self.size, config.max_num_seqs, config.max_num_batched_tokens)
         assert len(plan.pack(config.max_num_seqs)) <= capacity
         assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
         assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs

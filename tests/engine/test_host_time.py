@@ -12,6 +12,7 @@ from timing import seconds
 from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import StepPlan
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 NUM_ROWS = 256
@@ -24,7 +25,7 @@ SECONDS_PER_STEP = 0.005
 
 def test_schedule_pack_and_apply_a_steady_decode_step() -> None:
     """256 rows of ~500 tokens, blocks of 128, one step ahead of its results: as on a GPU."""
-    scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=40_000, block_size=128)
+    scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), StateSize(40_000, 128))
     for request_id in range(NUM_ROWS):
         prompt = [request_id] * (300 + 7 * request_id % 400)
         scheduler.add(make_sequence(request_id, prompt, max_tokens=10_000, capacity=scheduler.capacity_tokens))
@@ -69,7 +70,7 @@ def test_scheduling_where_memory_is_short() -> None:
     p99 = [math.inf]
     while min(p99) >= milliseconds and len(p99) <= 5:
         config = EngineConfig("model", max_num_seqs=num_rows, max_num_batched_tokens=16384, enable_prefix_caching=False)
-        scheduler = Scheduler(config, num_blocks=6 * num_rows, block_size=128)
+        scheduler = Scheduler(config, StateSize(6 * num_rows, 128))
         for number in range(2 * num_rows):
             prompt = [number % 1000] * (100 + 7 * number % 900)
             capacity = scheduler.capacity_tokens

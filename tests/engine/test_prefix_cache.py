@@ -12,7 +12,7 @@ from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import PageGroup, StateSize
 
 BLOCK_SIZE = 4
 
@@ -39,14 +39,14 @@ def block_of(*tokens: int) -> list[int]:
 
 
 def test_texts_of_another_salt_are_misses() -> None:
-    memory = RowMemory(10, BLOCK_SIZE)
+    memory = RowMemory(StateSize(10, BLOCK_SIZE))
     memory.release(admit(memory, [*block_of(1, 2), 0], salt="a"))
     assert [num_hits(memory, [*block_of(1, 2), 0], salt) for salt in ("a", "b", None)] == [2, 0, 0]
 
 
 def test_an_extra_counts_from_its_position_on() -> None:
     """As the digest of an image does."""
-    memory = RowMemory(10, BLOCK_SIZE)
+    memory = RowMemory(StateSize(10, BLOCK_SIZE))
 
     def text(digest: bytes) -> Sequence:
         seq = make_sequence(0, [*block_of(1, 2, 3), 0])
@@ -62,7 +62,7 @@ def test_an_extra_counts_from_its_position_on() -> None:
 
 @pytest.mark.parametrize("damage", ["lost", "counted twice", "dangling key"])
 def test_the_integrity_check_notices(damage: str) -> None:
-    memory = RowMemory(4, BLOCK_SIZE)
+    memory = RowMemory(StateSize(4, BLOCK_SIZE))
     seq = admit(memory, block_of(1, 2))
     owners = {"lost": [], "counted twice": [seq, seq], "dangling key": [seq]}[damage]
     if damage == "dangling key":
@@ -73,7 +73,7 @@ def test_the_integrity_check_notices(damage: str) -> None:
 
 def test_a_window_that_moves_on_leaves_hits_behind() -> None:
     """A prefix is found where the full layers have all of it and the others what their window reaches."""
-    memory = RowMemory(60, BLOCK_SIZE, (PageGroup(), PageGroup(window=6, num_tables=2)), table_width=20)
+    memory = RowMemory(StateSize(60, BLOCK_SIZE, (PageGroup(), PageGroup(window=6, num_tables=2))), table_width=20)
     seq = admit(memory, [*range(40)])
     assert seq.num_held_blocks == 30 and memory.num_free_blocks == 30
     assert memory.prepare(seq, 0) == 0
@@ -94,7 +94,8 @@ def test_what_fits_is_admitted_where_a_copy_is_given_up() -> None:
     """Without what it would copy a prefix ends earlier, and its windows reach other pages, which are not free then."""
     text = [*range(5, 17)]
     for window, num_blocks, end, begin in product((2, 3, 5, 6), range(6, 16), range(9, 13), range(5, 13)):
-        memory = RowMemory(num_blocks, BLOCK_SIZE, (PageGroup(), PageGroup(window, num_tables=2)), table_width=20)
+        size = StateSize(num_blocks, BLOCK_SIZE, (PageGroup(), PageGroup(window, num_tables=2)))
+        memory = RowMemory(size, table_width=20)
         for number, tokens in enumerate(([*text[:end], 1], [*text[:begin], 2, 3])):
             seq = make_sequence(number, tokens)
             prefix = memory.cache.lookup(seq)
@@ -114,7 +115,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 6), is_caching=st.sampled_from((True, True, False)))
     def start(self, num_blocks: int, is_caching: bool) -> None:
         self.is_caching = is_caching
-        self.memory = RowMemory(num_blocks, BLOCK_SIZE, enable_prefix_caching=is_caching)
+        self.memory = RowMemory(StateSize(num_blocks, BLOCK_SIZE), enable_prefix_caching=is_caching)
         self.rows: list[Sequence] = []
         self.texts: dict[int, tuple[int, ...]] = {}  # block -> the text that ends with it, where it is a hit
         self.free_hits: OrderedDict[tuple[int, ...], None] = OrderedDict()  # hits that nobody owns, next to go first

@@ -26,7 +26,7 @@ from nanovllm.outputs import Ending, RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.sampling import StepScores
-from nanovllm.wire.state import PageGroup
+from nanovllm.wire.state import PageGroup, StateSize
 from nanovllm.wire.step import StepTokens
 
 STOP = 7
@@ -35,7 +35,7 @@ DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **options: object) -> Scheduler:
     config = EngineConfig.from_options("model", max_num_seqs=4, max_model_len=400, **options)
-    return Scheduler(config, num_blocks, 4, groups=groups or (PageGroup(),), tokens_per_step=tokens_per_step)
+    return Scheduler(config, StateSize(num_blocks, 4, groups or (PageGroup(),)), tokens_per_step=tokens_per_step)
 
 
 def begin(scheduler: Scheduler, seq: Sequence) -> None:

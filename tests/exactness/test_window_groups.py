@@ -20,6 +20,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.memory import Pages
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.state_layout import StateLayout, layout_of
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 SHARED = [(29 * i + 3) % 211 for i in range(41)]
@@ -158,7 +159,7 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
     holds."""
     per_block = 128 * layout.token_bytes(BFLOAT16)
     config = config_of(length + MORE, "lookahead")
-    scheduler = Scheduler(config, num_bytes // per_block, 128, groups=layout.groups)
+    scheduler = Scheduler(config, StateSize(num_bytes // per_block, 128, layout.groups))
     for number in range(80):
         seq = Sequence(
             number, [number % 7] * length, SamplingParams(max_tokens=MORE - 1), num_prompt_tokens=length, seed=0,

@@ -16,6 +16,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, Word, create_shared_memory
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import HEADER_SIZE, StepTokens
 
 NUM_ROWS = 256
@@ -29,7 +30,7 @@ class Decoding:
     """256 rows that decode, one step ahead of their results."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), num_blocks=20_000, block_size=BLOCK)
+        self.scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), StateSize(20_000, BLOCK))
         for number in range(NUM_ROWS):
             prompt = [number] * (300 + 7 * number % 400)
             sequence = make_sequence(number, prompt, max_tokens=9_000, capacity=self.scheduler.capacity_tokens)

@@ -108,7 +108,7 @@ FEW_LAYERS = """
 from nanovllm.startup.dry_run import launching_nothing
 launched = []
 with torch.inference_mode():
-    runner.allocate_kv_cache(1)
+    runner.allocate_state(runner.state_memory.size(1))
     for narrowed in (runner.model.few_layers(), contextlib.nullcontext()):
         jobs = set()
         with launching_nothing(jobs.add), narrowed:

@@ -11,6 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import StepTokens
 
 BLOCK = 128
@@ -23,7 +24,7 @@ class Fleet:
     def __init__(self, count: int, num_blocks: int, max_num_seqs: int, route: Callable[[int], int] | None) -> None:
         """`route`: request number to replica, in place of the router."""
         config = EngineConfig("model", max_num_seqs=max_num_seqs)
-        self.schedulers = [Scheduler(config, num_blocks, BLOCK) for _ in range(count)]
+        self.schedulers = [Scheduler(config, StateSize(num_blocks, BLOCK)) for _ in range(count)]
         self.router = Router(count, BLOCK, num_blocks, max_num_seqs)
         for number in range(count):
             self.router.join(number)
