@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.runner.memory_probe import GIB, MIB, MemoryProbe, TorchMemory
@@ -125,7 +125,6 @@ def test_alone_it_is_exact() -> None:
     ),
     trainer=st.integers(0, 10 * GIB), cached=st.integers(0, 60 * GIB), utilization=st.floats(0.2, 0.4),
 )  # fmt: skip
-@settings(deadline=None)
 def test_others_move_memory_at_any_point(
     moves: list[int], start: Start, trainer: int, cached: int, utilization: float
 ) -> None:

@@ -37,7 +37,9 @@ class Notebook:
             content = message["content"]
             shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
 
-        reply = self.client.execute_interactive(cell, output_hook=note, timeout=120)["content"]
+        reply = {"status": "aborted"}  # as a kernel also says that a cell came too soon after one that raised
+        while reply["status"] == "aborted":
+            reply = self.client.execute_interactive(cell, output_hook=note, timeout=120)["content"]
         if reply["status"] == "error":
             raise RuntimeError(f"{reply['ename']}: {reply['evalue']}")
         return "".join(shown)
