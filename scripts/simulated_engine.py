@@ -48,7 +48,7 @@ class Simulator:
         info = {"max_model_len": 1 << 20, "max_num_seqs": 4096, "vocab_size": 1024, "eos_token_ids": [1023]}
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
-        self._send(wire.Ready(info | memory))
+        self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
         self._send(wire.Step([], [], stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:

@@ -21,6 +21,7 @@ from nanovllm.host.flight import Flight
 from nanovllm.host.pending import Pending
 from nanovllm.host.router import Load, Router
 from nanovllm.outputs import EngineStats
+from nanovllm.wire.state import PageGroup
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ class Fleet:
         requests end with it. `most_restarts`: of each engine."""
         self._send, self._restart, self._most_restarts = send, restart, most_restarts
         self._block_size, count = infos[0]["block_size"] or 1, len(infos)
-        tokens = min(info["num_kv_tokens"] for info in infos)
-        rows, blocks = infos[0]["max_num_seqs"], tokens // self._block_size
-        self._max_total = min(info["max_model_len"] for info in infos)
-        if count == 1:  # an engine's own queue knows more than we
-            rows, blocks = _NO_BOUND, _NO_BOUND
+        self.max_total = min(info["max_model_len"] for info in infos)
+        """Tokens of the longest text that every engine has room for."""
+        self._is_alone = count == 1
         self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
-        self._router = Router(count, self._block_size, blocks, rows)
+        rows = _NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
+        groups = tuple(PageGroup(*group) for group in infos[0]["page_groups"])
+        self._router = Router(count, self._block_size, rows, groups)
         self._keeps_tokens = restart is not None
         self._states: dict[int, EngineState] = {}
         """State of each engine that has answered a call."""
@@ -75,8 +76,12 @@ class Fleet:
         self._lost: list[int] = []
         """Engines to start again once the others are awake and, if these have other weights than the checkpoint, when
         all weights come anew."""
-        for number in range(count):
-            self._router.join(number)
+        for number, info in enumerate(infos):
+            self._join(number, info)
+
+    def _join(self, number: int, info: dict[str, Any]) -> None:
+        """Gives an engine requests; its own queue knows more than we where it is the only one."""
+        self._router.join(number, _NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -110,7 +115,7 @@ class Fleet:
         known = len(flight.tokens[0]) if flight.goes_on else flight.num_known
         length = flight.num_prompt + known
         most = flight.params.get("max_tokens", 16)
-        total = self._max_total if most is None else min(self._max_total, flight.num_prompt + most)
+        total = self.max_total if most is None else min(self.max_total, flight.num_prompt + most)
         hashes = self._hashes(flight, flight.tokens[0][:known])
         self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
 
@@ -140,7 +145,7 @@ class Fleet:
                 self._skips[flight.request_id + index] = _ENDED if index in flight.ended else count
             if self._keeps_tokens:
                 flight.note_version(index, self._versions[number])
-        params, most = flight.params, self._max_total - flight.num_prompt
+        params, most = flight.params, self.max_total - flight.num_prompt
         if len(self._versions) > 1 and (params.get("max_tokens", 16) or _NO_BOUND) > most:
             # This engine's KV cache may hold more than that of others.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
@@ -192,7 +197,7 @@ class Fleet:
         elif isinstance(frame, wire.Ready):
             if self.state.paused:
                 self._send(number, [wire.Call(0, "pause", {"mode": "keep"})])
-            self._router.join(number)
+            self._join(number, frame.info)
             self.bind()
 
     def _take_step(self, number: int, step: wire.Step) -> None:

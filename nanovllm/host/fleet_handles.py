@@ -31,8 +31,6 @@ class FleetHandles:
         self.forget: Callable[[Handle], None] = lambda handle: None
         """Ends that."""
         self.all: list[Handle] = []
-        self._num_blocks: dict[int, int] = {}
-        """KV blocks of each engine that has been ready."""
         self._last_look = time.monotonic()
         if not self._on_ray:
             self._start_all()
@@ -56,7 +54,6 @@ class FleetHandles:
 
     def form(self, ready: list[wire.Ready]) -> Fleet:
         """The fleet of engines that have said this, in the order of their numbers."""
-        self._num_blocks = {number: one.info["num_kvcache_blocks"] for number, one in enumerate(ready)}
         self.fleet = Fleet([one.info for one in ready], self._send, self._restart if self._has_failover else None)
         return self.fleet
 
@@ -64,8 +61,7 @@ class FleetHandles:
         self.all[number].send_packed(b"".join(map(wire.pack, frames)))
 
     def _restart(self, number: int) -> None:
-        options = {**self._options, "num_kvcache_blocks": self._num_blocks[number]}
-        self.all[number] = handle = self._make(wire.Start(self._model, options, number))
+        self.all[number] = handle = self._make(wire.Start(self._model, self._options, number))
         self.watch(handle)
 
     def take(self, handle: Handle, frame: wire.Up | Lost) -> None:
@@ -77,6 +73,8 @@ class FleetHandles:
                 handle.close(patience=0)
             if is_current:
                 self.fleet.lose(handle.number, frame.reason)
+        elif isinstance(frame, wire.Ready) and (room := frame.info["max_model_len"]) < self.fleet.max_total:
+            handle.give_up(f"started with room for texts of {room} tokens, and {self.fleet.max_total} are served")
         elif is_current:
             self.fleet.take(handle.number, frame)
 

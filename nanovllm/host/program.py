@@ -122,6 +122,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "eos_token_ids": list(model.eos_token_ids),
         "num_kv_tokens": engine.scheduler.memory.num_kv_tokens,
         "num_kvcache_blocks": engine.scheduler.memory.num_blocks,
+        "page_groups": engine.executor.state_size.groups,
         "block_size": config.kvcache_block_size,
         "startup_seconds": engine.startup_seconds,
         "dtype": config.dtype,

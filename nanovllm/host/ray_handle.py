@@ -101,6 +101,8 @@ class RayHandle:
         self._large: deque[Any] = deque()
         """Answers to large messages that the actor may not have taken in."""
         self._ended = threading.Event()
+        self._reason: str | None = None
+        """Reason why the engine was given up; None while it was not."""
         self._frames = UpFrames()
         self._said: queue.SimpleQueue[bytes | Lost] = queue.SimpleQueue()
         self._rings, self._bell = socket.socketpair()
@@ -156,7 +158,8 @@ class RayHandle:
         self._heard = time.monotonic()
 
     def give_up(self, reason: str) -> None:
-        """The listener's own time limit does it."""
+        self._reason = reason
+        ray.kill(self._actor)
 
     def _listen(self) -> None:
         reason: str | None = None
@@ -173,7 +176,7 @@ class RayHandle:
             except Exception as error:  # ActorDiedError, and what Ray raises where a node is lost
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self._ended.set()
-        self._put(Lost(reason))
+        self._put(Lost(self._reason or reason))
 
     def _put(self, said: bytes | Lost) -> None:
         self._said.put(said)

@@ -10,13 +10,15 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
+
 DECODE_COST = 2.0
 """Cost of a token to generate, in prompt tokens to compute. Ahead of a request both take time; a decoded token takes
 more, since a step has few of them."""
 _LOAD_WEIGHT = 0.5  # what is bound runs beside a request as much as before it: with 1, chance differences of load move
 # requests away from the prefixes that they share
 _SPARE_ROWS = 8  # a replica holds 1 / this many rows more than run at once, to go on with when one of them ends
-_SPARE_TOKENS = 1.25  # and as many times the tokens that its KV cache holds
+_SPARE_BLOCKS = 1.25  # and as many times the blocks of its KV cache
 _MEAN_WEIGHT = 0.02  # of one output in the running mean of their lengths
 
 
@@ -58,29 +60,31 @@ class Load:
     num_rows: int = 1
     cost: float = 0.0
     """Expected addition to its replica's load, set when it joined the queue."""
-    num_tokens: int = 0
-    """KV tokens that it is expected to need."""
+    num_blocks: int = 0
+    """KV blocks that its rows are expected to hold at their ends."""
 
 
 @dataclass
 class _Replica:
-    held: HeldPrefixes
+    held: HeldPrefixes = field(default_factory=lambda: HeldPrefixes(0))
+    most_blocks: int = 0
     is_there: bool = False
     queue: deque[Load] = field(default_factory=deque)
     bound: dict[Hashable, Load] = field(default_factory=dict)
     num_rows: int = 0
-    num_tokens: int = 0
+    num_blocks: int = 0
     load: float = 0.0
     """Cost of everything bound and queued."""
 
 
 class Router:
-    def __init__(self, num_replicas: int, block_size: int, num_blocks: int, max_num_seqs: int) -> None:
-        """`num_blocks`, `max_num_seqs`: of each replica. Replicas are there from `join` on."""
-        self._block_size = block_size
+    def __init__(
+        self, num_replicas: int, block_size: int, max_num_seqs: int, groups: tuple[PageGroup, ...] = (PageGroup(),)
+    ) -> None:
+        """`max_num_seqs`, `groups` of layers: of each replica. Replicas are there from `join` on."""
+        self._block_size, self._groups = block_size, groups
         self._most_rows = max_num_seqs + max(2, max_num_seqs // _SPARE_ROWS)
-        self._most_tokens = int(_SPARE_TOKENS * num_blocks * block_size)
-        self._replicas = [_Replica(HeldPrefixes(num_blocks)) for _ in range(num_replicas)]
+        self._replicas = [_Replica() for _ in range(num_replicas)]
         self._homeless: deque[Load] = deque()
         """Waits for any replica to be there."""
         self._mean_output: float | None = None
@@ -90,9 +94,11 @@ class Router:
         """Requests that are bound to no replica."""
         return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)
 
-    def join(self, number: int) -> None:
-        """A replica is there, its cache empty."""
-        self._replicas[number].is_there = True
+    def join(self, number: int, num_blocks: int) -> None:
+        """A replica is there, its cache of so many blocks empty."""
+        longest = capacity_tokens(self._groups, num_blocks, self._block_size) // self._block_size
+        most = int(_SPARE_BLOCKS * num_blocks)
+        self._replicas[number] = _Replica(HeldPrefixes(min(longest, num_blocks)), most, is_there=True)
         homeless, self._homeless = self._homeless, deque()
         for load in homeless:
             self.add(load)
@@ -101,14 +107,14 @@ class Router:
         """A replica is gone. What was queued there moves to others; returns what was bound to it."""
         replica = self._replicas[number]
         bound, queued = list(replica.bound), replica.queue
-        self._replicas[number] = _Replica(HeldPrefixes(replica.held._num_blocks))
+        self._replicas[number] = _Replica()
         for load in queued:
             self.add(load)
         return bound
 
     def add(self, load: Load, first: bool = False) -> None:
         """Queues a request; `first`: before all others there, since it had begun."""
-        load.num_tokens = load.num_prompt_tokens + load.num_rows * self._expected_output(load)
+        load.num_blocks = self._expected_blocks(load)
         there = [replica for replica in self._replicas if replica.is_there]
         if not there:
             (self._homeless.appendleft if first else self._homeless.append)(load)
@@ -124,6 +130,12 @@ class Router:
         """Tokens that each of its completions will have: the mean so far, at most what it may have."""
         most = load.max_output_tokens
         return most if self._mean_output is None else min(most, int(self._mean_output) + 1)
+
+    def _expected_blocks(self, load: Load) -> int:
+        """Blocks at the ends of its completions, which share the prompt's."""
+        output = self._expected_output(load)
+        whole = row_blocks(self._groups, load.num_prompt_tokens + output, self._block_size)
+        return whole + (load.num_rows - 1) * row_blocks(self._groups, output, self._block_size)
 
     def _cost(self, replica: _Replica, load: Load) -> float:
         hits = replica.held.num_hits(load.hashes) * self._block_size
@@ -147,7 +159,7 @@ class Router:
                     replica.held.touch(load.hashes)
                 replica.bound[load.key] = load
                 replica.num_rows += load.num_rows
-                replica.num_tokens += load.num_tokens
+                replica.num_blocks += load.num_blocks
                 bound.append((number, load.key))
         return bound
 
@@ -165,8 +177,8 @@ class Router:
     def _has_room(self, replica: _Replica, load: Load) -> bool:
         if not replica.bound:
             return True
-        rows, tokens = replica.num_rows + load.num_rows, replica.num_tokens + load.num_tokens
-        return rows <= self._most_rows and tokens <= self._most_tokens
+        rows, blocks = replica.num_rows + load.num_rows, replica.num_blocks + load.num_blocks
+        return rows <= self._most_rows and blocks <= replica.most_blocks
 
     def finish(self, number: int, key: Hashable, num_output_tokens: int, hashes: Iterable[bytes] = ()) -> None:
         """A bound request has ended. `hashes`: of the blocks that it leaves in the replica's cache, output included."""
@@ -174,7 +186,7 @@ class Router:
         load = replica.bound.pop(key)
         replica.load -= load.cost
         replica.num_rows -= load.num_rows
-        replica.num_tokens -= load.num_tokens
+        replica.num_blocks -= load.num_blocks
         replica.held.touch(hashes)
         mean, output = self._mean_output, num_output_tokens / load.num_rows
         self._mean_output = output if mean is None else mean + _MEAN_WEIGHT * (output - mean)

@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.wire.state import StateSize
+from nanovllm.wire.state import PageGroup, StateSize
 from nanovllm.wire.step import StepTokens
 
 BLOCK = 128
@@ -21,15 +21,18 @@ Work = list[tuple[list[int], int]]  # prompt, tokens to generate
 class Fleet:
     """Replicas that step in turn, and requests that come as others end."""
 
-    def __init__(self, count: int, num_blocks: int, max_num_seqs: int, route: Callable[[int], int] | None) -> None:
+    def __init__(
+        self, count: int, num_blocks: int, max_num_seqs: int, route: Callable[[int], int] | None,
+        groups: tuple[PageGroup, ...] = (PageGroup(),),
+    ) -> None:  # fmt: skip
         """`route`: request number to replica, in place of the router."""
-        config = EngineConfig("model", max_num_seqs=max_num_seqs)
-        self.schedulers = [Scheduler(config, StateSize(num_blocks, BLOCK)) for _ in range(count)]
-        self.router = Router(count, BLOCK, num_blocks, max_num_seqs)
+        config = EngineConfig("model", max_num_seqs=max_num_seqs, max_model_len=1 << 17)
+        self.schedulers = [Scheduler(config, StateSize(num_blocks, BLOCK, groups)) for _ in range(count)]
+        self.router = Router(count, BLOCK, max_num_seqs, groups)
         for number in range(count):
-            self.router.join(number)
+            self.router.join(number, num_blocks)
         self.route, self.work, self.computed = route, [0] * count, [0] * count
-        self.idle_beside_a_queue = 0
+        self.idle_beside_a_queue = self.most_waiting = 0
 
     def run(self, work: Work, at_once: int) -> None:
         waiting = list(enumerate(work))[::-1]
@@ -49,6 +52,7 @@ class Fleet:
             for replica, scheduler in enumerate(self.schedulers):
                 if (plan := scheduler.schedule()) is None:
                     continue
+                self.most_waiting = max(self.most_waiting, scheduler.num_waiting)
                 self.work[replica] += plan.num_tokens
                 self.computed[replica] += plan.num_prefill_tokens
                 for seq, _ in scheduler.apply(plan, StepTokens([7] * plan.num_sample_rows)):
@@ -106,17 +110,27 @@ def test_none_idles_while_another_has_a_queue() -> None:
     assert min(fleet.work) > 0.8 * max(fleet.work)
 
 
+def test_a_replica_gets_the_rows_that_its_blocks_hold_in_all_tables() -> None:
+    """Where windows let one long row fit, a short row takes more of the blocks for each of its tokens."""
+    groups = (PageGroup(), PageGroup(window=2 * BLOCK, num_tables=5))
+    fleet = Fleet(2, 400, 256, None, groups)
+    chance = random.Random(1)
+    fleet.run([([chance.randrange(1000) for _ in range(80)], 40) for _ in range(600)], at_once=600)
+    assert fleet.idle_beside_a_queue == 0
+    assert fleet.most_waiting <= 0.3 * 400 / 6, "rows of one block in each of six tables"
+
+
 def load(key: int, **changes: Any) -> Load:
     return Load(key, **{"hashes": [], "num_prompt_tokens": 10, "max_output_tokens": 10, **changes})
 
 
 def test_what_is_queued_survives_a_loss_and_waits_for_a_return() -> None:
-    router = Router(2, BLOCK, 100, 1)
+    router = Router(2, BLOCK, 1)
     for key in range(9):
         router.add(load(key))  # no replica is there yet
     assert router.num_waiting == 9 and router.bind() == []
-    router.join(0)
-    router.join(1)
+    router.join(0, 100)
+    router.join(1, 100)
     bound = router.bind()
     lost = [key for number, key in bound if number == 0]
     assert sorted(router.leave(0), key=str) == sorted(lost, key=str)
