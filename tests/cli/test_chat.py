@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import end_with_test_run
 from running import nanovllm
 from serve.serving import ROOT, Server
 
@@ -67,7 +68,7 @@ class Terminal:
         command = [sys.executable, "-m", "nanovllm", *arguments]
         self.process = subprocess.Popen(
             command, stdin=side, stdout=side, stderr=side, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "TERM": "dumb"},
+            env={**os.environ, "TERM": "dumb"}, preexec_fn=end_with_test_run,
         )  # fmt: skip
         os.close(side)
         self.seen = ""

@@ -15,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
+from programs import end_with_test_run
 
 from nanovllm import LLM, SamplingParams, terminal, turns
 from nanovllm import llm as llm_module
@@ -59,7 +60,7 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        **options,  # type: ignore[call-overload]
+        **{"preexec_fn": end_with_test_run, **options},  # type: ignore[call-overload]
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from programs import end_with_test_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +27,9 @@ def test_a_wheel_serves_the_demo_model_without_the_repository(tmp_path: Path) ->
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     with open(log, "wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=tmp_path)
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment, cwd=tmp_path, preexec_fn=end_with_test_run
+        )
     try:
         deadline = time.monotonic() + 120
         while not (found := re.search(r"http://[\d.]+:(\d+)", log.read_text())):

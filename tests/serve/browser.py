@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from programs import end_with_test_run
+
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage", "--disable-sync"),
@@ -28,6 +30,7 @@ class Page:
         def numbers() -> None:  # what Chromium reads is 3, what it writes is 4
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
+            end_with_test_run()
 
         assert PROGRAM is not None and min(high) > 4
         self._process = subprocess.Popen(

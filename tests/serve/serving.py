@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from programs import end_with_test_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
@@ -44,8 +45,9 @@ def alive(processes: set[int]) -> set[int]:
     return found
 
 
-def _few_descriptors() -> None:
-    """As many as most systems give at first."""
+def _before_it_runs() -> None:
+    """As many descriptors as most systems give at first, and an end with the test run."""
+    end_with_test_run()
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
@@ -76,7 +78,7 @@ class Server:
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, *ENGINE, *arguments], stdout=log, stderr=log, env=environment, start_new_session=True,
-                preexec_fn=_few_descriptors,
+                preexec_fn=_before_it_runs,
             )  # fmt: skip
 
     @property

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from programs import end_with_test_run
 from serving import DEMO, ROOT, SOON_SILENT, Server, alive, events, user, wait_for
 
 from nanovllm.host import wire
@@ -77,6 +78,26 @@ def test_start(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+def test_a_server_and_its_engine_end_with_the_test_run_that_started_them(tmp_path: Path) -> None:
+    """However that ends: a killed one runs no fixture's end."""
+    code = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tests" / "serve")!r}]
+from pathlib import Path
+from serving import Server
+server = Server(Path({str(tmp_path)!r}))
+server.wait_until_ready()
+print(*server.everything(), flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as run:
+        assert run.stdout is not None
+        processes = set(map(int, run.stdout.readline().split()))
+        assert len(processes) >= 2 and alive(processes) == processes
+        run.kill()
+    wait_for(lambda: not alive(processes), "end of the server and its engine")
+
+
 @pytest.mark.slow
 def test_bar_on_a_terminal(tmp_path: Path) -> None:
     """Taken away when the model is there; log lines stand above it."""
@@ -84,7 +105,8 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     termios.tcsetwinsize(theirs, (24, 100))
     command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--num-kvcache-blocks", "64"], cwd=ROOT, stderr=theirs, env=environment)
+    command += ["--num-kvcache-blocks", "64"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, env=environment, preexec_fn=end_with_test_run)
     os.close(theirs)
     shown = b""
     while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
@@ -102,7 +124,9 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
     command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=theirs, stdout=theirs, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        command, stderr=theirs, stdout=theirs, cwd=ROOT, start_new_session=True, preexec_fn=end_with_test_run
+    )
     os.close(theirs)
     try:
         shown = b""
