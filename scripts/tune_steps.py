@@ -41,6 +41,8 @@ from nanovllm.kernels.plan.config import (
     GemmConfig,
     Kernel,
     Ranges,
+    streaming,
+    with_roles,
 )
 from nanovllm.kernels.plan.fits import misfit
 from nanovllm.kernels.plan.plan import choose
@@ -80,10 +82,9 @@ _FP8_GATED = {
 }
 _FP8_ROLES = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128, 6), (64, 256, 5), (128, 256, 4)]
 """(weight rows, rows, stages)"""
-_FP8_ONE_ROW = [(16, 8, 2), (16, 8, 4), (16, 6, 4), (16, 4, 4), (16, 3, 4), (16, 2, 4), (16, 4, 8), (16, 3, 8)]
-"""(weight rows, stages, warps)"""
+_FP8_ONE_ROW = [(2, 8), (4, 8), (4, 6), (4, 4), (4, 3), (4, 2), (8, 4), (8, 3)]
 _STREAM = [(4, 4), (4, 8), (8, 3), (8, 6), (16, 3)]
-"""(warps, stages) for several rows."""
+"""(warps, stages), of one row and of several."""
 _INT4 = {
     16: [(128, 5, 4), (64, 6, 4)],
     32: [(128, 4, 8), (64, 5, 4)],
@@ -93,10 +94,6 @@ _INT4 = {
 """By rows of a tile: (weight rows, stages, warps)."""
 _INT4_ONE_ROW = [(64, 2, 4), (32, 3, 4), (32, 4, 4), (32, 3, 8), (16, 3, 8), (16, 4, 8), (16, 6, 4), (32, 4, 8)]
 """(weight rows, stages, warps)"""
-
-
-def one_row(block_n: int, stages: int, num_warps: int) -> GemmConfig:
-    return GemmConfig("stream", block_n, 0, 128 * num_warps, stages, num_warps=num_warps)
 
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
@@ -109,14 +106,8 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         if (gemm.kind in SUMMED) <= (split_k > 1) and not (gemm.kind == "gate_up" and split_k > 2)
     ]  # fmt: skip
     if rows == 1:
-        found += [one_row(*sizes) for sizes in _INT4_ONE_ROW]
+        found += [streaming(warps, stages, n) for n, stages, warps in _INT4_ONE_ROW]
     return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
-
-
-def _streams(rows: int, columns: int) -> list[GemmConfig]:
-    """Kernels that stream weights, `columns` of a step for each warp, where several rows share them."""
-    sizes = _STREAM if 1 < rows <= STREAM_ROWS else []
-    return [GemmConfig("stream", 16, 0, columns * warps, stages, num_warps=warps) for warps, stages in sizes]
 
 
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
@@ -125,18 +116,16 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     if gemm.dtype == FP8:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
         if rows == 1:
-            found += [one_row(*sizes) for sizes in _FP8_ONE_ROW]
-        found += _streams(rows, 128)
+            found += [streaming(*sizes) for sizes in _FP8_ONE_ROW]
+        found += [streaming(*sizes) for sizes in _STREAM if 1 < rows <= STREAM_ROWS]
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
-        for n, m, stages in _FP8_ROLES if rows > 1 else ():
-            warps = 4 if m == 64 else 8
-            found += [GemmConfig("roles", n, m, 128, stages, split_k, warps) for split_k in (1, 2, 4)]
+        found += [with_roles(*sizes, split_k) for sizes in _FP8_ROLES if rows > 1 for split_k in (1, 2, 4)]
         return [config for config in found if not misfit(gemm, config)]
     if rows <= SKINNY_ROWS:
         for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
-    found += _streams(rows, 64)
+    found += [streaming(*sizes, columns=64) for sizes in _STREAM if 1 < rows <= STREAM_ROWS]
     if 1 < rows <= (16 if gemm.kind == "head" else TILE_ROWS):
         for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]

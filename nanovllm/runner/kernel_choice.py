@@ -11,7 +11,7 @@ from nanovllm.kernels.base.memory_split import equal_memory_split
 from nanovllm.kernels.gemm.fixed_order import library_without_parts
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Rules
-from nanovllm.kernels.plan.table import table_for
+from nanovllm.kernels.plan.table import load, shipped_table
 from nanovllm.layers.linear import ParallelLinear
 from nanovllm.model_config import ModelConfig
 from nanovllm.wire.shapes import StepShape
@@ -25,7 +25,7 @@ def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused:
     """Rules that choose kernels, for an engine of these options on this device. is_fused: see Rules."""
     own = device.is_cuda and is_fused and config.exact_bits is None and config.uses("gemm_kernels")
     own = own and model.implementation == "native"
-    table = table_for(device.name, config.kernel_choices)
+    table = shipped_table(device.name) if config.kernel_choices is None else load(config.kernel_choices)
     return Rules(device, config.tensor_parallel_size, config.exact_bits, own, is_fused, table)
 
 

@@ -20,9 +20,9 @@ from nanovllm.kernels.moe.experts import (
 )
 from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
-from nanovllm.kernels.moe.routing import Routing, TopK, route, route_reference
+from nanovllm.kernels.moe.routing import Routing, TopK, max_tiles, route, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
-from nanovllm.kernels.plan.rules import expert_configs, max_tiles
+from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,6 @@ import torch
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.plan.rules import max_tiles
 
 _TILE_ELEMENTS = 8192
 """Most elements of the matrix tokens x experts that one program holds."""
@@ -63,6 +62,11 @@ class Routing(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.weights.shape[0]
+
+
+def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
+    """Most tiles of rows that any distribution over the experts makes."""
+    return min(num_choices, num_choices // block_m + num_experts)
 
 
 @triton.jit

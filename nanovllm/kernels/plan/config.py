@@ -9,29 +9,46 @@ Kernel = Literal[
     "widened", "twin",
 ]  # fmt: skip
 
-SKINNY_ROWS = 4
-"""Most rows of the kernel "fma"."""
-STREAM_ROWS = 8
-"""Most rows of the kernel "stream"."""
-TILE_ROWS = 256
-"""Most rows of the kernel "tile"; more rows go to the library."""
 KINDS = ("qkv", "o", "gate_up", "down", "head")
 SUMMED = ("o", "down")
 """Kinds whose consumer, add + RMSNorm or the all-reduce, adds up sums over parts of K."""
 SCRATCH_FLOATS = 1 << 21
 """Room for the partial sums of "int4_whole" with split_k > 1, in float32."""
+SHARED_BYTES = 227 << 10
+"""Bytes of shared memory that a program has on an H100 or H200; an A100 has fewer."""
 
+ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Dtypes that are not quantised, by torch's names, and their bytes."""
+WIDE = tuple(ITEM_SIZES)
 FP8 = "float8_e4m3fn"
 INT4 = "int4"
 """Dtype, in this table, of weights of 4 bits (int4.py)."""
-INT4_ROWS = 512
-"""Most rows of the kernel "int4"; for more rows weights are widened."""
 
-ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Dtypes that our kernels take, and their bytes; FP8 has kernels of its own (kernels/fp8/)."""
+ANY_ROWS = 1 << 40
+SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512
+"""Most rows of the kernels "fma", "stream", "tile" and "int4": more go to the library, by widened weights of 4 bits."""
 
-SHARED_BYTES = 227 << 10
-"""Bytes of shared memory that a program has on an H100 or H200; an A100 has fewer."""
+
+class Traits(NamedTuple):
+    """Bounds of a kernel, whatever its numbers: the weights that it multiplies by, and the most rows of x."""
+
+    dtypes: tuple[str, ...] = WIDE
+    most_rows: int = ANY_ROWS
+
+
+KERNELS: dict[Kernel, Traits] = {
+    "library": Traits((*WIDE, FP8, INT4)),  # cuBLAS, or what stands for it with such weights
+    "split": Traits(),  # cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer
+    "fma": Traits(WIDE, SKINNY_ROWS),  # gemm/skinny.py
+    "stream": Traits(("bfloat16", "float16", FP8, INT4), STREAM_ROWS),  # gemm/stream.py; one row by int4: int4_row.py
+    "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
+    "roles": Traits((FP8,)),  # gemm/roles.py; likewise
+    "int4": Traits((INT4,), INT4_ROWS),  # gemm/int4.py; likewise
+    "int4_whole": Traits((INT4,), INT4_ROWS),  # the same, which adds up the parts itself
+}
+"""Kernels that a table may name. Plans have others for "library" where it cannot multiply. "scaled": cuBLAS over groups
+of e4m3 with their scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of
+e4m3 on a CPU. With exact_bits a CPU has "blocks": fixed_order.py, whose bits do not depend on the rows."""
 
 
 class Gemm(NamedTuple):
@@ -51,15 +68,9 @@ class Gemm(NamedTuple):
 class GemmConfig:
     """Kernel that multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
-    kernel: "library": cuBLAS. "split": cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer.
-    "fma": skinny.py. "tile": tile.py; its consumer too gets split_k sums where there are several.
-    "roles": likewise, by weights in FP8 (gemm/roles.py); num_warps are those that multiply. "int4": int4.py,
-    for weights of 4 bits; "int4_whole" adds up the parts itself. "stream": up to
-    STREAM_ROWS rows by weights in FP8 or 16 bits (stream.py), one row by those of 4 bits (int4_row.py). "blocks":
-    fixed_order.py, a CPU's way to bits that do not depend on the rows. "scaled": cuBLAS over groups of e4m3 with their
-    scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of e4m3 on a CPU.
     block_n: weight rows of a tile (for "tile" with the activation: gates, and as many ups). block_m: rows of x of a
     tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
+    num_warps: of a program; for "roles" those that multiply.
 
     In which order "fma", "tile" and "roles" sum along K follows from these numbers and K alone.
     Neither the number of rows nor the other rows change it.
@@ -90,7 +101,7 @@ class GemmConfig:
     @property
     def is_own(self) -> bool:
         """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
-        return self.is_skinny or self.kernel in ("tile", "roles", "int4", "int4_whole")
+        return self.kernel in KERNELS and self.kernel not in ("library", "split")
 
     @property
     def parts(self) -> int:
@@ -100,6 +111,18 @@ class GemmConfig:
 
 
 LIBRARY = GemmConfig()
+
+
+def streaming(warps: int, stages: int, block_n: int = 16, columns: int = 128) -> GemmConfig:
+    """The kernel "stream", `columns` of a step for each warp: 64 by weights of 16 bits, else 128."""
+    return GemmConfig("stream", block_n, block_k=columns * warps, stages=stages, num_warps=warps)
+
+
+def with_roles(block_n: int, block_m: int, stages: int, parts: int = 1) -> GemmConfig:
+    """The kernel "roles", with the warps that its rows ask for."""
+    return GemmConfig("roles", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
+
+
 Ranges = tuple[tuple[int, GemmConfig], ...]
 """(most rows, config) ascending: the first that holds the rows is taken, past the last one the library."""
 Choices = dict[Gemm, dict[int, GemmConfig]]

@@ -1,59 +1,40 @@
 """Whether a kernel can multiply by a weight, and why not. No torch."""
 
-from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, SHARED_BYTES, SUMMED, Gemm, GemmConfig
 
 
 def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
-    k = gemm.k
-    if config.kernel == "library":
+    kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
+    if kernel == "library":
         return ""
-    takes: dict[str, tuple[str, ...]] = {"roles": (FP8,), "int4": (INT4,), "int4_whole": (INT4,)}
-    takes["stream"] = (INT4, FP8, "bfloat16", "float16")
-    if gemm.dtype not in takes[config.kernel] if config.kernel in takes else gemm.dtype == INT4:
-        return f"{config.kernel!r} does not multiply by weights of {gemm.dtype}"
-    if gemm.dtype == FP8:
-        reason = _fp8_misfit(gemm, config)
-        if reason:
-            return reason
+    if gemm.dtype not in KERNELS[kernel].dtypes:
+        return f"{kernel!r} does not multiply by weights of {gemm.dtype}"
+    multiple = 16 if gemm.dtype == FP8 else 1 if gemm.dtype == INT4 or kernel == "split" else 8
+    if k % multiple:
+        return f"K={k}: must be a multiple of {multiple} for weights of {gemm.dtype}"
     if config.parts > 1 and gemm.kind not in SUMMED:
         return f"the consumer of {gemm.kind} takes no parts of a sum"
-    if config.kernel == "split":
-        return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
-    if gemm.dtype == INT4:
-        if config.kernel == "stream":
-            return row_misfit(k, gemm.kind == "gate_up", config)
-        left_out = config.split_k > -(-k // 128)
-        return f"split_k={config.split_k} leaves a part without columns, K={k}" if left_out else ""
-    if gemm.dtype != FP8 and (gemm.dtype not in ITEM_SIZES or k % 8):
-        return f"dtype {gemm.dtype} and K={k}: our kernels take {', '.join(ITEM_SIZES)} and multiples of 8"
-    if config.kernel == "stream":
-        return "" if gemm.dtype == FP8 else _stream_misfit(64, config)
-    if config.kernel in ("tile", "roles"):
-        if config.split_k > -(-k // config.block_k):
-            return f"split_k={config.split_k} leaves a part without columns, K={k}"
-        return "" if tma else "the device has no tensor copy engine"
-    if config.kernel == "fma" and config.split_k > 1:
-        return "it takes no parts of K"
-    if config.kernel == "fma" and gemm.kind == "gate_up" and config.block_n < 2 * config.num_warps:
-        return "a warp has one weight row; gate and up need two"
-    return ""
-
-
-def _fp8_misfit(gemm: Gemm, config: GemmConfig) -> str:
-    kernels = ("tile", "roles", "stream")
-    if config.kernel not in kernels or gemm.k % 16:
-        return f"K={gemm.k} by {config.kernel!r}: FP8 has {kernels}, for multiples of 16"
-    if config.block_k % 128 or 128 % config.block_n:
+    if gemm.dtype == FP8 and (config.block_k % 128 or 128 % config.block_n):
         return f"block_k={config.block_k}, block_n={config.block_n}: must be steps of 128, and of rows in a block"
-    if config.kernel == "tile":
-        return ""
-    if config.kernel == "roles":
-        return _roles_misfit(gemm.kind == "gate_up", config)
-    return _stream_misfit(128, config)
+    if kernel == "split":
+        return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
+    if kernel == "stream":
+        return row_misfit(k, paired, config) if gemm.dtype == INT4 else _stream_misfit(gemm.dtype, config)
+    if kernel == "fma":
+        if config.split_k > 1:
+            return "it takes no parts of K"
+        too_few = paired and config.block_n < 2 * config.num_warps
+        return "a warp has one weight row; gate and up need two" if too_few else ""
+    if config.split_k > -(-k // (128 if gemm.dtype == INT4 else config.block_k)):
+        return f"split_k={config.split_k} leaves a part without columns, K={k}"
+    if kernel in ("tile", "roles") and not tma:
+        return "the device has no tensor copy engine"
+    return _roles_misfit(paired, config) if kernel == "roles" else ""
 
 
-def _stream_misfit(columns: int, config: GemmConfig) -> str:
+def _stream_misfit(dtype: str, config: GemmConfig) -> str:
+    columns = 128 if dtype == FP8 else 64
     fits = config.block_n == 16 and config.block_k == columns * config.num_warps and config.split_k == 1
     reason = f"must have 16 weight rows, a warp for each {columns} columns of a step, no parts of K"
     return "" if fits else f"{config}: {reason}"

@@ -11,11 +11,10 @@ own parts of K are left out.
 
 from dataclasses import replace
 
-from nanovllm.kernels.plan.config import LIBRARY, SUMMED, TILE_ROWS, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.plan.config import ANY_ROWS, LIBRARY, SUMMED, TILE_ROWS, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.plan.fits import misfit
 from nanovllm.kernels.plan.table import GemmTable, ranges_of
 
-ANY_ROWS = 1 << 40
 LEAVES, LEAF_MULTIPLE = 8, 16
 """Leaves that K of a row-parallel layer is cut into, and the multiple that a leaf's columns must be."""
 

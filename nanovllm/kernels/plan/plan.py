@@ -351,9 +351,7 @@ class Planner:
 
     def launches(self, operation: Operation) -> "ByRows":
         """Launch or ExpertsLaunch by rows."""
-        if isinstance(operation, Product):
-            return self._by_rows(operation, lambda rows: launch(operation, rows, self.rules))
-        return self._by_rows(operation, lambda rows: experts_launch(operation, rows, self.rules))
+        return self._by_rows(operation, lambda rows: plan((operation,), rows, self.rules).launches[operation.kind])
 
     def _by_rows(self, key: Any, make: Any) -> ByRows:
         return self._made.setdefault(key, ByRows(make))

@@ -1,6 +1,7 @@
 """Rules for products that no table has: short, each the best for some model on an H200. No torch."""
 
 from dataclasses import replace
+from math import inf
 
 from nanovllm.kernels.plan.config import (
     FP8,
@@ -17,6 +18,8 @@ from nanovllm.kernels.plan.config import (
     Gemm,
     GemmConfig,
     GroupedConfig,
+    streaming,
+    with_roles,
 )
 from nanovllm.kernels.plan.device import Device
 
@@ -87,11 +90,10 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
-        return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
+        return streaming(warps, stages)
     if rows <= _FP8_STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) == 4096:
         warps, stages = _FP8_STREAM[gemm.kind]
-        stages += gemm.kind == "down" and rows == 2
-        return GemmConfig("stream", 16, block_k=128 * warps, stages=stages, num_warps=warps)
+        return streaming(warps, stages + (gemm.kind == "down" and rows == 2))
     by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
     if rows <= 16 and by_rows:
         parts = _parts(gemm, -(-gemm.n // 64), 3 * processors)
@@ -100,8 +102,7 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
         programs, room = -(-gemm.n // block_n) * -(-rows // block_m), processors * (2 if block_m == 64 else 1)
         parts = _parts(gemm, programs, room)
-        config = GemmConfig("roles", block_n, block_m, 128, stages, parts, 4 if block_m == 64 else 8)
-        found.append((programs * parts, config))
+        found.append((programs * parts, with_roles(block_n, block_m, stages, parts)))
     return max(found, key=lambda one: one[0])[1] if found else LIBRARY
 
 
@@ -112,8 +113,7 @@ FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
 def int4_row_config(gemm: Gemm) -> GemmConfig:
     """Kernel for one row and 4-bit weights, the best for 8B on an H200."""
     block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
-    warps = warps if gemm.k > 1024 else 4
-    return GemmConfig("stream", block_n, block_k=128 * warps, stages=stages, num_warps=warps)
+    return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
 def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
@@ -156,16 +156,15 @@ _BY_AVERAGE = (
     (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
     (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 64, 4), GroupedConfig(64, 128, 64, 4))),
+    (inf, ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))),
 )
-_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))
-
-
 _FP8_BY_AVERAGE = (
     (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 4), GroupedConfig(16, 64, 128, 5))),
     (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
+    (inf, ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))),
 )
-_FP8_CROWDED = ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))
+"""(most choices of an expert on the average, tiles)"""
 
 
 def expert_configs(
@@ -173,13 +172,12 @@ def expert_configs(
 ) -> ExpertConfigs:
     """Tiles for `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight.
     most_shared: bytes of shared memory that a program may have."""
-    average = num_choices / num_experts
+    by_average = _FP8_BY_AVERAGE if item_size == 1 else _BY_AVERAGE
+    found = next(configs for most, configs in by_average if num_choices / num_experts <= most)
     if item_size == 1:
-        return next((configs for most, configs in _FP8_BY_AVERAGE if average <= most), _FP8_CROWDED)
+        return found
     if num_choices <= 16:
         found = _ALONE
-    else:
-        found = next((configs for most, configs in _BY_AVERAGE if average <= most), _CROWDED)
     if item_size > 2:  # tiles of these bytes would not fit in shared memory
         found = ExpertConfigs(_narrower(found.gate_up), _narrower(found.down))
     if most_shared < SHARED_BYTES:
@@ -199,11 +197,6 @@ def _narrower(config: GroupedConfig) -> GroupedConfig:
     return GroupedConfig(config.block_m, min(config.block_n, 64), 32, 3, config.num_warps)
 
 
-def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
-    """Most tiles of rows that any distribution over the experts makes."""
-    return min(num_choices, num_choices // block_m + num_experts)
-
-
 FEW_TOKENS = 4
 """Most tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and tiles
 of an expert's rows read less."""
@@ -212,7 +205,7 @@ FEW_GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
 FEW_DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
 """Kernels for a few tokens, in bf16."""
 _ROUTER_ROWS = 2048
-_ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (1 << 40, 64, 128))
+_ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))
 """Most rows; weight rows and rows of a tile."""
 
 

@@ -10,21 +10,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from nanovllm.kernels.plan.config import (
-    INT4,
-    INT4_ROWS,
-    KINDS,
-    LIBRARY,
-    SKINNY_ROWS,
-    STREAM_ROWS,
-    TILE_ROWS,
-    Gemm,
-    GemmConfig,
-    Kernel,
-    Ranges,
-)
+from nanovllm.kernels.plan.config import INT4, KERNELS, KINDS, LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.plan.fits import misfit
 
 _SHIPPED = Path(__file__).parent / "tuned"
@@ -67,12 +55,6 @@ def shipped_table(device_name: str) -> GemmTable:
     own = (table for table in tables if device_name.startswith(table.devices))
     near = (table for table in tables if device_name.startswith(table.near))
     return next(own, None) or next(near, GemmTable((device_name,), {}))
-
-
-def table_for(device_name: str, path: str | None) -> GemmTable:
-    """The table of the file `path` (EngineConfig.kernel_choices), or the one that the package has for this device.
-    Raises ValueError with the path where the file is missing or spoilt."""
-    return shipped_table(device_name) if path is None else load(path)
 
 
 def load(path: str | os.PathLike[str]) -> GemmTable:
@@ -121,21 +103,18 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    kernels = [kernel for kernel in get_args(Kernel) if kernel not in ("blocks", "scaled", "widened", "twin")]
-    if config.kernel not in kernels or config.nodes:
-        raise ValueError(f"{gemm}: {config}: must have one of the kernels {kernels}, and no nodes")
+    if config.kernel not in KERNELS or config.nodes:
+        raise ValueError(f"{gemm}: {config}: must have one of the kernels {list(KERNELS)}, and no nodes")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
-    bounds = {"fma": SKINNY_ROWS, "stream": 1 if gemm.dtype == INT4 else STREAM_ROWS, "tile": TILE_ROWS}
-    bounds |= {"int4": INT4_ROWS, "int4_whole": INT4_ROWS}
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     sizes += [config.block_m] if sizes and not config.is_skinny else []
     sizes += [config.split_k, config.num_warps]
     if any(type(number) is not int or number < 0 for number in numbers) or not all(sizes):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
-    if most > bounds.get(config.kernel, most):
-        raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bounds[config.kernel]} rows, not {most}")
-    reason = misfit(gemm, config)
-    if reason:
+    bound = 1 if gemm.dtype == INT4 and config.kernel == "stream" else KERNELS[config.kernel].most_rows
+    if most > bound:
+        raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bound} rows, not {most}")
+    if reason := misfit(gemm, config):
         raise ValueError(f"{gemm}: {config.kernel!r}: {reason}")
     return config
 
