@@ -30,6 +30,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
         """Blocks that can be handed out: unused ones and those of cached pages."""
+        self.copies: list[int] = []
+        """Copies that the next step makes before it computes, in this order: flat pairs of blocks, source and
+        destination."""
         self._forget = forget
         self._unused = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[Page, None] = OrderedDict()
@@ -43,12 +46,18 @@ class BlockPool:
         self.num_free_blocks -= num_blocks
         return Page(group, tuple([self._unused.pop() for _ in range(num_blocks)]))
 
-    def share(self, page: Page) -> None:
-        """Adds an owner to a page."""
-        if page.num_owners == 0:
-            del self._cached[page]
-            self.num_free_blocks -= len(page.blocks)
-        page.num_owners += 1
+    def share(self, pages: Iterable[Page]) -> None:
+        """Adds an owner to each page."""
+        for page in pages:
+            if page.num_owners == 0:
+                del self._cached[page]
+                self.num_free_blocks -= len(page.blocks)
+            page.num_owners += 1
+
+    def copy(self, source: Page, target: Page) -> None:
+        """Has the next step copy a page's blocks to those of another."""
+        for pair in zip(source.blocks, target.blocks, strict=True):
+            self.copies += pair
 
     def give_back(self, page: Page) -> None:
         """One owner less. Without any the page is cached where its text can be found; of those that can only be copied

@@ -23,7 +23,7 @@ class RowMemory:
         """table_width: blocks of one block table on the device; needed where rows have several tables.
         tokens_per_step: most tokens that a row gains in one step."""
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
-        num_blocks, block_size, groups, _ = size
+        num_blocks, block_size, groups = size.num_blocks, size.block_size, size.groups
         self._held = tuple(group.widened(margin) for group in groups)
         """Memory of each group that rows hold while they decode."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
@@ -37,9 +37,6 @@ class RowMemory:
         """Tables that grow with the row."""
         self.capacity_tokens = capacity_tokens(self._held, num_blocks, block_size)
         """Tokens of the longest row that fits alone."""
-        self.copies: list[int] = []
-        """Copies that the next step makes before it computes, in this order: flat pairs of blocks, source and
-        destination."""
         self._first_table = [sum(group.num_tables for group in groups[:index]) for index in range(len(groups))]
 
     # -- sizes --------------------------------------------------------------------------------------------------
@@ -105,11 +102,10 @@ class RowMemory:
 
     def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives `seq` its prefix, and fresh blocks for its other tokens; in layers with windows for the first `count`
-        of these. What is to be copied joins `copies`."""
+        of these."""
         assert not seq.pages, seq
         hits, source = self.cache.hits(seq, prefix), prefix.source if self.num_tables > 1 else ()
-        for page in (page for found in [*hits, source] for page in found):
-            self.pool.share(page)  # before any block is taken
+        self.pool.share(page for found in [*hits, source] for page in found)  # before any block is taken
         for found in hits:
             seq.pages.append([*[None] * (prefix.num_blocks - len(found)), *found])
         seq.num_held_blocks = sum(len(page.blocks) for found in hits for page in found)
@@ -120,8 +116,7 @@ class RowMemory:
         for page, table in zip(prefix.source, seq.pages, strict=False):
             own = table[prefix.num_blocks]
             assert own is not None
-            for pair in zip(page.blocks, own.blocks, strict=True):
-                self.copies += pair
+            self.pool.copy(page, own)
         for page in source:
             self.pool.give_back(page)
         seq.num_published = prefix.num_blocks

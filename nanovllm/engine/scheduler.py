@@ -130,7 +130,7 @@ class Scheduler:
             self._add_row(plan, seq, count)
         self._last_plan = plan if plan.seqs else None
         if self._last_plan is not None:
-            plan.block_copies, self.memory.copies = self.memory.copies, []
+            plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:

@@ -129,8 +129,8 @@ class ModelRunner:
         self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress)
         mixers = self.model.mixers()
         self.state_memory = StateMemory(
-            mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.block_size, self.kv_dtype, self.device,
-            self.kernels, config.max_num_seqs, self.backend.token_major_cache, self.weights.sleepable,
+            config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
+            self.kernels, self.backend.token_major_cache, self.weights.sleepable,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)

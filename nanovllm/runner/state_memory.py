@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.attention.base import KVCache
+from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.step.blocks import BlockTensors
 from nanovllm.layers.memory import Mixer, Slot, slots_of
@@ -52,17 +53,18 @@ class StateMemory:
     """Owner of the layers' memory on one rank."""
 
     def __init__(
-        self, mixers: Sequence[Mixer], layout: StateLayout, block_size: int, dtype: torch.dtype, device: torch.device,
-        kernels: Kernels, max_num_seqs: int, token_major: bool = False, sleepable: SleepableMemory | None = None,
+        self, config: EngineConfig, mixers: Sequence[Mixer], layout: StateLayout, dtype: torch.dtype,
+        device: torch.device, kernels: Kernels, token_major: bool = False, sleepable: SleepableMemory | None = None,
     ) -> None:  # fmt: skip
         """layout: of all Pages that the mixers declare, in order. dtype: of keys and values. token_major: see
         AttentionBackend. sleepable: where memory is to come from that can sleep."""
-        self._mixers, self.layout, self._block_size, self._dtype = mixers, layout, block_size, dtype
+        assert config.kvcache_block_size
+        self._mixers, self.layout, self._block_size, self._dtype = mixers, layout, config.kvcache_block_size, dtype
         self._device, self._kernels, self._token_major, self._sleepable = device, kernels, token_major, sleepable
         self._blocks: BlockTensors | None = None
         self.slot_bytes = slot_bytes(mixers)
         """Bytes of one slot."""
-        self._num_lines = max_num_seqs + 1  # the last for rows of padding
+        self._num_lines = config.max_num_seqs + 1  # the last for rows of padding
         self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
 
     @property
