@@ -29,11 +29,14 @@ DEMO = ROOT / "assets" / "demo-qwen3"
 TEXT = "Once upon a time there was a small cat who lived in a house by the sea, and every day it said: good morning!"
 
 
-def start_front(rate: float, template: str | None) -> tuple["subprocess.Popen[bytes]", str]:
-    """The front with a simulator; returns its process and URL. `template`: a file, in place of the model's."""
+def start_front(
+    rate: float, template: str | None = None, **options: Any
+) -> tuple["subprocess.Popen[bytes]", str]:
+    """The front with simulators; returns its process and URL. `template`: a file, in place of the model's. `options`:
+    more of simulated_engine.py, or data_parallel_size."""
     from nanovllm.text.checkpoint import CheckpointTokenizer
 
-    options = {"rate": rate, "text": CheckpointTokenizer(DEMO).encode(TEXT)}
+    options |= {"rate": rate, "text": CheckpointTokenizer(DEMO).encode(TEXT)}
     code = (
         "import sys; from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
         f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0, chat_template={template!r}), "

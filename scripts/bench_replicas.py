@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -30,13 +31,14 @@ from nanovllm.text.tokenizer import Tokenizer  # noqa: E402
 _SIMULATED = {"text": [7], "rate": 0, "rows": 256}
 
 
-def start(replicas: int) -> FleetEngine:
+def start(replicas: int, **options: Any) -> FleetEngine:
+    """The engine over so many simulators. `options`: of simulated_engine.py."""
     config = EngineConfig(
         str(ROOT / "nanovllm" / "demo_model"), skip_tokenizer_init=True, max_model_len=4096, kvcache_block_size=128,
         hf_overrides={"max_position_embeddings": 4096}, data_parallel_size=replicas, data_parallel_backend="local",
     )  # fmt: skip
 
-    handles = FleetHandles(config.model, {**_SIMULATED, "data_parallel_size": replicas}, "simulated_engine")
+    handles = FleetHandles(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas}, "simulated_engine")
     ready = await_ready(handles.all)
     for one in ready:
         one.info["model"], one.config = config.model, wire.config_fields(config)

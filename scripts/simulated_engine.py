@@ -1,11 +1,13 @@
-"""An engine's process without an engine, for bench_front.py and bench_replicas.py.
+"""An engine's process without an engine, for bench_front.py, bench_bounds.py and bench_replicas.py.
 
 Started by a front in place of nanovllm.host.program. Its options: {"text": ids that every row gains in turn, "rate":
-steps a second, 0 for as many as it can, "rows": of a step}.
+steps a second, 0 for as many as it can, "rows": of a step, "stamps": a file to which it adds the moment
+(time.monotonic(), a double) at which it sends each step}.
 """
 
 import os
 import socket
+import struct
 import sys
 import time
 from typing import Any
@@ -45,6 +47,7 @@ class Simulator:
             start = self._intake.next(1.0)
         assert isinstance(start, wire.Start)
         self._text, rate, self._most = start.options["text"], start.options["rate"], start.options.get("rows", 1 << 30)
+        stamps = os.open(start.options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
         info = {"max_model_len": 1 << 20, "max_num_seqs": 4096, "vocab_size": 1024, "eos_token_ids": [1023]}
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
@@ -60,7 +63,10 @@ class Simulator:
                 deadline += 1 / rate
                 time.sleep(max(0.0, deadline - time.monotonic()))
                 self._take_in(0.0)
-            self._send(self._step())
+            step = self._step()
+            sent = time.monotonic()
+            self._send(step)
+            os.write(stamps, struct.pack("<d", sent))
 
     def _take_in(self, seconds: float) -> None:
         if time.monotonic() - self._alive > 1.0:

@@ -25,12 +25,11 @@ from typing import Any, NoReturn
 from nanovllm.errors import WorkerError
 from nanovllm.executor.channel import CommandWriter, Word, WorkerState, create_shared_memory
 from nanovllm.processes.child import end, forbid_multicast, no_standard_numbers, socket_pair, start_python
-from nanovllm.processes.framing import FrameBuffer
+from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 
 _WATCH_INTERVAL = 0.2  # seconds between looks at workers' progress
 _LONGEST_LOOK_AWAY = 1.0  # seconds that count between two looks: in a longer pause this process stood still itself
 _EXIT_GRACE = 5.0  # seconds for a worker to end by itself when asked to
-_READ_BYTES = 1 << 18
 _CALL_TIMEOUT = 1800.0  # seconds for a rare command such as loading weights, also of a worker that makes progress
 _START_PATIENCE = 60.0  # seconds that libraries, drivers and first steps may take, where step_timeout is less
 _WORKER_MODULE = "nanovllm.executor.worker"
@@ -182,7 +181,7 @@ class WorkerProcesses:
                 assert isinstance(control, socket.socket)
                 rank, stream = streams[control]
                 try:
-                    data = control.recv(_READ_BYTES)  # never waits for the rest of a reply: who sends it may hang
+                    data = control.recv(READ_BYTES)  # never waits for the rest of a reply: who sends it may hang
                 except OSError:
                     data = b""
                 if not data:

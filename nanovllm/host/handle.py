@@ -15,6 +15,7 @@ from typing import Protocol
 
 from nanovllm.host import wire
 from nanovllm.processes.child import end, start_linked
+from nanovllm.processes.framing import READ_BYTES
 
 MODULE = "nanovllm.host.program"
 SILENCE = 60.0
@@ -22,7 +23,6 @@ SILENCE = 60.0
 EXIT_GRACE = 6.0
 """Seconds for an engine to end its ranks in order."""
 SOCKET_BYTES = 4 << 20  # that may be on their way to the other end
-_READ_BYTES = 1 << 18
 _ROUSE = wire.pack(wire.Rouse())
 
 
@@ -117,7 +117,7 @@ class ChildHandle:
         self._frames = UpFrames()
         self._sends = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        self.num_unsent = 0
+        self.num_unsent, self._waits = 0, False
         self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
         self._heard = time.monotonic()
         """Monotonic time of the last sign of life."""
@@ -153,7 +153,6 @@ class ChildHandle:
 
     def flush(self) -> None:
         with self._sends:
-            waited = bool(self._unsent)
             try:
                 while self._unsent:
                     sent = self._socket.send(self._unsent[0])
@@ -167,14 +166,16 @@ class ChildHandle:
             except OSError:  # it is gone, as who reads will see
                 self._unsent.clear()
                 self.num_unsent = 0
-        if waited:
-            self.on_room(self, bool(self._unsent))
+            waits = bool(self._unsent)
+        if waits != self._waits:
+            self._waits = waits
+            self.on_room(self, waits)
 
     def receive(self) -> "list[wire.Up | Lost]":
         if not self._is_there:
             return []
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = self._socket.recv(READ_BYTES)
         except BlockingIOError:
             return []
         except OSError:
@@ -221,7 +222,7 @@ class ChildHandle:
         look.register(self._socket, select.POLLIN)
         with suppress(OSError):
             while (rest := deadline - time.monotonic()) > 0:
-                if look.poll(rest * 1000) and not self._socket.recv(_READ_BYTES):  # it may wait for us to read
+                if look.poll(rest * 1000) and not self._socket.recv(READ_BYTES):  # it may wait for us to read
                     break
         end(self.process, deadline - time.monotonic())
         self._is_there = False

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.host import wire
 from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
+from nanovllm.processes.framing import READ_BYTES
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _LIFE_SECONDS = 1.0
 _EXIT_GRACE = 5.0  # seconds for an orderly end once the driver is gone
 _ALIVE = wire.pack(wire.Alive())
-_READ_BYTES = 1 << 18
 _STAGES = {
     "load": ("loading weights", 20, 60),
     "compile": ("compiling kernels", 61, 75),
@@ -155,7 +155,7 @@ class SocketIntake:
                     self._heard.recv(64)
                     continue
                 try:
-                    data = self._link.recv(_READ_BYTES)
+                    data = self._link.recv(READ_BYTES)
                 except OSError:
                     data = b""
                 if not data:
