@@ -80,9 +80,9 @@ NAMES = CheckpointNames({**PRE_NORMS, "self_attn": "mixer", "mlp": "ffn"})
 """The checkpoint says mixer and ffn where nanovllm's layers say self_attn and mlp."""
 
 register_model(
-    "GatedExampleForCausalLM", Family(read, NAMES), mixers={"gated_attention": GatedAttention},
-    mlps={"power_gate": PowerGate},
-)  # fmt: skip
+    "GatedExampleForCausalLM",
+    Family(read, NAMES, mixers={"gated_attention": GatedAttention}, mlps={"power_gate": PowerGate}),
+)
 
 TINY: dict[str, Any] = {
     "architectures": ["GatedExampleForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,

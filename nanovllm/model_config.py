@@ -73,11 +73,11 @@ class LayerSpec:
     rope: str | None = FULL
     """Name in ModelConfig.ropes; None: no rotary embedding (NoPE)."""
     mixer: str = "attention"
-    """Mixer of tokens: "attention", or a name that a plugin has registered (models/plugins.py)."""
+    """Mixer of tokens: "attention", or a name of the family's own (models/family.py)."""
     mlp: str = "dense"
-    """Kind of MLP: "dense", "moe", or a name that a plugin has registered."""
+    """Kind of MLP: "dense", "moe", or a name of the family's own."""
     options: Hashable = None
-    """Options for a plugin's mixer or MLP, passed on as they are."""
+    """Options for a family's own mixer or MLP, passed on as they are."""
     has_sinks: bool = False
     num_heads: int | None = None
     """Query heads, of the whole model; None: ModelConfig.num_attention_heads."""

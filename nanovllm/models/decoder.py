@@ -7,7 +7,7 @@ residual stream), and a layer communicates exactly twice.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from nanovllm.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.errors import refuse
 from nanovllm.kernels.plan.plan import LayerPlan, Operation
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
@@ -31,8 +32,8 @@ from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
-from nanovllm.models import plugins
-from nanovllm.models.plugins import Builder
+from nanovllm.models.family import Builder
+from nanovllm.models.registry import family
 from nanovllm.models.renaming import in_checkpoint
 from nanovllm.parallel.two_batch import run_micro_batches
 
@@ -125,7 +126,7 @@ def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, pl
 
 OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
 """Builders of a layer's mixer by LayerSpec.mixer. A mixer is a module with `operations`, (rows [T, hidden], step) ->
-[wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). plugins.MIXERS has more."""
+[wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have more."""
 
 
 def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
@@ -144,16 +145,15 @@ def moe_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MoE:
 
 OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
 """Builders of a layer's MLP by LayerSpec.mlp. An MLP is a module with `operations`, [T, hidden] -> [T, hidden], a
-partial sum. plugins.MLPS has more."""
+partial sum. A Family may have more."""
 
 
-def part(kind: str, name: str, own: dict[str, Callable[..., Any]], registered: dict[str, Builder]) -> Builder:
-    """The builder of that name. Raises ValueError where this process knows none."""
-    found = own.get(name, registered.get(name))
-    if found is None:
-        known = ", ".join(map(repr, [*own, *registered]))
-        raise ValueError(f"{kind}={name!r}: must be one of {known}; plugins must name the file that registers it")
-    return found
+def builder(kind: str, name: str, of_all: Mapping[str, Builder], of_family: Mapping[str, Builder]) -> Builder:
+    """The builder of that name. Raises ValueError where neither all families nor this one have it."""
+    known = {**of_all, **of_family}
+    if name not in known:
+        refuse(kind, name, "one of " + ", ".join(map(repr, known)))
+    return known[name]
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ class DecoderLayer(WeightedModule):
             self.norms["mlp_norm"] = context.norm()
         get, is_parallel = self.norms.get, place == "parallel"
         fuses = has_plain_joints(config) and can_fuse(config, spec)
-        around = Place(fuses, adds_parts=not is_parallel)
-        self.self_attn: Any = part("mixer", spec.mixer, OWN_MIXERS, plugins.MIXERS)(context, spec, tables, around)
-        self.mlp: Any = part("mlp", spec.mlp, OWN_MLPS, plugins.MLPS)(context, spec, around)
+        around, own = Place(fuses, adds_parts=not is_parallel), family(config.architecture)
+        self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, own.mixers)(context, spec, tables, around)
+        self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, own.mlps)(context, spec, around)
         rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
         rounds = rounds and takes_rounded(spec.precision("qkv"), device)
         self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)

@@ -1,7 +1,7 @@
 """Families of models as the engine sees them, and the configuration entries that nearly all of them read alike. No
 torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.rope_reader import longest_context, read_rope
 
 Fields = dict[str, Any]
+Builder = Callable[..., Any]
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
@@ -20,13 +21,17 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: how its config.json is read, and how its checkpoint names tensors."""
+    """One architecture: how its config.json is read, how its checkpoint names tensors, and parts of its own."""
 
     read: Callable[[ConfigReader, Fields], Fields]
     """(config.json, generation_config.json) -> the fields of ModelConfig but `architecture`."""
     names: CheckpointNames = field(default_factory=CheckpointNames)
     defaults: Fields = field(default_factory=dict)
     """Entries of config.json that transformers fills in where a checkpoint leaves them out."""
+    mixers: Mapping[str, Builder] = field(default_factory=dict)
+    mlps: Mapping[str, Builder] = field(default_factory=dict)
+    """Builders (mixers above, MLPs here) by the names that LayerSpec.mixer and .mlp may have beside those of all
+    families; models/decoder.py says how they are called. Those of the package import torch when they are called."""
 
 
 def read_decoder(

@@ -1,24 +1,11 @@
-"""Models in files of the user's own (EngineConfig.plugins): what these register, and how they are loaded. No torch."""
+"""Models in files of the user's own (EngineConfig.plugins). No torch."""
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from nanovllm.errors import refuse
-
-Builder = Callable[..., Any]
-
-MIXERS: dict[str, Builder] = {}
-MLPS: dict[str, Builder] = {}
-"""Registered builders (mixers above, MLPs here) by the names that LayerSpec.mixer and .mlp may have beside our own;
-models/decoder.py says how they are called."""
-
-
-def add_parts(mixers: Mapping[str, Builder], mlps: Mapping[str, Builder]) -> None:
-    MIXERS.update(mixers)
-    MLPS.update(mlps)
 
 
 def load_plugins(files: Iterable[str]) -> None:

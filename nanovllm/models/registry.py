@@ -4,16 +4,17 @@ No torch: the host reads a configuration before torch is imported.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import near_miss, refuse
 from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.models import families
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
-from nanovllm.models.families import corrected_moe, gemma, llama, moe, olmo, others, phi, qwen
 from nanovllm.models.family import Family
 from nanovllm.models.files import (
     CONFIGURATION,
@@ -27,7 +28,7 @@ from nanovllm.models.files import (
     read_json,
 )
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.plugins import Builder, add_parts, load_plugins
+from nanovllm.models.plugins import load_plugins
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 from nanovllm.models.unserved import takes_more_than_text, unserved_parts
@@ -37,24 +38,16 @@ logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
     name: family
-    for module in (llama, qwen, gemma, phi, olmo, others, moe, corrected_moe)
-    for name, family in module.FAMILIES.items()
+    for module in iter_modules(families.__path__, f"{families.__name__}.")
+    for name, family in import_module(module.name).FAMILIES.items()
 }
 """Families by the name in `architectures`."""
 
 
-def register_model(
-    architecture: str, family: Family, *, mixers: Mapping[str, Builder] | None = None,
-    mlps: Mapping[str, Builder] | None = None,
-) -> None:  # fmt: skip
-    """Makes checkpoints served whose config.json names `architecture`; what was registered under that name goes.
-
-    family: how config.json is read and tensors are named. mixers, mlps: builders by the name that LayerSpec.mixer or
-    .mlp has (models/decoder.py: MIXERS, MLPS). To be called by a file that EngineConfig.plugins names, which every
-    process of an engine runs.
-    """
+def register_model(architecture: str, family: Family) -> None:
+    """Makes checkpoints served whose config.json names `architecture`; what was registered under that name goes. To be
+    called by a file that EngineConfig.plugins names, which every process of an engine runs."""
     FAMILIES[architecture] = family
-    add_parts(mixers or {}, mlps or {})
 
 
 def family(architecture: str) -> Family:

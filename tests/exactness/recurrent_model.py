@@ -60,9 +60,7 @@ def read(config: ConfigReader, generation: Fields) -> Fields:
     return {**fields, "layers": tuple(replace(layer, mixer=mixer) for layer, mixer in layers)}
 
 
-register_model(
-    "RecurrentForCausalLM", Family(read, CheckpointNames()), mixers={"recurrence": Recurrence}, mlps={}
-)
+register_model("RecurrentForCausalLM", Family(read, CheckpointNames(), mixers={"recurrence": Recurrence}))
 
 TINY: dict[str, Any] = {
     "architectures": ["RecurrentForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
