@@ -128,7 +128,7 @@ class EngineLoop:
         self.executor.launch(packed)
         self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
-        self.num_decode_tokens += plan.num_old_tokens
+        self.num_decode_tokens += plan.num_old_rows
         self.num_prefill_tokens += plan.num_prefill_tokens
         if self._trace is not None:
             self._trace.launched(plan, now)

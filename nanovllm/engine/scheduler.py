@@ -10,8 +10,9 @@ turns out to have ended computed too much in the step already launched; what tha
 Where a step may bring a row several tokens, its lengths are bounds until they arrive (Sequence).
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from itertools import chain, repeat
+from itertools import repeat
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.chunk_size import Chunk, ChunkSize, is_partial
@@ -22,7 +23,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import UPDATE_SIZE, StepTokens, most_block_updates
+from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 
 
 class Scheduler:
@@ -77,7 +78,7 @@ class Scheduler:
         """Queues `seq`."""
         assert seq.status is SequenceStatus.WAITING and seq.arrival is None, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
-        if seq.sampling is None or not seq.sampling.has_edits:  # whose edits are those of one position
+        if seq.sampling is None or not seq.sampling.depends_on_output:
             seq.most_gained = self._tokens_per_step
         seq.arrival = self._num_added
         self._num_added += 1
@@ -136,7 +137,8 @@ class Scheduler:
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
         seqs, starts, epochs, left = plan.seqs, plan.starts, plan.epochs, budget
-        several, count, gained = self._tokens_per_step > 1, 1, 1
+        several, gained = self._tokens_per_step > 1, 1
+        most = self._most_rows() if several else 1
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if left == 0:
                 break
@@ -150,8 +152,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             end = start + 1
             if several:
-                start, end = self._bounds(seq, left)
-                count, gained = end - start, seq.most_gained
+                (start, end), gained = seq.next_bounds(min(left, most)), seq.most_gained
             if end > seq.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
@@ -159,22 +160,20 @@ class Scheduler:
             epochs.append(seq.epoch)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
-            left -= count
-            if several:
-                plan.counts.append(count)
-        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
-        plan.num_old_tokens = plan.num_tokens = budget - left
-        plan.counts = plan.counts or [1] * len(seqs)
+            left -= 1
+            if several and (more := end - start - 1):
+                seqs += repeat(seq, more)
+                starts += range(start + 1, end)
+                epochs += repeat(seq.epoch, more)
+                left -= more
+        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
+        plan.counts = [1] * len(seqs)
         return left
 
-    @staticmethod
-    def _bounds(seq: Sequence, budget: int) -> tuple[int, int]:
-        """Latest begin and certain end of a row that may gain several tokens. The end is before the last token of all,
-        which needs no KV."""
-        most = seq.max_total_tokens - 1
-        count = min(seq.most_gained, budget, most - seq.num_least_computed)
-        end = min(seq.num_computed_tokens + count, most)
-        return end - count, end
+    def _most_rows(self) -> int:
+        """Most decodes of one sequence, so that all that run and all that may begin have a row in this step."""
+        rows = len(self.running) + min(len(self._free_slots), len(self.waiting))
+        return 1 + (self.config.max_num_seqs - rows) // max(1, len(self.running))
 
     def _grow(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
         """Gives `seq` blocks for its tokens up to `end`. False: `seq` itself was preempted, being the newest."""
@@ -309,16 +308,18 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, tokens: StepTokens) -> list[tuple[Sequence, int]]:
-        """Takes in what a step's first rows gained; returns who gained which tokens, in order. Those that a row gained
-        behind its end are dropped."""
+    def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
+        """Takes in what a step's first rows gained, -1 for nothing; returns who gained which tokens, in order. Those
+        that a sequence gained behind its end are dropped."""
         self._publish_written(plan, range(plan.num_old_rows, plan.num_rows))
         gained: list[tuple[Sequence, int]] = []
-        rows, counts = plan.seqs[: plan.num_sample_rows], tokens.counts
+        rows = plan.seqs[: plan.num_sample_rows]
+        results: Iterable[tuple[Sequence, int]] = zip(rows, token_ids, strict=True)
+        if self._tokens_per_step > 1:
+            results = [result for result in results if result[1] >= 0]
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
-        owners = rows if counts is None else chain.from_iterable(map(repeat, rows, counts))
-        for seq, token_id in zip(owners, tokens.ids, strict=True):
+        for seq, token_id in results:
             status = seq.status
             if status is finished:
                 continue
@@ -340,10 +341,11 @@ class Scheduler:
                 self._finish(seq, ended.reason, ended.why)
             elif num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
-        if counts is not None:
-            for seq, count in zip(rows, counts, strict=True):
+        if self._tokens_per_step > 1:
+            counts = Counter(seq for seq, _ in gained)
+            for seq in dict.fromkeys(rows):
                 if seq.status is not finished:
-                    seq.note_gained(count)
+                    seq.note_gained(counts[seq])
         return gained
 
     def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:

@@ -12,20 +12,19 @@ from nanovllm.wire.step import pack_step
 class StepPlan:
     """Rows of a step, in the order of the device: decodes, prompts that finish, prompt chunks that do not.
 
-    The first two kinds, `num_sample_rows` together, gain tokens: prompts one, decodes up to their count.
+    The first two kinds, `num_sample_rows` together, gain a token each. A sequence that may gain several has as many
+    decodes, one after another; what it gains is the tokens of the first of them.
     """
 
     seqs: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """First position that is computed, by row; of a decode the last that this can be, since the device knows it."""
     counts: list[int] = field(default_factory=list)
-    """Tokens that are computed, by row; of a decode at most: it ends at start + count."""
+    """Tokens that are computed, by row; a decode's is one."""
     epochs: list[int] = field(default_factory=list)
     """Sequence.epoch when the row was scheduled."""
     num_old_rows: int = 0
-    """Decodes of rows that had begun before,"""
-    num_old_tokens: int = 0
-    """and their tokens."""
+    """Decodes of sequences that had begun before."""
     num_decode_rows: int = 0
     """Running decodes, and after them rows that begin with all but one token cached."""
     num_sample_rows: int = 0
@@ -45,7 +44,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_old_tokens
+        return self.num_tokens - self.num_old_rows
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""

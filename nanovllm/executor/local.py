@@ -29,7 +29,6 @@ from nanovllm.transfer.buckets import Entry, grouped
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import StepTokens
 
 _BUCKET_BYTES = 256 << 20
 """Bytes of new weights that go to the other ranks at a time; more if a larger tensor has come."""
@@ -192,9 +191,9 @@ class LocalExecutor:
         """Whether `collect` would not wait."""
         return self.runner.io.has_result()
 
-    def collect(self) -> tuple[StepTokens, StepScores | None]:
-        """Waits for the oldest step not yet collected: what its first rows gained, and what it brings beside that, if
-        anything."""
+    def collect(self) -> tuple[list[int], StepScores | None]:
+        """Waits for the oldest step not yet collected: the token that each of its first rows gained, -1 for none, and
+        what it brings beside them, if anything."""
         with self._failures_explained():
             return self.runner.io.collect(self.config.step_timeout, self.processes.check)
 

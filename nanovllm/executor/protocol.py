@@ -9,7 +9,6 @@ import numpy as np
 from nanovllm.config import EngineConfig
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import StepTokens
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ class Executor(Protocol):
     state_size: StateSize
     """Memory that each rank has for rows."""
     tokens_per_step: int
-    """Most tokens that a row gains in one step."""
+    """Most tokens that a sequence gains in one step."""
     shares_weights: bool
     """Whether the weights are a live module's, whose owner writes to them."""
     owner: int
@@ -43,9 +42,9 @@ class Executor(Protocol):
     def has_result(self) -> bool:
         """Whether `collect` would not wait."""
 
-    def collect(self) -> tuple[StepTokens, StepScores | None]:
-        """Waits for the oldest step not yet collected: what its first rows gained, and what it brings beside that, if
-        anything."""
+    def collect(self) -> tuple[list[int], StepScores | None]:
+        """Waits for the oldest step not yet collected: the token that each of its first rows gained, -1 for none, and
+        what it brings beside them, if anything."""
 
     def check_weights(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Raises ValueError where these cannot replace all weights. What can be read only once is not looked at."""

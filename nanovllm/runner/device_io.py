@@ -17,7 +17,6 @@ import torch
 from nanovllm.errors import StepTimeout
 from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.wire.sampling import StepScores
-from nanovllm.wire.step import StepTokens
 
 _BUSY_WAIT = 0.002  # seconds to look for a result without pause; a longer step can afford the wake-up
 _LONGEST_PAUSE = 1.0  # seconds that count between two looks: in a longer pause (Ctrl-Z) this process stood still itself
@@ -34,7 +33,7 @@ class Mailbox(NamedTuple):
     steps: torch.Tensor
     """int32 [RING, capacity] on the host. Zeros are a step without rows: what warms a graph up."""
     tokens: torch.Tensor
-    """int32 [RING, max_rows, width] on the host."""
+    """int32 [RING, max_rows] on the host."""
     ring_index: torch.Tensor
     """int32 [1] on the device: the line of the next step."""
 
@@ -43,7 +42,7 @@ class _Result(NamedTuple):
     """Result of a running step: host memory that is complete when the event has come."""
 
     tokens: torch.Tensor
-    """int32 [rows, width] (StepTokens.of)."""
+    """int32 [rows]"""
     event: torch.cuda.Event | None
     padding: slice
     """Rows of the tokens that are padding."""
@@ -85,22 +84,22 @@ class DeviceIO:
         """Index of the last step's staging buffer; a step's buffer is free when its tokens are here."""
         return self._index
 
-    def allocate(self, capacity: int, max_rows: int, mailbox: bool = True, width: int = 1) -> None:
-        """`capacity`: int32 words of the largest packed step. `max_rows`, `width`: rows of a result, and words of each.
-        `mailbox`: whether captured decode steps fetch theirs themselves."""
+    def allocate(self, capacity: int, max_rows: int, mailbox: bool = True) -> None:
+        """`capacity`: int32 words of the largest packed step. `max_rows`: most rows of a result. `mailbox`: whether
+        captured decode steps fetch theirs themselves."""
 
-        def on_host(*shape: int) -> torch.Tensor:
-            return torch.zeros(RING, *shape, dtype=torch.int32, device="cpu", pin_memory=self.is_cuda)
+        def on_host(size: int) -> torch.Tensor:
+            return torch.zeros(RING, size, dtype=torch.int32, device="cpu", pin_memory=self.is_cuda)
 
         if mailbox:
             line = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self.mailbox = Mailbox(on_host(capacity), on_host(max_rows, width), line)
+            self.mailbox = Mailbox(on_host(capacity), on_host(max_rows), line)
             self._mailbox_lines = self.mailbox.steps.numpy()
             self.begin_mailbox()
         if not self.is_cuda:
             return
         self._index = 0
-        self._staging, self._results = on_host(capacity), on_host(max_rows, width)
+        self._staging, self._results = on_host(capacity), on_host(max_rows)
         self._staging_lines = self._staging.numpy()
         self._events = [torch.cuda.Event() for _ in range(RING)]
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
@@ -139,8 +138,8 @@ class DeviceIO:
     def receive(
         self, tokens: torch.Tensor, padding: slice, scores: StepScores | None = None, posted: bool = False
     ) -> None:
-        """A step is launched that leaves `tokens`, int32 [rows, width]: `collect` hands them out in this order, without
-        the rows of `padding`. `posted`: the step brings them to the host itself, through the mailbox; else they are
+        """A step is launched that leaves `tokens`, int32 [rows]: `collect` hands them out in this order, without
+        those of `padding`. `posted`: the step brings them to the host itself, through the mailbox; else they are
         copied. `scores`: on their way to the host too."""
         rows, event = tokens.shape[0], None
         if posted:
@@ -164,7 +163,7 @@ class DeviceIO:
         event = self._launched[0].event
         return event is None or event.query()
 
-    def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[StepTokens, StepScores | None]:
+    def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[list[int], StepScores | None]:
         """Tokens of the oldest step not yet collected, and what it brings beside them, if anything. `check` is called
         while waiting: it may raise, or return True where the wait has a reason that does not count. Raises StepTimeout
         after `timeout` seconds that do.
@@ -172,8 +171,10 @@ class DeviceIO:
         tokens, event, padding, scores = self._launched.popleft()
         if event is not None:
             self._wait(event, timeout, check)
+        ids: list[int] = tokens.tolist()
+        del ids[padding]
         # Copies: other steps will have that memory.
-        return StepTokens.of(tokens.numpy(), padding), None if scores is None else scores.copy()
+        return ids, None if scores is None else scores.copy()
 
     @staticmethod
     def _wait(event: torch.cuda.Event, timeout: float, check: Callable[[], bool]) -> None:

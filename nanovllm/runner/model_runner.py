@@ -229,7 +229,7 @@ class ModelRunner:
             self.work.allocate(rows, config.max_num_batched_tokens + rows, self.state_memory)
             capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
             mailbox = config.uses("mailbox") and not config.enforce_eager
-            self.io.allocate(capacity, rows, mailbox, self.work.buffers.tokens.shape[1])
+            self.io.allocate(capacity, rows, mailbox)
 
     def _tell_backend(self) -> None:
         """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""

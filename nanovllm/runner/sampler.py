@@ -112,7 +112,7 @@ class OptionSampler:
         records = section["records"].view(-1, RECORD_WORDS)
         rows = Rows(
             raw, raw_rows, section["slots"], records, section["rows"], state.temperature, state.seed,
-            buffers.sample_positions, buffers.tokens[:, 0], state.last_token, self._vocab_size,
+            buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
         )  # fmt: skip
         copied, changed, filtered, _ = section.of_kind
         x = least = kept = None

@@ -87,7 +87,7 @@ class StepWork:
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
         if mailbox is not None:
-            self._kernels.publish_tokens(buffers.tokens.flatten(), mailbox.tokens.flatten(1), mailbox.ring_index)
+            self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.ring_index)
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
         """Applies a packed step to the state, and expands its rows into `buffers`."""
@@ -124,7 +124,7 @@ class StepWork:
             return None, kept
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self._model.logits(hidden)
-        tokens, state, vocab_size = buffers.tokens[:num_sample_rows, 0], self.state, self._vocab_size
+        tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size
         draws = Draws(row_slot, state.temperature, state.seed, buffers.sample_positions[:num_sample_rows])
         if self._group.size == 1:
             self._kernels.sample_tokens(logits, draws, vocab_size, state.last_token, tokens)

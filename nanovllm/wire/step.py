@@ -16,11 +16,11 @@
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  2 reserved
 
-Decode rows come first. Their first id is the last of the slot: that of its record, where it has one in this step, else
-the one sampled last, which only the device need know. They begin where the slot is, again by its record or by the step
-before, which may have brought fewer tokens than it could: `start` is the last place that this can be. They compute
-`count` tokens at most, and none from `start + count` on. Within a step each (slot, index) and each slot record appears
-once.
+Decode rows come first, one token each. Its id is the last of the slot: that of its record, where it has one in this
+step, else the one sampled last, which only the device need know. Its position is where the slot is, again by its record
+or by the step before: `start` is the last that this can be. Where a slot may gain several tokens it has as many decode
+rows, for one position after another; a row that would be behind its `start` computes nothing. Within a step each (slot,
+index) and each slot record appears once.
 """
 
 import struct
@@ -57,26 +57,6 @@ class StepCounts(NamedTuple):
     @classmethod
     def of(cls, packed: np.ndarray) -> "StepCounts":
         return cls(*packed[: len(cls._fields)].tolist())
-
-
-class StepTokens(NamedTuple):
-    """Tokens that the first rows of a step gained."""
-
-    ids: list[int]
-    """Row after row."""
-    counts: list[int] | None = None
-    """Number of tokens of each row; None: one."""
-
-    @classmethod
-    def of(cls, result: np.ndarray, padding: slice = slice(0)) -> "StepTokens":
-        """`result`: int32 [rows, width] of a step. Width 1: each row's token; width k + 1: up to k tokens of each, and
-        how many these are. `padding`: rows to leave out."""
-        if padding.stop > (padding.start or 0):
-            result = np.delete(result, padding, axis=0)
-        if result.shape[1] == 1:
-            return cls(result.ravel().tolist())
-        tokens, counts = result[:, :-1], result[:, -1]
-        return cls(tokens[np.arange(tokens.shape[1]) < counts[:, None]].tolist(), counts.tolist())
 
 
 def most_block_updates(size: StateSize, max_num_seqs: int) -> int:

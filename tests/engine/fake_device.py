@@ -12,11 +12,12 @@ it writes what wrong drafts would have written behind the tokens that it keeps.
 
 import zlib
 from collections.abc import Callable
+from itertools import groupby
 
 import numpy as np
 
 from nanovllm.wire.state import PageGroup
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, StepTokens, block_copies
+from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, block_copies
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text
@@ -71,8 +72,9 @@ class FakeDevice:
             node = self._parent[node]
         return tokens[::-1]
 
-    def execute(self, packed: np.ndarray) -> tuple[StepTokens, list[int]]:
-        """Runs one step; returns what its first rows gained and, by row, the text its last position stands for."""
+    def execute(self, packed: np.ndarray) -> tuple[list[int], list[int]]:
+        """Runs one step; returns the token that each of its first rows gained, -1 for none, and by slot in the order of
+        the rows the text its last position stands for."""
         assert packed.dtype == np.int32 and packed.ndim == 1
         data = packed.tolist()
         num_rows, num_decodes, num_samples, num_tokens, num_updates, num_records, max_count = data[:7]
@@ -90,12 +92,21 @@ class FakeDevice:
                 self.kv[destination] = list(self.kv[source])
 
         slots, starts, counts = columns
-        assert len(set(slots)) == num_rows, "two rows in one slot"
         assert sum(counts) == num_tokens and max(counts) == max_count and min(counts) > 0
-        assert len(prompt_tokens) == num_tokens - sum(counts[:num_decodes])
+        assert counts[:num_decodes] == [1] * num_decodes and len(prompt_tokens) == num_tokens - num_decodes
+        places = [len([*rows]) for _, rows in groupby(slots)]  # of a slot; from here on its rows are one
+        firsts = [sum(places[:row]) for row in range(len(places))]
+        slots, firsts_of_all = [slots[row] for row in firsts], starts
+        starts, counts = [starts[row] for row in firsts], [counts[row] for row in firsts]
+        num_decodes = sum(row < num_decodes for row in firsts)
+        num_samples -= sum(places) - len(places)
+        assert len(set(slots)) == len(slots), "rows of one slot are apart"
+        assert max(places[num_decodes:], default=1) == 1, "two chunks in one slot"
         for row, slot in enumerate(slots[:num_decodes]):
-            end, starts[row] = starts[row] + counts[row], self.num_computed[slot]
-            counts[row] = max(0, min(counts[row], end - starts[row]))
+            end = starts[row] + places[row]
+            assert firsts_of_all[firsts[row] :][: places[row]] == [*range(starts[row], end)]
+            starts[row] = self.num_computed[slot]
+            counts[row] = max(0, min(places[row], end - starts[row]))
             assert self._gain or counts[row] == 1
         # Layer by layer, all rows write before any row reads; a row therefore must not read what another writes now.
         nodes = [self._prefix(slot, start) for slot, start in zip(slots, starts, strict=True)]
@@ -126,8 +137,8 @@ class FakeDevice:
             self._prefix(slot, start)  # still intact after everybody's writes
         for slot, tokens in zip(slots, gained, strict=False):
             self.last_token[slot] = tokens[-1] if tokens else self.last_token[slot]
-        ids = [token for tokens in gained for token in tokens]
-        return StepTokens(ids, [*map(len, gained)] if self._gain else None), nodes
+        ids = [id for n, tokens in zip(places, gained, strict=False) for id in (tokens + [-1] * n)[:n]]
+        return ids, nodes
 
     def _draw(self, slot: int, node: int, most: int) -> list[int]:
         """What a row that decodes gains, at most so many."""

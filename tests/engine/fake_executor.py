@@ -13,7 +13,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.protocol import Executor
 from nanovllm.wire.sampling import SCORES, Section, StepScores, split_section
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import StepTokens
 
 if TYPE_CHECKING:
     import torch
@@ -33,28 +32,23 @@ class FakeExecutor:
         self.state_size = StateSize(config.num_kvcache_blocks, config.kvcache_block_size)
         self.tokens_per_step = tokens_per_step
         self.device = FakeDevice(config.max_num_seqs, config.num_kvcache_blocks, config.kvcache_block_size, gain)
-        self._results: deque[tuple[StepTokens, StepScores | None]] = deque()
+        self._results: deque[tuple[list[int], StepScores | None]] = deque()
 
     def launch(self, packed: np.ndarray) -> None:
         step, section = split_section(packed)
         tokens, _ = self.device.execute(step)
         self._results.append((tokens, None if section is None else self._scores(section, tokens)))
 
-    def _scores(self, section: Section, tokens: StepTokens) -> StepScores:
-        counts = tokens.counts or [1] * len(tokens.ids)
-        table = []
-        for row in section["rows"][section["scored"]]:
-            begin = sum(counts[:row])
-            ids = np.full(self.tokens_per_step, -1, np.int32)
-            ids[: counts[row]] = tokens.ids[begin : begin + counts[row]]
-            table += [[token, 1, int(np.float32(-token).view(np.int32))] for token in ids]
+    def _scores(self, section: Section, tokens: list[int]) -> StepScores:
+        ids = np.array(tokens)[section["rows"][section["scored"]]]
+        table = [[token, 1, int(np.float32(-token).view(np.int32))] for token in ids]
         none: list[np.ndarray | None] = [None] * (len(SCORES) - 1)
         return StepScores([np.array(table, np.int32).reshape(-1, 3), *none], [None, None], None)
 
     def has_result(self) -> bool:
         return True
 
-    def collect(self) -> tuple[StepTokens, StepScores | None]:
+    def collect(self) -> tuple[list[int], StepScores | None]:
         return self._results.popleft()
 
     def check(self) -> None: ...

@@ -15,7 +15,7 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
 from nanovllm.wire.state import PageGroup, StateSize, table_width
-from nanovllm.wire.step import StepTokens, most_block_updates, packed_capacity
+from nanovllm.wire.step import most_block_updates, packed_capacity
 
 
 class Watcher:
@@ -26,7 +26,7 @@ class Watcher:
     watches = True
 
     def __init__(self, last_two: tuple[int, int], is_grammar: bool) -> None:
-        self.last_two, self.needs_last_token, self.has_edits = last_two, is_grammar, is_grammar
+        self.last_two, self.needs_last_token, self.depends_on_output = last_two, is_grammar, is_grammar
 
     def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
         is_end = num_output_tokens > 1 and tuple(token_ids[-2:]) == self.last_two
@@ -102,7 +102,7 @@ class Simulation:
         width = table_width(1 << 16, block_size, self.size.num_tables)
         self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width)
         self.depth = depth
-        self.pipeline: deque[tuple[StepPlan, StepTokens]] = deque()
+        self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
         self.requests: dict[int, Request] = {}
         self.num_preemptions = 0
 
@@ -154,9 +154,9 @@ class Simulation:
         self._check_limits(plan, waiting_before)
         self._check_order_of_admission(plan)
         tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
-        for row, (seq, start, count, node) in enumerate(
-            zip(plan.seqs, plan.starts, plan.counts, nodes, strict=True)
-        ):
+        last_rows = {seq: row for row, seq in enumerate(plan.seqs)}
+        for (seq, row), node in zip(last_rows.items(), nodes, strict=True):
+            start, count = plan.starts[row], plan.counts[row]
             length = self.device.num_computed[seq.slot]
             expected = self.requests[seq.request_id].text_alone(length)
             assert self.device.text(node) == expected, f"{seq} computed another text"
@@ -243,7 +243,8 @@ class Simulation:
         capacity = packed_capacity(self.size, config.max_num_seqs, config.max_num_batched_tokens)
         assert len(plan.pack(config.max_num_seqs)) <= capacity
         assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
-        assert plan.num_rows == len(set(plan.seqs)) <= config.max_num_seqs
+        assert plan.num_rows <= config.max_num_seqs
+        assert len(set(plan.seqs[plan.num_decode_rows :])) == plan.num_rows - plan.num_decode_rows
         assert len(self.scheduler.running) <= config.max_num_seqs
         if plan.num_old_rows:
             cap = config.max_num_prefill_tokens_with_decodes
@@ -253,11 +254,13 @@ class Simulation:
             assert plan.num_prefill_tokens <= cap
         assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows
         for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
-            assert start + count == seq.num_computed_tokens <= seq.num_total_tokens
+            is_last = plan.seqs[row + 1 : row + 2] != [seq]
+            assert start + count == seq.num_computed_tokens <= seq.num_total_tokens or not is_last
             assert seq.last_token_on_device == (row < plan.num_sample_rows)
-            if row < plan.num_sample_rows:  # computed all there was, and gained tokens that nobody has seen yet
+            if row < plan.num_sample_rows and is_last:  # computed all there was, and gained what nobody has seen yet
                 assert seq.num_least_tokens - 1 <= start + count <= seq.num_total_tokens - 1
-            assert 1 <= count <= seq.most_gained or row >= plan.num_decode_rows
+            assert count == 1 or row >= plan.num_decode_rows
+            assert plan.seqs.count(seq) <= seq.most_gained
             assert start + count < seq.max_total_tokens >= seq.num_least_tokens, "sampled past the end"
         half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
         assert len(half_computed) <= config.max_num_partial_prefills

@@ -13,7 +13,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import StepTokens
 
 NUM_ROWS = 256
 STOP = frozenset({0})
@@ -33,14 +32,14 @@ def test_schedule_pack_and_apply_a_steady_decode_step() -> None:
     launched = scheduler.schedule()
     while launched.num_decode_rows < NUM_ROWS:
         following = scheduler.schedule()
-        scheduler.apply(launched, StepTokens(tokens[: launched.num_sample_rows]))
+        scheduler.apply(launched, tokens[: launched.num_sample_rows])
         launched = following
 
     def step() -> None:
         nonlocal launched
         following = scheduler.schedule()
         following.pack(NUM_ROWS)
-        scheduler.apply(launched, StepTokens(tokens[: launched.num_sample_rows]))
+        scheduler.apply(launched, tokens[: launched.num_sample_rows])
         launched = following
 
     times = seconds(step, rounds=400, warmup=20)
@@ -87,7 +86,7 @@ def test_scheduling_where_memory_is_short() -> None:
             while len(launched) > 1 or (launched and plan is None):
                 done = launched.popleft()
                 ids = [0 if (step + i) % 997 == 0 else 17 for i in range(done.num_sample_rows)]
-                scheduler.apply(done, StepTokens(ids))
+                scheduler.apply(done, ids)
         assert num_tight > 400, "memory is what they wait for"
         p99.append(1e3 * float(np.quantile(cpu_seconds[50:], 0.99)) / slowdown())
     print(f"{num_rows} rows: p99 of schedule() {min(p99):.2f} ms")

@@ -5,7 +5,6 @@ from simulation import Simulation, decoding, make_sequence, rows
 
 from nanovllm.engine import prefix_keys
 from nanovllm.engine.sequence import SequenceStatus
-from nanovllm.wire.step import StepTokens
 
 # -- one step after another -----------------------------------------------------------------------------------------
 
@@ -156,7 +155,7 @@ def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() 
     begun = []
     while (plan := scheduler.schedule()) is not None:
         begun += [seq.request_id for seq in plan.new_slots]
-        scheduler.apply(plan, StepTokens([0] * plan.num_sample_rows))
+        scheduler.apply(plan, [0] * plan.num_sample_rows)
     assert begun == [3, 1, 2, 0]
 
 

@@ -27,14 +27,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import PageGroup, StateSize
-from nanovllm.wire.step import StepTokens
 
 STOP = 7
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 
 def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **options: object) -> Scheduler:
-    config = EngineConfig.from_options("model", max_num_seqs=4, max_model_len=400, **options)
+    config = EngineConfig.from_options("model", max_num_seqs=16, max_model_len=400, **options)
     return Scheduler(config, StateSize(num_blocks, 4, groups or (PageGroup(),)), tokens_per_step=tokens_per_step)
 
 
@@ -42,7 +41,7 @@ def begin(scheduler: Scheduler, seq: Sequence) -> None:
     """Its first token is there, and no step in flight."""
     scheduler.add(seq)
     plan = scheduler.schedule()
-    scheduler.apply(plan, StepTokens([1], [1]))
+    scheduler.apply(plan, [1])
     assert seq.last_token_on_device
 
 
@@ -53,10 +52,10 @@ def test_what_comes_behind_an_end_is_dropped(place: int) -> None:
     begin(scheduler, seq)
     step, late = scheduler.schedule(), scheduler.schedule()
     brought = [STOP if at == place else 2 for at in range(5)]
-    gained = scheduler.apply(step, StepTokens([*brought], [5]))
+    gained = scheduler.apply(step, brought)
     assert [token for _, token in gained] == brought[: place + 1]
     assert seq.output_token_ids == [1, *brought[: place + 1]] and seq.ending.reason == "stop"
-    assert scheduler.apply(late, StepTokens([2] * 5, [5])) == []
+    assert scheduler.apply(late, [2] * 5) == []
     scheduler.check_integrity()
     assert scheduler.memory.num_free_blocks == 20 and not scheduler.has_unfinished()
 
@@ -66,9 +65,9 @@ def test_max_tokens_holds_within_a_step_and_no_key_is_written_behind_it() -> Non
     seq = make_sequence(0, [3] * 6, 6, capacity=scheduler.capacity_tokens)
     begin(scheduler, seq)
     step = scheduler.schedule()
-    assert (step.starts, step.counts) == ([6], [5]), "of 12 tokens the last needs no key"
-    assert scheduler.schedule().counts == [4], "each step in flight brings one at least"
-    assert len(scheduler.apply(step, StepTokens([2] * 5, [5]))) == 5
+    assert (step.seqs, step.starts) == ([seq] * 5, [6, 7, 8, 9, 10]), "of 12 tokens the last needs no key"
+    assert scheduler.schedule().starts == [7, 8, 9, 10], "each step in flight brings one at least"
+    assert len(scheduler.apply(step, [2] * 5)) == 5
     assert seq.ending.reason == "length" and seq.num_output_tokens == 6
 
 
@@ -77,11 +76,11 @@ def test_bounds_come_together_as_results_arrive() -> None:
     seq = make_sequence(0, [3] * 6, 90)
     begin(scheduler, seq)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert (first.starts, second.starts) == ([6], [10])
+    assert (first.starts, second.starts) == ([6, 7, 8, 9], [10, 11, 12, 13])
     assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 15, 14)
-    scheduler.apply(first, StepTokens([2], [1]))
+    scheduler.apply(first, [2, -1, -1, -1])
     assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 12, 11)
-    scheduler.apply(second, StepTokens([2, 2, 2], [3]))
+    scheduler.apply(second, [2, 2, 2, -1])
     assert seq.num_least_tokens == seq.num_total_tokens == 11 and seq.num_computed_tokens == 10
 
 
@@ -100,27 +99,41 @@ def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
             while seq.status is SequenceStatus.RUNNING:
                 if (plan := scheduler.schedule()) is not None:
                     launched.append(plan)
-                [most_now] = (step := launched.pop(0)).counts
-                count = chosen.randint(1, most_now)
-                scheduler.apply(step, StepTokens([2] * count, [count]))
+                count = chosen.randint(1, most_now := (step := launched.pop(0)).num_rows)
+                scheduler.apply(step, [2] * count + [-1] * (most_now - count))
                 scheduler.check_integrity()
             assert seq.num_output_tokens == 117 and scheduler.num_preemptions == 0
 
 
-def test_rows_whose_edits_count_tokens_gain_one_at_a_time() -> None:
+@pytest.mark.parametrize(
+    ("options", "bad_words", "matcher", "most"),
+    [
+        ({"min_tokens": 5}, (), None, 1),
+        ({"presence_penalty": 0.5}, (), None, 1),
+        ({}, ((3, 4),), None, 1),
+        ({}, (), object(), 1),
+        ({"logit_bias": {3: 1.0}, "top_p": 0.5, "allowed_token_ids": (1, 3)}, ((4,),), None, 4),
+    ],
+)
+def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
+    options: dict[str, Any], bad_words: tuple[tuple[int, ...], ...], matcher: Any, most: int
+) -> None:
     scheduler = scheduler_of(40, 4)
-    params = SamplingParams(min_tokens=5, stop_token_ids=(STOP,), max_tokens=9)
-    row = SamplingRow(params, stop_ids=frozenset({STOP}), vocab_size=16, text=None, bad_words=(), matcher=None)
+    params = SamplingParams(stop_token_ids=(STOP,), max_tokens=9, **options)
+    row = SamplingRow(
+        params, stop_ids=frozenset({STOP}), vocab_size=16, text=None, bad_words=bad_words, matcher=matcher
+    )
+    row.watches = False
     seq = Sequence(
         0, [3] * 6, params, num_prompt_tokens=6, seed=0, stop_token_ids=frozenset({STOP}), max_total_tokens=15,
         metrics=RequestMetrics(0.0), sampling=row,
     )  # fmt: skip
     begin(scheduler, seq)
-    assert scheduler.schedule().counts == [1]
+    assert scheduler.schedule().seqs == [seq] * most
 
 
 def test_log_probabilities_of_several_tokens_go_to_their_rows() -> None:
-    """A table has as many lines for a row as it may gain; those of tokens that it did not gain are left out."""
+    """A table has a line for each row of a step; those of tokens that a sequence did not gain are left out."""
     first, second = (make_sequence(number, [3], 9) for number in range(2))
     for seq in (first, second):
         row = SamplingRow(
@@ -128,10 +141,10 @@ def test_log_probabilities_of_several_tokens_go_to_their_rows() -> None:
         )
         assert row.logprob_rows is not None
         row.logprob_rows.append_missing()
-        seq.sampling, seq.most_gained = row, 3
+        seq.sampling = row
     table = np.array([[10 * line, 1, 0] for line in range(6)], np.int32)
     parts: list[list[PromptPart]] = [[], []]
-    step = StepSampling(table, [[first, second], [], [], []], [], parts)
+    step = StepSampling(table, [[*[first] * 3, *[second] * 3], [], [], []], [], parts)
     gained = [(first, 0), (second, 30), (second, 40)]
     scores = StepScores([table, None, None, None], [None, None], None)
     assert take_scores(step, gained, scores) == {first: 1, second: 1}
@@ -170,7 +183,7 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     """What requests get of an engine, and what its driver hears of them over the wire, which must be the same."""
     chosen = random.Random(tokens_per_step)
     given = EngineConfig.from_options(
-        DEMO, device="cpu", max_num_seqs=3, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16
+        DEMO, device="cpu", max_num_seqs=8, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16
     )
     model = read_model_config(given := resolve_model_folder(given))
     config, tokenizer = resolve(given, model), Tokenizer(given)

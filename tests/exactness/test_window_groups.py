@@ -21,7 +21,6 @@ from nanovllm.layers.memory import Pages
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.state_layout import StateLayout, layout_of
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import StepTokens
 
 SHARED = [(29 * i + 3) % 211 for i in range(41)]
 PROMPTS = [
@@ -171,7 +170,7 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
         decoding = plan.seqs[: plan.num_decode_rows]
         most_rows = max(most_rows, len(decoding))
         most_held = max([most_held, *(seq.num_held_blocks for seq in decoding)])
-        scheduler.apply(plan, StepTokens([1] * plan.num_sample_rows))
+        scheduler.apply(plan, [1] * plan.num_sample_rows)
     return most_rows, most_held * per_block
 
 

@@ -6,7 +6,6 @@ import torch
 
 from nanovllm.kernels.step.mailbox import publish_tokens, publish_tokens_reference
 from nanovllm.runner.device_io import RING, DeviceIO
-from nanovllm.wire.step import StepTokens
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 100])
@@ -29,29 +28,28 @@ def test_both_sides_count_the_same_lines(device: torch.device) -> None:
     io = DeviceIO(device)
     io.allocate(8, 4)
     assert io.mailbox is not None
-    steps, tokens, index = io.mailbox.steps, io.mailbox.tokens.flatten(1), io.mailbox.ring_index
+    steps, tokens, index = io.mailbox.steps, io.mailbox.tokens, io.mailbox.ring_index
     publish_tokens(torch.zeros(4, dtype=torch.int32, device=device), tokens, index)  # a warm-up
     io.begin_mailbox()
     for n in range(2 * RING + 1):
         line = io.post(np.full(5, n, dtype=np.int32))
         assert steps[index.item(), :5].tolist() == line[:5].tolist() == [n] * 5
-        own = torch.full((2, 1), 10 + n, dtype=torch.int32, device=device)
-        publish_tokens(own.flatten(), tokens, index)
+        own = torch.full((2,), 10 + n, dtype=torch.int32, device=device)
+        publish_tokens(own, tokens, index)
         io.receive(own, slice(0), posted=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        assert io.collect(1.0, lambda: False) == (StepTokens([10 + n] * 2), None)
+        assert io.collect(1.0, lambda: False) == ([10 + n] * 2, None)
 
 
-def test_a_result_of_several_tokens_a_row() -> None:
-    """Up to three tokens of each row, and how many; the second row pads the step."""
-    result = np.array([[5, 6, 7, 2], [1, 1, 1, 3], [8, 9, 10, 3], [4, 4, 4, 0]], np.int32)
-    assert StepTokens.of(result, slice(1, 2)) == StepTokens([5, 6, 8, 9, 10], [2, 3, 0])
-    assert StepTokens.of(result[:, :1], slice(1, 2)) == StepTokens([5, 8, 4])
+def test_rows_of_padding_are_left_out() -> None:
+    io = DeviceIO(torch.device("cpu"))
+    io.receive(torch.tensor([5, 1, 1, 8, -1], dtype=torch.int32), slice(1, 3))
+    assert io.collect(1.0, lambda: False) == ([5, 8, -1], None)
 
 
 def test_a_rank_whose_tokens_nobody_asks_for_keeps_few() -> None:
     io = DeviceIO(torch.device("cpu"))
     for _ in range(100):
-        io.receive(torch.zeros(3, 1, dtype=torch.int32), slice(3, 3))
+        io.receive(torch.zeros(3, dtype=torch.int32), slice(3, 3))
     assert len(io._launched) <= RING

@@ -17,7 +17,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, Word, create_shared_memory
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import HEADER_SIZE, StepTokens
+from nanovllm.wire.step import HEADER_SIZE
 
 NUM_ROWS = 256
 BLOCK = 128
@@ -47,7 +47,7 @@ class Decoding:
     def step(self) -> StepPlan:
         """Schedules the next step and takes in the tokens of the one before."""
         plan = self._scheduled()
-        self.scheduler.apply(self.launched, StepTokens([17] * self.launched.num_sample_rows))
+        self.scheduler.apply(self.launched, [17] * self.launched.num_sample_rows)
         self.launched = plan
         return plan
 

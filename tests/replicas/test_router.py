@@ -12,7 +12,6 @@ from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.state import PageGroup, StateSize
-from nanovllm.wire.step import StepTokens
 
 BLOCK = 128
 Work = list[tuple[list[int], int]]  # prompt, tokens to generate
@@ -55,7 +54,7 @@ class Fleet:
                 self.most_waiting = max(self.most_waiting, scheduler.num_waiting)
                 self.work[replica] += plan.num_tokens
                 self.computed[replica] += plan.num_prefill_tokens
-                for seq, _ in scheduler.apply(plan, StepTokens([7] * plan.num_sample_rows)):
+                for seq, _ in scheduler.apply(plan, [7] * plan.num_sample_rows):
                     if seq.ending is not None:
                         del live[seq.request_id]
                         if self.route is None:

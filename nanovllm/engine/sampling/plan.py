@@ -4,7 +4,6 @@ torch."""
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -142,20 +141,17 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPar
 
 
 def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> dict[Row, int]:
-    """Hands what a step brings beside its tokens to the rows that asked: a table has `most_gained` lines for each.
-    `gained`: who gained which token in it; others have ended meanwhile. Returns the first new position of rows that
-    want log-probabilities."""
-    num_gained, firsts = Counter(seq for seq, _ in gained), {}
+    """Hands what a step brings beside its tokens to the sequences that asked. `gained`: who gained which token in it;
+    others have ended meanwhile. Returns the first new position of those that want log-probabilities."""
+    firsts: dict[Row, int] = {}
     for seqs, table in zip(step.scored, found.scored, strict=True):
-        for seq, line in zip(seqs, _first_lines(seqs), strict=False):
+        for line, seq in _lines_of_gained(seqs, gained):
             assert table is not None and seq.sampling is not None and seq.sampling.logprob_rows is not None
-            firsts[seq] = len(seq.sampling.logprob_rows)
-            for each in range(line, line + num_gained[seq]):
-                seq.sampling.logprob_rows.append(table, each)
-    for seq, line in zip(step.kept, _first_lines(step.kept), strict=False):
+            firsts.setdefault(seq, len(seq.sampling.logprob_rows))
+            seq.sampling.logprob_rows.append(table, line)
+    for line, seq in _lines_of_gained(step.kept, gained):
         assert found.kept is not None and seq.sampling is not None and seq.sampling.kept_ids is not None
-        for each in range(line, line + num_gained[seq]):
-            seq.sampling.kept_ids.append(found.kept, each)
+        seq.sampling.kept_ids.append(found.kept, line)
     for parts, table in zip(step.prompt_parts, found.prompt, strict=True):
         begin = 0
         for part in parts:
@@ -165,5 +161,11 @@ def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: St
     return firsts
 
 
-def _first_lines(seqs: Sequence[Row]) -> Iterator[int]:
-    return accumulate((seq.most_gained for seq in seqs), initial=0)
+def _lines_of_gained(seqs: Sequence[Row], gained: Sequence[tuple[Row, int]]) -> Iterator[tuple[int, Row]]:
+    """Lines of a table with a line for each of `seqs`, and whose these are; of several of one sequence the first, as
+    many as it gained."""
+    left = Counter(seq for seq, _ in gained) if seqs else Counter()
+    for line, seq in enumerate(seqs):
+        if left[seq]:
+            left[seq] -= 1
+            yield line, seq

@@ -72,6 +72,8 @@ class SamplingRow:
         """Whether tokens that end nothing by themselves must be shown to `accept`."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them."""
+        self.depends_on_output = bool(self._stop_ids) or self.needs_last_token or self.penalizes
+        """Whether the tokens of two positions are sampled in different ways."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """Way of sampling for tokens without edits, of KINDS."""

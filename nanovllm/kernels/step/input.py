@@ -65,8 +65,7 @@ class StepBuffers:
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     tokens: torch.Tensor
-    """int32 [B, 1]: written by the sampler, not here. Where a row may gain k tokens [B, k + 1]: these, and their
-    number."""
+    """int32 [B]: that each row gained, -1 where it gained none; written by the sampler, not here."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_tokens: int, num_tables: int, device: torch.device | str) -> "StepBuffers":
@@ -77,7 +76,7 @@ class StepBuffers:
         return cls(
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
             positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=lines[:, :max_tokens],
-            logits_indices=zeros(max_rows), tokens=zeros(max_rows, 1),
+            logits_indices=zeros(max_rows), tokens=zeros(max_rows),
         )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
