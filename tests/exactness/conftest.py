@@ -1,9 +1,20 @@
-"""Tiny models on few cores: the threads of one matrix product would only wait for each other."""
+"""Tiny models on few cores: the threads of one matrix product would only wait for each other. Comparisons with
+transformers are left out where its version computes something else."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
+
+_SINCE = {
+    r"test_families\.py.*minimax_m2": (5, 18),  # older ones pass over rotary_dim
+    r"test_family_configs\.py.*(Gemma3|Olmo3)ForCausalLM-no theta": (5, 18),  # cannot read it
+    r"test_families\.py.*(gpt_oss|mxfp4)": (5, 20),  # pass over swiglu_limit
+    r"test_wrapped_models\.py.*test_sound": (5, 23),  # name its tensors otherwise than the published checkpoint
+}
+"""First version of transformers that a test, by its id, can be compared with."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -12,3 +23,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = tuple(map(int, transformers.__version__.split(".")[:2]))
+    for item in items:
+        for since in (version for part, version in _SINCE.items() if re.search(part, item.nodeid) and found < version):
+            reason = f"comparable since transformers {since[0]}.{since[1]}"
+            item.add_marker(pytest.mark.skip(reason=reason))
