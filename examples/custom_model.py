@@ -35,7 +35,7 @@ class GatedAttention(Attention):
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
         cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
         super().__init__(
-            context, context.config, spec, context.backend, cos_sin, tables.query_scale, adds_parts=place.adds_parts
+            context, context.config, spec, cos_sin, tables.query_scale, adds_parts=place.adds_parts
         )
         width = self.heads.num_heads * spec.head_dim  # of all ranks; each gets the range of its own heads
         self.gate_proj = MergedColumnParallelLinear(context, context.config.hidden_size, {"gate_proj": width})

@@ -29,16 +29,18 @@ class ForwardStep:
     slot_mappings: tuple[torch.Tensor, ...]
     """int32 [T] each, by KVCache.table: where a token's key and value go in the flat cache; -1: nowhere."""
     attention: AttentionMetadata
+    backend: AttentionBackend
+    """Attends for all layers; it was prepared for `attention`."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
 
     def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
         """The first `cut` tokens, and the others; see attention_halves."""
-        first, second = attention_halves(self.attention, cut)
-        return (
-            ForwardStep(self.positions[:cut], tuple(places[:cut] for places in self.slot_mappings), first),
-            ForwardStep(self.positions[cut:], tuple(places[cut:] for places in self.slot_mappings), second),
+        first, second = (
+            ForwardStep(self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend)
+            for part, half in zip((slice(cut), slice(cut, None)), attention_halves(self.attention, cut), strict=True)
         )
+        return first, second
 
 
 def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -73,17 +75,33 @@ class GateParallelLinear(ParallelLinear):
         super().__init__(context, "qkv", -(-self.width // 8) * 8, config.hidden_size, pieces=pieces)
 
 
-class Attention(WeightedModule):
+class PagedAttention:
+    """Attention that a layer asks of the backend, over keys and values of its own."""
+
+    spec: AttentionSpec
+    cache: KVCache
+
+    @property
+    def memory(self) -> tuple[Pages, ...]:
+        """Declarations of what it remembers; see layers/memory.py."""
+        return (Pages(self.spec.num_kv_heads, self.spec.head_dim, self.spec.window),)
+
+    def bind(self, *memory: KVCache) -> None:
+        """Takes its part of the KV cache."""
+        (self.cache,) = memory
+
+
+class Attention(WeightedModule, PagedAttention):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
     def __init__(
-        self, context: LayerContext, config: ModelConfig, layer: LayerSpec, backend: AttentionBackend,
-        cos_sin: torch.Tensor | None, query_scale: torch.Tensor | None, fuses: bool = False, adds_parts: bool = True,
+        self, context: LayerContext, config: ModelConfig, layer: LayerSpec, cos_sin: torch.Tensor | None,
+        query_scale: torch.Tensor | None, fuses: bool = False, adds_parts: bool = True,
     ) -> None:  # fmt: skip
         """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
         query_scale float32 [max_position]: factor on the queries by position. fuses, adds_parts: as in MLP."""
         super().__init__()
-        self.group, self.kernels, self.backend = context.group, context.kernels, backend
+        self.group, self.kernels = context.group, context.kernels
         self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin, self.query_scale = cos_sin, query_scale
@@ -119,11 +137,6 @@ class Attention(WeightedModule):
             self._k_shares = counted / (heads.num_kv_heads * head_dim)
         if layer.has_sinks:
             self.sinks = parameter(heads.local_heads, dtype=dtype, device=device)
-        self.memory = (Pages(self.spec.num_kv_heads, self.spec.head_dim, self.spec.window),)
-
-    def bind(self, *memory: KVCache) -> None:
-        """Takes its part of the KV cache; see layers/memory.py."""
-        (self.cache,) = memory
 
     def forward(
         self, x: torch.Tensor | FP8Rows, step: ForwardStep, *, norm: Norm | None = None,
@@ -150,7 +163,7 @@ class Attention(WeightedModule):
             query_scale=self.query_scale, kv_scales=cache.scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        self.backend.forward(q, cache, step.attention, out, self.spec, self.sinks)
+        step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks)
         return out.view(out.shape[0], -1)
 
     def _gated(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,11 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.errors import refuse
 from nanovllm.kernels.plan.plan import LayerPlan, Operation
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.layers.attention import Attention, ForwardStep, attention_spec, wanted_rows
+from nanovllm.layers.attention import Attention, ForwardStep, PagedAttention, wanted_rows
 from nanovllm.layers.context import LayerContext, Stream
-from nanovllm.layers.heads import heads_of
 from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE, is_plain_mixture
@@ -43,7 +41,6 @@ class ModelContext(LayerContext):
     """Context that a model is built with on one rank."""
 
     config: ModelConfig
-    backend: AttentionBackend
     max_model_len: int
 
     def norm(self, is_after: bool = False, is_last: bool = False) -> RowNorm:
@@ -57,12 +54,6 @@ class ModelContext(LayerContext):
 
     def joint(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
         return ReduceAddNorm(self, norm, after, self.config.residual_multiplier, rounds)
-
-
-def attention_specs(config: ModelConfig, rank: int, size: int) -> tuple[AttentionSpec, ...]:
-    """The kinds of attention layers of one of `size` ranks, each once."""
-    specs = (attention_spec(config, layer, heads_of(config, layer, rank, size)) for layer in config.layers)
-    return tuple(dict.fromkeys(specs))
 
 
 @dataclass(frozen=True)
@@ -119,9 +110,7 @@ class Place:
 
 def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> Attention:
     cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
-    return Attention(
-        context, context.config, spec, context.backend, cos_sin, tables.query_scale, place.fuses, place.adds_parts
-    )
+    return Attention(context, context.config, spec, cos_sin, tables.query_scale, place.fuses, place.adds_parts)
 
 
 OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
@@ -334,8 +323,9 @@ class DecoderForCausalLM(WeightedModule):
         """Layers' mixers, which keep memory of rows."""
         return [layer.self_attn for layer in self.layers]
 
-    def attention_layers(self) -> list[Attention]:
-        return [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, Attention)]
+    def attention_layers(self) -> list[PagedAttention]:
+        """Mixers that ask the attention backend."""
+        return [mixer for mixer in self.mixers() if isinstance(mixer, PagedAttention)]
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -24,11 +24,8 @@ def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausa
         raise ValueError(f"{config.architecture}: transformers computes it, so there is no kernel plan")
     multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
     group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
-    kernels, backend = select_kernels("cpu"), cast(Any, None)
-    meta, planner = torch.device("meta"), Planner(rules)
-    return DecoderForCausalLM(
-        ModelContext(group, kernels, getattr(torch, dtype), meta, config, backend, 1, planner=planner)
-    )
+    kernels, meta, planner = select_kernels("cpu"), torch.device("meta"), Planner(rules)
+    return DecoderForCausalLM(ModelContext(group, kernels, getattr(torch, dtype), meta, config, 1, planner=planner))
 
 
 def one_of_each(config: ModelConfig, rules: Rules, dtype: str) -> tuple[DecoderForCausalLM, list[int]]:

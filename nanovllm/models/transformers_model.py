@@ -9,7 +9,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +19,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanovllm.attention.base import AttentionBackend, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionSpec
 from nanovllm.errors import refuse
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
 from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
-from nanovllm.layers.attention import ForwardStep
-from nanovllm.layers.memory import Pages
+from nanovllm.layers.attention import ForwardStep, PagedAttention
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import check_overrides, end_of_text
@@ -57,17 +55,11 @@ def load_module(
         return module.to(device).eval().requires_grad_(False)
 
 
-@dataclass
-class PagedAttention:
-    """One call of the attention function in a forward pass: a layer with keys of its own."""
+class AttentionCall(PagedAttention):
+    """One call of the attention function in a forward pass."""
 
-    spec: AttentionSpec
-    memory: tuple[Pages]
-    cache: KVCache = field(init=False)
-
-    def bind(self, *memory: KVCache) -> None:
-        """Takes its part of the KV cache; see layers/memory.py."""
-        (self.cache,) = memory
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
 
 
 class TransformersModel(WeightedModule):
@@ -79,8 +71,6 @@ class TransformersModel(WeightedModule):
         values cannot give."""
         super().__init__()
         self.module, self.kernels = module, kernels
-        self.backend: AttentionBackend | None = None
-        """Attention backend for the specs that the trial has found; set by the runner."""
         self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._attend: Attend | None = None
         self._found: list[AttentionSpec] = []
@@ -88,18 +78,13 @@ class TransformersModel(WeightedModule):
         """Windows of the masks that the module has asked for."""
         self._register()
         self._try()
-        kinds = ((spec, Pages(spec.num_kv_heads, spec.head_dim, spec.window)) for spec in self._found)
-        self._layers = [PagedAttention(spec, (pages,)) for spec, pages in kinds]
+        self._layers = [*map(AttentionCall, self._found)]
 
-    @property
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(dict.fromkeys(self._found))
-
-    def mixers(self) -> Sequence[PagedAttention]:
+    def mixers(self) -> Sequence[AttentionCall]:
         """Attention layers, which keep memory of rows."""
         return self._layers
 
-    def attention_layers(self) -> list[PagedAttention]:
+    def attention_layers(self) -> list[AttentionCall]:
         return self._layers
 
     def forward(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,14 +95,14 @@ class TransformersModel(WeightedModule):
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
         ) -> torch.Tensor:
             layer = next(calls)
-            assert layer.spec == spec and self.backend is not None
+            assert layer.spec == spec
             qkv = torch.cat((q, k, v), dim=1).flatten(1)
             how = QKNormRope(spec.num_heads, spec.num_kv_heads, spec.head_dim, rotary_dim=0)
             cache, out = layer.cache, torch.empty_like(q)
             q = self.kernels.qk_norm_rope_store(
                 qkv, how, step.positions, step.slot_mappings[cache.table], cache.k, cache.v, kv_scales=cache.scales
             )
-            return self.backend.forward(q, cache, step.attention, out, spec, sinks)
+            return step.backend.forward(q, cache, step.attention, out, spec, sinks)
 
         rows = {} if wanted is None or not self._rounds_rows else {"logits_to_keep": wanted}
         with self._attending(attend):

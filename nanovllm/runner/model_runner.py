@@ -23,7 +23,7 @@ from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext, attention_specs
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
@@ -107,21 +107,17 @@ class ModelRunner:
         if config.exact_bits is not None and not self.kernels.fused:
             self.kernels = row_by_row(self.kernels)
         foreign = self._load_foreign() if model.implementation == "transformers" else None
-        specs = foreign.specs if foreign else attention_specs(model, self.group.rank, self.group.size)
-        self.backend = self._make_backend(specs)
+        self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
+        context = ModelContext(
+            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner
+        )
+        self.model: Any = foreign or DecoderForCausalLM(context)
+        self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self.model.attention_layers())))
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
         if foreign:
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
-        self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
-        context = ModelContext(
-            self.group, self.kernels, self.dtype, self.device, model, self.backend, self.max_model_len,
-            planner=self.planner,
-        )  # fmt: skip
-        if foreign:
-            foreign.backend = self.backend
-        self.model: Any = foreign or DecoderForCausalLM(context)
         self._tell_backend()
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
@@ -132,7 +128,7 @@ class ModelRunner:
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, self.weights.sleepable,
         )  # fmt: skip
-        self.work = StepWork(config, self.model, context, self.io)
+        self.work = StepWork(config, self.model, context, self.backend, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
@@ -25,13 +25,15 @@ class StepWork:
     state: DeviceState
     buffers: StepBuffers
 
-    def __init__(self, config: EngineConfig, model: Any, context: ModelContext, io: DeviceIO) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Any, context: ModelContext, backend: AttentionBackend, io: DeviceIO
+    ) -> None:
         """`model`: a DecoderForCausalLM or a TransformersModel; `context`: what it was built with."""
         assert config.kvcache_block_size
         self._block_size: int = config.kvcache_block_size
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
-        self._kernels, self._group, self._backend = context.kernels, context.group, context.backend
+        self._kernels, self._group, self._backend = context.kernels, context.group, backend
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled."""
 
@@ -115,7 +117,7 @@ class StepWork:
         whose tokens are not read: their slot's last token is written again when the prompt ends. Returns what
         `run_exact` does.
         """
-        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention)
+        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend)
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
         hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:

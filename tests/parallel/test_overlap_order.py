@@ -91,10 +91,9 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
-    backend: Any = None
     monkeypatch.setattr(two_batch, "start", logged_start(log))
     group = group_of(all_reduce)
-    context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, backend, 64)
+    context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, 64)
     layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
