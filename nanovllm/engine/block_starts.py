@@ -4,8 +4,6 @@ query would be inserted."""
 from array import array
 from bisect import bisect_left
 
-import numpy as np
-
 from nanovllm.engine.prefix_keys import KEY_SIZE
 
 
@@ -17,16 +15,17 @@ def block_start(before: bytes, token_ids: list[int]) -> bytes:
 def num_common(start: bytes, other: bytes) -> int:
     """Number of tokens, from the first on, that are equal; 0 where the texts before the blocks differ."""
     length = min(len(start), len(other))
-    if start[:length] == other[:length]:
-        return (length - KEY_SIZE) // 4
-    ours, theirs = (np.frombuffer(one[:length], np.int32) for one in (start, other))
-    return max(0, int((ours != theirs).argmax()) - KEY_SIZE // 4)
+    different = int.from_bytes(start[:length]) ^ int.from_bytes(other[:length])
+    num_equal = length - (different.bit_length() + 7) // 8
+    return max(0, (num_equal - KEY_SIZE) // 4)
 
 
 class BlockStarts:
     """A set of block starts, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
+        """`least`: tokens that two starts must have in common to count as near."""
+        self._least = least
         self.in_order: list[bytes] = []
 
     def add(self, start: bytes) -> None:
@@ -44,10 +43,11 @@ class BlockStarts:
         self.in_order.clear()
 
     def nearest(self, start: bytes) -> tuple[bytes, int]:
-        """The one with most first tokens in common, and how many; (b"", 0) where none has any."""
+        """The one with most first tokens in common, and how many; (b"", 0) where none has enough."""
         at = bisect_left(self.in_order, start)
+        begin = start[: KEY_SIZE + 4 * self._least]
         found, most = b"", 0
         for other in self.in_order[max(0, at - 1) : at + 1]:
-            if (common := num_common(start, other)) > most:
+            if other.startswith(begin) and (common := num_common(start, other)) > most:
                 found, most = other, common
         return found, most

@@ -15,6 +15,7 @@ from collections import deque
 
 import numpy as np
 
+from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
 
@@ -26,9 +27,11 @@ _STEPS_IN_FLIGHT = 2
 class Lookahead:
     """Forecast of memory from the lengths of the outputs that were seen."""
 
-    def __init__(self, memory: RowMemory, tokens_per_step: int = 1) -> None:
-        """tokens_per_step: most tokens that a row gains in one step."""
-        self._memory, self._in_flight = memory, _STEPS_IN_FLIGHT * tokens_per_step
+    def __init__(self, memory: RowMemory, enabled: bool, tokens_per_step: int = 1) -> None:
+        """enabled: else all fits. tokens_per_step: most tokens that a row gains in one step."""
+        self._memory, self._in_flight, self._enabled = memory, _STEPS_IN_FLIGHT * tokens_per_step, enabled
+        self._forecast: Forecast | None = None
+        """Forecast of the step that is being scheduled, from the first row on that needs one."""
         self._most_blocks = 0
         """Blocks that all running rows would hold if each came to its longest and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
@@ -46,9 +49,19 @@ class Lookahead:
     def note_released(self, seq: Sequence) -> None:
         self._most_blocks -= self._most_blocks_of(seq)
 
-    def surely_fits(self, seq: Sequence) -> bool:
-        """Whether a row fits without a look at any other row: the cheap check where memory is no concern."""
-        return self._most_blocks + self._most_blocks_of(seq) <= self._memory.num_blocks
+    def begin_step(self) -> None:
+        """A step is scheduled."""
+        self._forecast = None
+
+    def fits(self, seq: Sequence, prefix: CachedPrefix, running: list[Sequence]) -> bool:
+        """Whether a row that begins with `prefix` is expected to keep its blocks beside those that run."""
+        # The first is the cheap check where memory is no concern.
+        if not self._enabled or self._most_blocks + self._most_blocks_of(seq) <= self._memory.num_blocks:
+            return True
+        self._forecast, memory = self._forecast or self._forecast_of(running), self._memory
+        more_blocks = memory.window_blocks(seq.max_total_tokens) - memory.num_owned_blocks(prefix)
+        held = memory.num_full_tables * seq.num_tokens + more_blocks * memory.block_size
+        return self._forecast.add_if_it_fits(held, int(self.num_tokens_to_come([seq])[0]))
 
     def note_end(self, seq: Sequence) -> None:
         """An output has ended by itself."""
@@ -72,7 +85,7 @@ class Lookahead:
         expected = np.maximum(expected, self._memory.block_size // 2)
         return np.where([seq.may_stop for seq in seqs], np.minimum(most, expected), most)
 
-    def forecast(self, running: list[Sequence]) -> "Forecast":
+    def _forecast_of(self, running: list[Sequence]) -> "Forecast":
         """Forecast of the rows that hold blocks now."""
         memory, size = self._memory, self._memory.block_size
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
@@ -87,13 +100,6 @@ class Lookahead:
             memory.num_blocks - shared_blocks, size, held, self.num_tokens_to_come(running), memory.num_full_tables,
             self._in_flight,
         )  # fmt: skip
-
-    def held_tokens(self, seq: Sequence, num_shared_blocks: int) -> int:
-        """Tokens that `Forecast.add_if_it_fits` counts as held by a row that begins with so many blocks of other
-        rows."""
-        memory = self._memory
-        own = memory.num_full_tables * seq.num_tokens - num_shared_blocks * memory.block_size
-        return own + memory.window_blocks(seq.max_total_tokens) * memory.block_size
 
     def check_integrity(self, running: list[Sequence]) -> None:
         assert self._most_blocks == sum(map(self._most_blocks_of, running))

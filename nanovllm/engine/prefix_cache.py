@@ -36,6 +36,8 @@ class CachedPrefix(NamedTuple):
     """Pages to copy from, by group; empty where nothing is copied."""
     num_tokens: int
     """Tokens of the shared blocks and copied ones together."""
+    pages: list[list[Page]]
+    """Pages of the shared blocks, by group; where a window does not reach all of them, the last."""
 
 
 def most_cached_tokens(seq: Sequence) -> int:
@@ -60,25 +62,33 @@ class PrefixCache:
         """Counts pages whose keys went,"""
         self._gone: deque[Page] = deque(maxlen=_MOST_GONE)
         """and the last of these pages."""
-        self._starts = BlockStarts()
+        self._least_copied = min(_LEAST_COPIED, -(-block_size // 2))
+        self._starts = BlockStarts(self._least_copied)
         self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
         """Pages by group; of several blocks that begin alike, the newest."""
-        self._computing = BlockStarts()
-        """Block starts that rows of the step being scheduled compute."""
-        self.least_copied = min(_LEAST_COPIED, -(-block_size // 2))
+        self._computing = BlockStarts(self._least_copied)
+        """Block starts that rows of the step being scheduled compute,"""
+        self._begun: list[Sequence] = []
+        """and rows of that step whose start is not among them: a step in which no other row is looked up needs none."""
 
     # -- finding ------------------------------------------------------------------------------------------------
 
     def begin_step(self, prompts: Iterable[Sequence]) -> None:
         """A step is scheduled. prompts: running rows that it computes known tokens of."""
         self._computing.clear()
-        for seq in prompts:
-            self.note_computing(seq)
+        self._begun = [*prompts]
 
     def note_computing(self, seq: Sequence) -> None:
         """`seq` computes the first block that it has not computed, which others may share later."""
-        if not seq.is_stale and (start := self._start_of(seq, seq.num_published, seq.num_tokens)) is not None:
-            self._computing.add(start)
+        self._begun.append(seq)
+
+    def _computed_now(self, start: bytes) -> int:
+        """First tokens of a block start that a row of this step computes."""
+        for seq in self._begun:
+            if not seq.is_stale and (begun := self._start_of(seq, seq.num_published, seq.num_tokens)) is not None:
+                self._computing.add(begun)
+        self._begun.clear()
+        return self._computing.nearest(start)[1]
 
     def lookup(self, seq: Sequence) -> CachedPrefix | None:
         """Finds the cached prefix of a waiting row. None: the row should wait for what a row of this step computes,
@@ -87,28 +97,39 @@ class PrefixCache:
         num_blocks = self.num_hits(seq, most)
         start = self._start_of(seq, num_blocks, most)
         if start is None:
-            return CachedPrefix(num_blocks, 0, (), num_blocks * size)
+            return self.prefix_of(seq, num_blocks)
         found, num_copied = self._starts.nearest(start)
-        source = self._pages_of_start[found] if num_copied >= self.least_copied else ()
-        num_copied = num_copied if source else 0
-        num_tokens = num_blocks * size + num_copied
-        _, common = self._computing.nearest(start)
-        spared = common - num_copied if common >= self.least_copied else 0
-        if spared > 0 and (common == size or 2 * spared >= seq.num_tokens - num_tokens):
+        common = self._computed_now(start)
+        spared, left = common - num_copied, seq.num_tokens - num_blocks * size - num_copied
+        if spared > 0 and (common == size or 2 * spared >= left):
             return None
-        return CachedPrefix(num_blocks, num_copied, source, num_tokens)
+        return self.prefix_of(seq, num_blocks, num_copied, self._pages_of_start.get(found, ()))
+
+    def prefix_of(
+        self, seq: Sequence, num_blocks: int, num_copied: int = 0, source: tuple[Page, ...] = ()
+    ) -> CachedPrefix:
+        """The prefix of a row that was just looked up, which ends so."""
+        num_tokens, matched = num_blocks * self.block_size + num_copied, iter(seq.matched)
+        shared = [
+            next(matched)[:num_blocks]
+            if group.window is None
+            else [pages[key] for key in seq.block_keys[self.first_kept(number, num_tokens) : num_blocks]]
+            for number, (group, pages) in enumerate(zip(self.groups, self._pages, strict=True))
+        ]
+        return CachedPrefix(num_blocks, num_copied, source, num_tokens, shared)
 
     def num_hits(self, seq: Sequence, most_tokens: int) -> int:
         """Blocks of the longest cached prefix of `seq` within its first `most_tokens`.
 
-        A row that asks again is looked up from where it was found to end, or from the first page that went since."""
-        if not self.enabled:
-            return 0
-        limit = most_tokens // self.block_size
-        self._extend_keys(seq, limit)
+        A row that asks again is looked up from where it was found to end, or from the first page that went since. Texts
+        are hashed about as far as they are cached."""
+        end = limit = most_tokens // self.block_size if self.enabled else 0
         keys, matched, tables = seq.block_keys, self._still_matched(seq), [self._pages[group] for group in self._full]
-        end = limit
+        if not matched:
+            self._extend_keys(seq, limit)
         for index in range(len(matched[0]), limit) if matched else ():
+            if index == len(keys):
+                self._extend_keys(seq, min(limit, 2 * index + 1))
             pages = [page for table in tables if (page := table.get(keys[index])) is not None]
             if len(pages) < len(tables):
                 end = index
@@ -149,7 +170,7 @@ class PrefixCache:
         """Key of the beginning of a row's block `index`, within the row's first `num_tokens`; None where these are too
         few."""
         begin, end = index * self.block_size, min((index + 1) * self.block_size, num_tokens)
-        if not self.enabled or end - begin < self.least_copied:
+        if not self.enabled or end - begin < self._least_copied:
             return None
         self._extend_keys(seq, index)
         return block_start(before_block(seq.block_keys, index, self.block_size, seq.extras), seq.token_ids[begin:end])
@@ -163,7 +184,8 @@ class PrefixCache:
         if seq.num_tokens != other.num_tokens or most != most_cached_tokens(other) or seq.extras != other.extras:
             return False
         num_blocks = most // self.block_size
-        self._extend_keys(seq, num_blocks)
+        for row in (seq, other):
+            self._extend_keys(row, num_blocks)
         rest = num_blocks * self.block_size
         last = slice(max(0, num_blocks - 1), num_blocks)
         return seq.block_keys[last] == other.block_keys[last] and seq.token_ids[rest:] == other.token_ids[rest:]
@@ -172,16 +194,6 @@ class PrefixCache:
         """The first block that a query at `position` reaches."""
         window = self.groups[group].window
         return 0 if window is None else max(0, position + 1 - window) // self.block_size
-
-    def hits(self, seq: Sequence, prefix: CachedPrefix) -> list[list[Page]]:
-        """Pages by group that a row with this prefix shares."""
-        end, found = prefix.num_blocks, []
-        matched = dict(zip(self._full, self._still_matched(seq), strict=True))
-        for group, pages in enumerate(self._pages):
-            first = self.first_kept(group, prefix.num_tokens)
-            own = matched.get(group)
-            found.append([pages[key] for key in seq.block_keys[first:end]] if own is None else own[:end])
-        return found
 
     # -- contents -----------------------------------------------------------------------------------------------
 

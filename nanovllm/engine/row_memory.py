@@ -7,6 +7,7 @@ prefix cache until their blocks are reused.
 """
 
 from collections.abc import Iterable
+from itertools import chain
 
 from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
@@ -72,7 +73,7 @@ class RowMemory:
         if prefix.source and self.num_tables > 1:  # with one table a block may be copied onto itself
             if found := self._fitting(seq, prefix, count, prefix.source):
                 return prefix, found
-            prefix = CachedPrefix(prefix.num_blocks, 0, (), prefix.num_blocks * self.block_size)
+            prefix = self.cache.prefix_of(seq, prefix.num_blocks)
         return prefix, self._fitting(seq, prefix, count)
 
     def _fitting(self, seq: Sequence, prefix: CachedPrefix, count: int, source: Iterable[Page] = ()) -> int:
@@ -81,13 +82,12 @@ class RowMemory:
         left = self.num_free_blocks - self.num_full_tables * (self.num_blocks_for(seq.num_tokens) - shared)
         if left < 0:
             return 0
-        left -= self.pool.num_cached_blocks(page for pages in [*self.cache.hits(seq, prefix), source] for page in pages)
+        left -= self.pool.num_cached_blocks(chain(*prefix.pages, source))
         return self._within_windows(prefix.num_tokens, count, shared, left)
 
-    def num_owned_blocks(self, seq: Sequence, prefix: CachedPrefix) -> int:
-        """Blocks of a waiting row's prefix that other rows have anyway, in layers without a window."""
-        hits = self.cache.hits(seq, prefix)
-        cached = self.pool.num_cached_blocks(page for group in self._full for page in hits[group])
+    def num_owned_blocks(self, prefix: CachedPrefix) -> int:
+        """Blocks of a prefix that other rows have anyway, in layers without a window."""
+        cached = self.pool.num_cached_blocks(page for group in self._full for page in prefix.pages[group])
         return self.num_full_tables * prefix.num_blocks - cached
 
     def _within_windows(self, start: int, count: int, num_blocks: int, num_free: int) -> int:
@@ -104,11 +104,11 @@ class RowMemory:
         """Gives `seq` its prefix, and fresh blocks for its other tokens; in layers with windows for the first `count`
         of these."""
         assert not seq.pages, seq
-        hits, source = self.cache.hits(seq, prefix), prefix.source if self.num_tables > 1 else ()
-        self.pool.share(page for found in [*hits, source] for page in found)  # before any block is taken
-        for found in hits:
+        source = prefix.source if self.num_tables > 1 else ()
+        self.pool.share(chain(*prefix.pages, source))  # before any block is taken
+        for found in prefix.pages:
             seq.pages.append([*[None] * (prefix.num_blocks - len(found)), *found])
-        seq.num_held_blocks = sum(len(page.blocks) for found in hits for page in found)
+        seq.num_held_blocks = sum(len(page.blocks) for page in chain(*prefix.pages))
         for group in self._full:
             self._extend(seq, group, seq.num_tokens)
         for group in self._windows:

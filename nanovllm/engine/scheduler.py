@@ -16,7 +16,7 @@ from itertools import repeat
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.chunk_size import Chunk, ChunkSize, is_partial
-from nanovllm.engine.lookahead import Forecast, Lookahead
+from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -29,9 +29,7 @@ from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
-    def __init__(
-        self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1
-    ) -> None:
+    def __init__(self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1) -> None:
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
         row gains in one step."""
@@ -40,7 +38,7 @@ class Scheduler:
         self._tokens_per_step = tokens_per_step
         self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
-        self.lookahead = Lookahead(self.memory, tokens_per_step)
+        self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
         """Oldest first; preemption takes from the end."""
         self.waiting = WaitingQueues(config.long_prefill_threshold)
@@ -115,23 +113,15 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None where no row can go on before results arrive (or none is there). The step before must
         have been launched."""
-        if self._last_plan is not None:  # later steps may read what it writes: the tokens of prompts are known already
-            self._publish_written(self._last_plan, range(self._last_plan.num_old_rows, self._last_plan.num_rows))
-            for seq in self._last_plan.seqs[self._last_plan.num_old_rows :]:
-                self.memory.leave_behind(seq)
+        self._publish_last_plan()
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
-        if plan.num_decode_rows:
-            budget = min(budget, self._chunk_size.most(plan.num_decode_rows, self.waiting.num_tokens, prompts))
-        chunks, budget = self._continue_prompts(plan, prompts, budget)
-        prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
-        self._admit(plan, prompts, budget, chunks)
-        for seq, count in sorted(chunks, key=is_partial):  # those that finish first, else in this order
-            self._add_row(plan, seq, count)
-        self._last_plan = plan if plan.seqs else None
-        if self._last_plan is not None:
+        if prompts or self.waiting:
+            self._schedule_prompts(plan, prompts, budget)
+        if plan.seqs:
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
+            self._last_plan = plan
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
@@ -184,6 +174,16 @@ class Scheduler:
         plan.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
         return True
 
+    def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> None:
+        """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
+        if plan.num_decode_rows:
+            budget = min(budget, self._chunk_size.most(plan.num_decode_rows, self.waiting.num_tokens, prompts))
+        chunks, budget = self._continue_prompts(plan, prompts, budget)
+        prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
+        self._admit(plan, prompts, budget, chunks)
+        for seq, count in sorted(chunks, key=is_partial):  # those that finish first, else in this order
+            self._add_row(plan, seq, count)
+
     def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """Prompts that an earlier step began, in order of their admission; and the budget that is left for others: none
         where layers with windows leave no memory to one of them."""
@@ -226,12 +226,12 @@ class Scheduler:
 
         A request that begins with what a row is computing now waits for it, and lets others pass.
         """
-        forecast: Forecast | None = None
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
+        self.lookahead.begin_step()
         num_partial = len(prompts) - len(chunks) + sum(map(is_partial, chunks))
         num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
-        while budget > 0 and self._free_slots and memory.num_free_blocks:
+        while budget > 0 and waiting and self._free_slots and memory.num_free_blocks:
             seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
@@ -245,11 +245,8 @@ class Scheduler:
             prefix, count = memory.fit(seq, prefix, count)
             if not count:
                 break
-            if self.config.uses("lookahead") and self.running and not self.lookahead.surely_fits(seq):
-                forecast = forecast or self.lookahead.forecast(self.running)
-                held = self.lookahead.held_tokens(seq, memory.num_owned_blocks(seq, prefix))
-                if not forecast.add_if_it_fits(held, int(self.lookahead.num_tokens_to_come([seq])[0])):
-                    break
+            if self.running and not self.lookahead.fits(seq, prefix, self.running):
+                break
             if len(plan.block_updates) // UPDATE_SIZE + memory.num_updates(seq, prefix, count) > self._most_updates:
                 break
             remaining = seq.num_tokens - prefix.num_tokens
@@ -311,7 +308,8 @@ class Scheduler:
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
         """Takes in what a step's first rows gained, -1 for nothing; returns who gained which tokens, in order. Those
         that a sequence gained behind its end are dropped."""
-        self._publish_written(plan, range(plan.num_old_rows, plan.num_rows))
+        if plan is self._last_plan:
+            self._publish_last_plan()  # before any of its rows ends
         gained: list[tuple[Sequence, int]] = []
         rows = plan.seqs[: plan.num_sample_rows]
         results: Iterable[tuple[Sequence, int]] = zip(rows, token_ids, strict=True)
@@ -348,12 +346,17 @@ class Scheduler:
                     seq.note_gained(counts[seq])
         return gained
 
-    def _publish_written(self, plan: StepPlan, rows: Iterable[int]) -> None:
-        """Makes what these rows of a step have written available as hits, if they have kept their blocks since."""
-        for row in rows:
+    def _publish_last_plan(self) -> None:
+        """Makes what the prompts of the last launched step write available to later steps, whose tokens are known
+        already, and gives back what their windows leave behind."""
+        plan, self._last_plan = self._last_plan, None
+        if plan is None:
+            return
+        for row in range(plan.num_old_rows, plan.num_rows):
             seq = plan.seqs[row]
             if seq.epoch == plan.epochs[row]:
                 self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
+                self.memory.leave_behind(seq)
 
     def _finish(self, seq: Sequence, reason: str, why: str | None = None) -> None:
         if seq.status is SequenceStatus.RUNNING:

@@ -72,12 +72,16 @@ class WaitingQueues:
     def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
         """The one that came first; a short one where a long prompt must not hold it back. `holds_new`: of those that
         have begun."""
-        short, long = (
-            next((seq for seq in queue if not holds_new or has_begun(seq)), None) for queue in (self.short, self.long)
-        )
+        short, long = _first(self.short, holds_new), _first(self.long, holds_new)
         if short is None or long is None:
             return short or long
         return long if long_allowed and _arrival(long) < _arrival(short) else short
+
+
+def _first(queue: deque[Sequence], holds_new: bool) -> Sequence | None:
+    if holds_new:
+        return next(filter(has_begun, queue), None)
+    return queue[0] if queue else None
 
 
 def has_begun(seq: Sequence) -> bool:

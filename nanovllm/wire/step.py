@@ -82,13 +82,13 @@ def pack_step(
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     longest = max(counts, default=0)
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
-    # An array takes lists in several times faster than numpy.
+    # An array takes lists in several times faster than numpy, and bytes faster still.
     packed = array("i", (*header, 0, num_copies))
-    packed.fromlist([0] * (HEADER_SIZE - len(packed)))
-    padding = [0] * (max_num_seqs - len(slots))
+    packed.frombytes(bytes(4 * (HEADER_SIZE - len(packed))))
+    padding = bytes(4 * (max_num_seqs - len(slots)))
     for column in (slots, starts, counts):
         packed.fromlist(column)
-        packed.fromlist(padding)
+        packed.frombytes(padding)
     packed.fromlist(block_updates)
     packed.frombytes(b"".join(records))
     packed.fromlist(token_ids)

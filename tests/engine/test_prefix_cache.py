@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import blocks_of, make_sequence
 
-from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
@@ -54,7 +53,7 @@ def test_an_extra_counts_from_its_position_on() -> None:
         return seq
 
     first = text(b"one")
-    memory.admit(first, CachedPrefix(0, 0, (), 0), first.num_tokens)
+    memory.admit(first, memory.cache.lookup(first), first.num_tokens)
     memory.cache.publish(first, first.num_tokens)
     assert [memory.cache.num_hits(text(digest), 3 * BLOCK_SIZE) for digest in (b"one", b"two")] == [3, 1]
     assert memory.cache.lookup(text(b"two")).num_tokens == BLOCK_SIZE, "nor is the second block copied"
@@ -141,14 +140,15 @@ class RowMemoryMachine(RuleBasedStateMachine):
     def admit(self, values: list[int], tail: int, then: str) -> None:
         seq = make_sequence(0, block_of(*values) + [2] * tail)
         self.seen.add(tuple(seq.token_ids))
-        prefix = CachedPrefix(num := self.memory.cache.num_hits(seq, seq.num_tokens - 1), 0, (), num * BLOCK_SIZE)
-        hits = [page.blocks[0] for page in self.memory.cache.hits(seq, prefix)[0]]
+        cache = self.memory.cache
+        prefix = cache.prefix_of(seq, cache.num_hits(seq, seq.num_tokens - 1))
+        hits = [page.blocks[0] for page in prefix.pages[0]]
         known = set(self.texts.values())
         expected = [p for p in self.prefixes(seq.token_ids) if len(p) < len(seq.token_ids)]
         longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
         assert [self.texts[block] for block in hits] == expected[:longest]
-        num_full = (seq.num_tokens - 1) // BLOCK_SIZE if self.is_caching else 0
-        assert seq.block_keys == prefix_keys(seq.token_ids, BLOCK_SIZE)[:num_full]
+        num_keys = len(seq.block_keys)
+        assert num_keys >= len(hits) and seq.block_keys == prefix_keys(seq.token_ids, BLOCK_SIZE)[:num_keys]
         num_fresh = self.memory.num_blocks_for(seq.num_tokens) - len(hits)
         revived = [text for text in expected[:longest] if text in self.free_hits]
         free = self.memory.num_free_blocks
@@ -176,7 +176,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
         seq = self.waiting.setdefault(tokens, make_sequence(0, list(tokens)))
         found = self.memory.cache.num_hits(seq, len(tokens) - 1)
         assert found == num_hits(self.memory, list(tokens))
-        pages = self.memory.cache.hits(seq, CachedPrefix(found, 0, (), found * BLOCK_SIZE))[0]
+        pages = self.memory.cache.prefix_of(seq, found).pages[0]
         assert [page.key for page in pages] == seq.block_keys[:found]
 
     @precondition(lambda self: self.rows)
