@@ -75,7 +75,7 @@ class EngineControl:
         self._check_update(in_flight)
         self._loop.settle(self._scheduler.keep_all if in_flight == "keep" else self._scheduler.preempt_all)
         self._loop.incomplete = "an update of the weights has begun and did not finish"
-        self._executor.begin_weight_update(partial)
+        self._executor.call("weights.begin_update", partial)
 
     def _check_update(self, in_flight: str) -> None:
         if self._executor.shares_weights:
@@ -136,7 +136,7 @@ class EngineControl:
         if self._executor.shares_weights and (self._executor.weights_changed() or surely):
             self._loop.raise_failure()
             self._loop.settle(self._scheduler.preempt_all)
-            self._executor.refresh_weights()
+            self._executor.call("weights.refresh")
 
     def checksum(self) -> dict[str, str]:
         """Checksums of the weights: see LLM.checksum."""

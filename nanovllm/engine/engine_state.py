@@ -1,6 +1,6 @@
 """State of an engine that calls change, and the kinds of its memory that can sleep."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -26,3 +26,15 @@ class EngineState(msgspec.Struct, array_like=True):
     weight_version: int = 0
     incomplete: str = ""
     """Reason why there are no weights to step with; "" where there are."""
+
+
+def state_of_all(states: Sequence[EngineState]) -> EngineState:
+    """State of several engines as that of one."""
+    return EngineState(
+        any(state.paused for state in states),
+        sorted({tag for state in states for tag in state.asleep}),
+        max(state.level for state in states),
+        any(state.lacks_weights for state in states),
+        max(state.weight_version for state in states),
+        next((state.incomplete for state in states if state.incomplete), ""),
+    )

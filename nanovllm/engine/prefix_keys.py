@@ -45,8 +45,8 @@ def extend_keys(keys: list[bytes], token_ids: list[int], num_blocks: int, block_
         keys.append(_digest(before + tokens[begin : begin + 4 * block_size]))
 
 
-def prefix_keys(token_ids: list[int], block_size: int, cache_salt: str | None = None) -> list[bytes]:
+def prefix_keys(token_ids: list[int], block_size: int, extras: Extras = ()) -> list[bytes]:
     """Keys of the full blocks of a text: equal where a PrefixCache would share the block."""
     keys: list[bytes] = []
-    extend_keys(keys, token_ids, len(token_ids) // block_size, block_size, extras_of(cache_salt))
+    extend_keys(keys, token_ids, len(token_ids) // block_size, block_size, extras)
     return keys

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import shown
@@ -122,6 +123,7 @@ class RequestBook:
         eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
         stop_ids = eos | frozenset(params.stop_token_ids)
         rows = self._sampling.rows(params, stop_ids, prompt_token_ids, output_token_ids or [])
+        extras = extras_of(params.cache_salt)
         now = time.perf_counter()
         if request_id is None:
             admit()
@@ -133,7 +135,7 @@ class RequestBook:
                 stop_token_ids=stop_ids,
                 max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.most_tokens),
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
-                reported_stop_ids=frozenset(params.stop_token_ids) - eos,
+                reported_stop_ids=frozenset(params.stop_token_ids) - eos, extras=extras,
             )
             for index, row in enumerate(rows)
         ]  # fmt: skip

@@ -5,7 +5,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
-from nanovllm.engine.prefix_keys import Extras, extras_of
+from nanovllm.engine.prefix_keys import Extras
 from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -53,6 +53,8 @@ class Sequence:
     """Ids of stop_token_ids that are a stop_reason: an end of text is none."""
     sampling: "SamplingRow | None" = None
     """Sampling beyond greedy and temperature; None for most rows."""
+    extras: Extras = ()
+    """Inputs beside the tokens that keys and values depend on."""
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int | None = field(default=None, init=False)
@@ -80,8 +82,6 @@ class Sequence:
     """Blocks of all these pages."""
     num_reserved_tokens: int = field(default=0, init=False)
     """Tokens that there are pages for in all groups."""
-    extras: Extras = field(init=False)
-    """Inputs beside the tokens that keys and values depend on."""
     block_keys: list[bytes] = field(default_factory=list, init=False)
     """Keys of its first blocks, as far as they were asked for."""
     matched: list[list[Page]] = field(default_factory=list, init=False)
@@ -99,7 +99,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.token_ids)
-        self.extras = extras_of(self.params.cache_salt)
         self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
         self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
 

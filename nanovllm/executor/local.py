@@ -205,10 +205,6 @@ class LocalExecutor:
         elif isinstance(weights, Collection):
             self.runner.weights.check_all([named_tensor(item, gathered=False) for item in weights])
 
-    def begin_weight_update(self, partial: bool) -> None:
-        """New weights come. `partial`: where some may not come, and keep their values."""
-        self.call("weights.begin_update", partial)
-
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
         does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
@@ -285,14 +281,10 @@ class LocalExecutor:
         self._buckets = []
 
     def weights_changed(self) -> bool:
-        """Whether shared weights (`shares_weights`) were written to since the last call of refresh_weights on the
-        ranks. Raises RuntimeError if the module has other tensors by now."""
+        """Whether shared weights (`shares_weights`) were written to since the last call of "weights.refresh". Raises
+        RuntimeError if the module has other tensors by now."""
         live_module = self.runner.weights.live_module
         return live_module is not None and live_module.has_changed()
-
-    def refresh_weights(self) -> None:
-        """Takes over what was written to a module's weights."""
-        self.call("weights.refresh")
 
     def info(self) -> dict[str, Any]:
         """Facts for engine_info: those of rank 0, sizes, versions and the times of the start's phases."""

@@ -46,11 +46,12 @@ class Executor(Protocol):
         """Waits for the oldest step not yet collected: the token that each of its first rows gained, -1 for none, and
         what it brings beside them, if anything."""
 
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every rank's runner, or of a part of it ("weights.refresh"); returns what they return, in
+        rank order."""
+
     def check_weights(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
         """Raises ValueError where these cannot replace all weights. What can be read only once is not looked at."""
-
-    def begin_weight_update(self, partial: bool) -> None:
-        """New weights come. `partial`: where some may not come, and keep their values."""
 
     def load_folder(self, folder: Path) -> None:
         """Writes the values of *.safetensors."""
@@ -63,10 +64,7 @@ class Executor(Protocol):
         """Raises ValueError naming the weights that are missing."""
 
     def weights_changed(self) -> bool:
-        """Whether a module's weights were written to since the last refresh_weights."""
-
-    def refresh_weights(self) -> None:
-        """Takes over what was written to a module's weights."""
+        """Whether a module's weights were written to since the last call of "weights.refresh"."""
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanovllm.engine.calls import CALLS
-from nanovllm.engine.engine_state import TAGS, EngineState
-from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.engine_state import TAGS, EngineState, state_of_all
+from nanovllm.engine.prefix_keys import extras_of, prefix_keys
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
 from nanovllm.host.flight import Flight
@@ -125,7 +125,8 @@ class Fleet:
             return []
         ids = array("i")
         ids.frombytes(flight.prompt)
-        return prefix_keys(ids.tolist() + output, self._block_size, flight.params.get("cache_salt"))
+        extras = extras_of(flight.params.get("cache_salt"))
+        return prefix_keys(ids.tolist() + output, self._block_size, extras)
 
     def bind(self) -> None:
         """Sends the requests that engines have room for, all of an engine at once: those that come one by one begin in
@@ -334,14 +335,7 @@ class Fleet:
             return
         del self._calls[key]
         if states := list(self._states.values()):
-            self.state = EngineState(
-                any(state.paused for state in states),
-                sorted({tag for state in states for tag in state.asleep}),
-                max(state.level for state in states),
-                any(state.lacks_weights for state in states),
-                max(state.weight_version for state in states),
-                next((state.incomplete for state in states if state.incomplete), ""),
-            )
+            self.state = state_of_all(states)
         if pending.name in ("reset_prefix_cache", "load_weights", "begin_update", "finish_update", "sleep"):
             self._router.forget_cached()
         if pending.name in ("sleep", "wake_up"):

@@ -7,6 +7,11 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.plan.plan import Planner
+from nanovllm.layers.int4 import Int4Matrix
+from nanovllm.layers.matrix import DenseMatrix, Matrix
+from nanovllm.layers.quantized import FP8Matrix
+from nanovllm.layers.weights import Piece
+from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -21,6 +26,14 @@ class LayerContext:
     device: torch.device
     planner: Planner = field(default_factory=Planner, kw_only=True)
     """Says which kernel multiplies."""
+
+    def matrix(self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...]) -> Matrix:
+        """An empty weight [rows, columns] of a linear layer; `precision` None: of `dtype`."""
+        if precision is None:
+            return DenseMatrix(rows, columns, pieces, self.dtype, self.device)
+        if precision.method == "int4":
+            return Int4Matrix(precision, rows, columns, self.dtype, self.device)
+        return FP8Matrix(precision, rows, columns, pieces, self.device)
 
 
 class Stream(NamedTuple):

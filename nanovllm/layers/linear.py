@@ -19,7 +19,6 @@ from nanovllm.kernels.plan.plan import Launch, Product
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
-from nanovllm.layers.matrix import matrix_of
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
@@ -43,7 +42,7 @@ class ParallelLinear(WeightedModule):
         the context's dtype. before, after, adds_parts, rounds: see Product."""
         super().__init__()
         self.kind, self.pieces = kind, tuple(pieces)
-        self.matrix = matrix_of(precision, rows, columns, self.pieces, context.dtype, context.device)
+        self.matrix = context.matrix(precision, rows, columns, self.pieces)
         self.bias = parameter(rows, dtype=context.dtype, device=context.device) if bias else None
         cuts = [cut for piece in self.pieces for cut in piece.cuts]
         if self.bias is not None and not any(cut.dim for cut in cuts):

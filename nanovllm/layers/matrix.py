@@ -10,7 +10,6 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm import skinny, stream, tile
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, parameter
 from nanovllm.model_config import Quantization
@@ -82,18 +81,6 @@ class DenseMatrix(nn.Module):
     ) -> Iterator[CheckpointWeight]:
         held = self.weight if expert is None else self.weight[expert]
         yield CheckpointWeight(f"{path}.weight", shape, tuple(cut.shard(held) for cut in cuts))
-
-
-def matrix_of(
-    precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype,
-    device: torch.device,
-) -> Matrix:  # fmt: skip
-    """An empty weight of a linear layer of `dtype`."""
-    if precision is None:
-        return DenseMatrix(rows, columns, pieces, dtype, device)
-    if precision.method == "int4":
-        return Int4Matrix(precision, rows, columns, dtype, device)
-    return FP8Matrix(precision, rows, columns, pieces, device)
 
 
 def experts_of(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -48,12 +49,13 @@ def make_sequence(
     return Sequence(
         request_id,
         list(prompt),
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, cache_salt=salt),
+        SamplingParams(max_tokens=max_tokens, temperature=temperature),
         num_prompt_tokens=len(prompt),
         seed=seed,
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
+        extras=extras_of(salt),
         sampling=watcher,  # type: ignore[arg-type]
     )
 
