@@ -1,4 +1,4 @@
-"""How likely texts are: of what was sampled, of its alternatives, and of given answers.
+"""Log-probabilities of texts: of what was sampled, of its alternatives, and of given answers.
 
 python examples/logprobs.py
 """

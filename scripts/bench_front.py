@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the server's front process costs: CPU a streamed token, and an unstreamed request, with a simulated engine.
+"""Measures the server's front process: CPU a streamed token and an unstreamed request, with a simulated engine.
 
     python scripts/bench_front.py --streams 400 --rate 40        # 16,000 tokens a second
     python scripts/bench_front.py --api chat --streams 64 --rate 200

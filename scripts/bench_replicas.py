@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the front of replicas carries: requests and tokens for each second of its CPU time, with replicas that compute
+"""Measures the front of replicas: requests and tokens for each second of its CPU time, with replicas that compute
 nothing.
 
     python scripts/bench_replicas.py --replicas 4 --input-len 228 --output-len 100

@@ -124,7 +124,7 @@ def measure() -> dict[str, float]:
 
 
 def times_of(root: Path) -> dict[str, float]:
-    """The same with the package of a checkout, in a process of its own."""
+    """Times with the package of a checkout, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, __file__, str(root), "--only-here"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)

@@ -31,7 +31,7 @@ def options_of_vllm(
     values: Mapping[str, Mapping[str, str]],
     fixed: Mapping[str, tuple[tuple[str, ...], str]],
 ) -> str:
-    """What becomes of vLLM's options that have another name, other values or no meaning here."""
+    """Table of vLLM's options that have another name, other values or no meaning here."""
     rows = {name: f"`{ours}`" for name, ours in renamed.items()}
     for name, words in values.items():
         rows[name] = f"`{name}`: " + ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in words.items())
@@ -49,7 +49,7 @@ TABLES = {
     ("from-vllm.md", "## Options of the engine"): options_of_vllm(RENAMED, VALUES, FIXED),
     ("from-vllm.md", "## Options of the server"): options_of_vllm({}, SERVER_VALUES, SERVER_FIXED),
 }
-"""By page and heading: the table of that section."""
+"""Table of a section, by page and heading."""
 
 
 def with_tables(page: str, text: str) -> str:

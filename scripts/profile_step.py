@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: a table of its kernels, the gaps between them, and the host's share.
+"""Shows where a decode step's time goes: a table of its kernels, the gaps between them, and the host's share.
 
     python scripts/profile_step.py --model 8B --batch 1 --context 512
 

@@ -41,7 +41,7 @@ class Simulator:
         self._alive = 0.0
 
     def run(self) -> None:
-        """Until the front leaves, which EOFError says."""
+        """Serves until the front leaves, which EOFError says."""
         start = None
         while start is None:
             start = self._intake.next(1.0)

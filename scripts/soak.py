@@ -268,7 +268,7 @@ class Soak:
             self.ledger.violation(f"answers part {counts['partings']} times in {counts['compared']} tokens")
 
     def _gap(self, parting: Parting) -> float:
-        """By how much the two tokens' scores differ, each scored alone after the reference's text. With top_k, the
+        """Difference of the two tokens' scores, each scored alone after the reference's text. With top_k, the
         distance of either from the least likely token that may be drawn counts too."""
         params, before = parting.asked.params, parting.wanted[: parting.position]
         prefix, pair = parting.asked.question.prompt + before, [parting.wanted[parting.position], parting.found]

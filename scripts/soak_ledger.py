@@ -1,4 +1,4 @@
-"""What the soak run expects: the ledger of who asked what, the weights that it swaps, and a watch on the engine."""
+"""Ledger of the soak run: requests and their right answers, the weights that it swaps, and a watch on the engine."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ COUNTED = (
 
 @dataclass
 class Question:
-    """What is asked, to its greatest length, and the answer that it had alone."""
+    """A prompt and its parameters, to the greatest length, and the answer that it had alone."""
 
     prompt: list[int]
     params: SamplingParams
@@ -60,7 +60,7 @@ class Asked:
     question: Question
     params: SamplingParams
     version: int
-    """Of the weights, when it was asked."""
+    """Version of the weights when it was asked."""
     tokens: list[list[int]]
     reasons: list[str | None]
     aborted: bool = False
@@ -70,7 +70,7 @@ class Asked:
 
 @dataclass
 class Parting:
-    """Where an answer left its reference; settled when the engine is idle."""
+    """Place at which an answer left its reference; settled when the engine is idle."""
 
     asked: Asked
     index: int
@@ -105,7 +105,7 @@ class Weights:
 
 
 class Ledger:
-    """Who asked what, what came back so far, and whether that is right. For all threads."""
+    """Requests of all threads: the question, the answer so far, and whether that is right."""
 
     def __init__(self, stop_ids: frozenset[int], dtype: str) -> None:
         self.lock = threading.Lock()

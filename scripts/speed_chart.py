@@ -41,7 +41,7 @@ def speed_rows(page: str, title: str) -> list[list[str]]:
 
 
 def bars(rows: list[list[str]]) -> Iterator[Bar]:
-    """Of the rows that have a figure of vLLM; cells of two figures give two."""
+    """Bars of the rows that have a figure of vLLM; cells of two figures give two."""
     for work, _, theirs, ours, _ in rows:
         if theirs == "–":
             continue

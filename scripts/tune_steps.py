@@ -73,7 +73,7 @@ _FP8 = {
     64: [(64, 64, 128, 5, 4), (64, 64, 256, 3, 4)],
     256: [(64, 128, 128, 3, 4), (64, 128, 256, 2, 4)],
 }
-"""By the most rows; as _DECODE."""
+"""Tiles by the most rows; each as in _DECODE."""
 _FP8_GATED = {
     16: [(64, 16, 128, 5, 4), (64, 16, 256, 3, 4)],
     32: [(64, 32, 128, 5, 4), (64, 32, 256, 3, 4)],
@@ -91,13 +91,13 @@ _INT4 = {
     64: [(128, 3, 8), (64, 4, 4)],
     128: [(64, 3, 4), (128, 3, 8)],
 }
-"""By rows of a tile: (weight rows, stages, warps)."""
+"""Tiles by their rows: (weight rows, stages, warps)."""
 _INT4_ONE_ROW = [(64, 2, 4), (32, 3, 4), (32, 4, 4), (32, 3, 8), (16, 3, 8), (16, 4, 8), (16, 6, 4), (32, 4, 8)]
 """(weight rows, stages, warps)"""
 
 
 def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
-    """What is worth timing for `rows` rows of a GEMM by 4-bit weights."""
+    """Kernels that are worth timing for `rows` rows of a GEMM by 4-bit weights."""
     block_m = next((size for size in _INT4 if rows <= size), 128)
     kernels: tuple[Kernel, ...] = ("int4", "int4_whole") if gemm.kind in SUMMED else ("int4_whole",)
     found = [
@@ -111,7 +111,7 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
 
 
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
-    """What is worth timing for `rows` rows of a GEMM; the library first, then our skinny kernels."""
+    """Kernels that are worth timing for `rows` rows of a GEMM; the library first, then our skinny kernels."""
     found = [LIBRARY]
     if gemm.dtype == FP8:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
@@ -180,7 +180,7 @@ class Tuner:
         self.gemms, self.measured = list(self.products), self.rules.table.measured
 
     def lookup(self, gemm: Gemm, rows: int) -> GemmConfig:
-        """What multiplies now."""
+        """Kernel that multiplies now."""
         return choose(self.products[gemm], rows, replace(self.rules, own_kernels=True, tried={}))[0]
 
     def step_us(self, rows: int) -> Timer:

@@ -27,7 +27,7 @@ def compile_only(
     check: Callable[[str, dict[str, Any]], None] = lambda ptx, options: None, most_spilled: int | None = 0,
     capability: int = 90, **constants: Any,
 ) -> None:  # fmt: skip
-    """From now on launches only compile, with `constants` besides their own. Of each kernel this asserts that it fits a
+    """Makes launches compile alone, from now on, with `constants` besides their own. Asserts that each kernel fits a
     multiprocessor's shared memory and spills no more than so many bytes (None: any number, which is not looked up);
     `check` gets its PTX and its options."""
     from triton.backends.compiler import GPUTarget

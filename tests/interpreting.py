@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton's interpreter computes, some thousand times slower: fewer cases there, all nightly."""
+"""Cases for Triton's interpreter, which computes where there is no GPU, slowly: few by day, all nightly."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,10 +15,10 @@ def nightly(*values: Any) -> Any:
 
 
 def some_nightly(cases: Iterable[tuple[Any, ...]], always: Collection[tuple[Any, ...]]) -> list[Any]:
-    """All of `cases`, in the interpreter those of `always` by day."""
+    """Marks `cases` but those of `always` as nightly, in the interpreter alone."""
     return [case if case in always else nightly(*case) for case in cases]
 
 
 def fewer(interpreted: int, compiled: int) -> int:
-    """How much to draw."""
+    """Number of examples to draw, by what computes."""
     return interpreted if INTERPRETED else compiled

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before anything is lost, naming the option, the value and the bound."""
+"""Requests that cannot be served are refused before anything is lost, naming the option, the value and the bound."""
 
 import json
 import math

@@ -104,7 +104,7 @@ def test_model_knows_its_chats(llm: LLM, chats: Any) -> None:
 
 
 def ask(llm: LLM, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> tuple[list[Delta], str]:
-    """What the model answers, read as the server reads it."""
+    """Answer of the model, read as the server reads it."""
     front = CheckpointTokenizer(DEMO)
     choice = check_tools(tools, options.pop("tool_choice", None))
     prompt, ids = front.encode_chat(messages, tools, chat_template_kwargs=options)

@@ -1,4 +1,4 @@
-"""What README and docs say that the code knows better: options, outputs, commands, files, the order of the rooms."""
+"""Facts of README and docs that the code knows better: options, outputs, commands, files, the order of the rooms."""
 
 import ast
 import graphlib
@@ -202,7 +202,7 @@ def room_of(module: str) -> str | None:
 
 
 def rooms() -> list[str]:
-    """Those of the table in docs/architecture.md, from the top down."""
+    """Rooms of the table in docs/architecture.md, from the top down."""
     rows = table_rows(section(ARCHITECTURE, "## Rooms"))
     return [room.rstrip("/") for row in rows for room in names(row[0])]
 
@@ -283,28 +283,26 @@ FRAGMENT = re.compile(
 
 
 def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of each docstring: of modules, classes and functions, and those below an assignment."""
+    """(line, text) of each docstring: of modules, classes and functions, and those below an assignment. A test's own
+    is none of them, since it goes on where the test's name ends."""
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for holder in ast.walk(node):
         body = getattr(holder, "body", None)
         for before, child in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
-            is_first = before is None and isinstance(
-                holder, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            )
-            if not (is_first or isinstance(before, (ast.Assign, ast.AnnAssign))):
+            is_own = before is None and isinstance(holder, holders)
+            if is_own and getattr(holder, "name", "").startswith("test_"):
                 continue
-            if (
-                isinstance(child, ast.Expr)
-                and isinstance(child.value, ast.Constant)
-                and isinstance(child.value.value, str)
-            ):
-                yield child.lineno, child.value.value
+            match child:
+                case ast.Expr(ast.Constant(str(text))) if is_own or isinstance(before, (ast.Assign, ast.AnnAssign)):
+                    yield child.lineno, text
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """So that each can be read alone: "Rows of each kind", not "By kind"."""
     fragments = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        for folder in ("nanovllm", "tests", "scripts", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
         if FRAGMENT.match(text)
     ]

@@ -28,7 +28,7 @@ ELSEWHERE = {"custom_model"}  # tests/exactness/test_custom_model.py
 
 
 def source(name: str) -> str:
-    """Of a program; a notebook's cells one after the other, as a kernel that shows values runs them."""
+    """Source of a program; a notebook's cells one after the other, as a kernel that shows values runs them."""
     if (path := ROOT / "examples" / f"{name}.py").exists():
         return path.read_text()
     cells = json.loads(path.with_suffix(".ipynb").read_text())["cells"]

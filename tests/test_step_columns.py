@@ -1,4 +1,4 @@
-"""What a server needs of an engine: steps as columns, sleep without work, counters, prompts that are only computed."""
+"""A server's needs of an engine: steps as columns, sleep without work, counters, prompts that are only computed."""
 
 import threading
 import time

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """What each returns or raises."""
+    """Results of the functions, each in a thread of its own; an error stands where its function raised it."""
     results: list[Any] = [None] * len(functions)
 
     def run(index: int) -> None:

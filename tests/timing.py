@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def seconds(call: Callable[[], object], rounds: int, warmup: int) -> list[float]:
-    """Of each of `rounds` calls after `warmup` others, ascending."""
+    """Seconds of each of `rounds` calls after `warmup` others, ascending."""
     for _ in range(warmup):
         call()
     times = []

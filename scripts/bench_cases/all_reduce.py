@@ -20,7 +20,7 @@ from nanovllm.parallel.peer.all_reduce import PeerAllReduce
 ROWS = (1, 8, 64, 128, 256, 512, 2048, 8192)
 KEYS = 256
 CALLS, GRAPHS = 20, 4
-"""Of a graph, and graphs that take turns, in the check with delays."""
+"""Calls of a graph, and graphs that take turns, in the check with delays."""
 
 
 class Sum:
@@ -92,7 +92,7 @@ def make_point(setup: Setup, case: Sum) -> Point:
 
 
 def maximum(setup: Setup, peer: PeerAllReduce) -> Point:
-    """Of sampling keys."""
+    """Maximum of sampling keys over the ranks."""
     keys = torch.arange(KEYS, device=setup.device) * (1 if setup.rank and setup.rank.rank else -1)
     want = torch.arange(KEYS, device=setup.device)
     contenders = {"exact": lambda index: want, "max of keys": lambda index: peer.all_reduce_max(keys.clone())}

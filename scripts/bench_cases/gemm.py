@@ -38,14 +38,14 @@ def as_it_is(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 
 def in_fp8(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """With scales of blocks; and its values."""
+    """An FP8 weight with scales of blocks, and its values."""
     weight, (n, k) = FP8Weight(*quantize_blocks(wide), 128), wide.shape
     scale = weight.scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     return weight, (weight.values.float() * scale).to(wide.dtype)
 
 
 def in_int4(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """With groups of 128 columns; and its values."""
+    """A 4-bit weight with groups of 128 columns, and its values."""
     (n, k), group = wide.shape, min(128, wide.shape[1])
     codes, scales = int4.quantize(wide, group, wide.dtype)
     weight = Int4Weight.empty(n, k, group, False, wide.dtype, wide.device)
@@ -114,7 +114,7 @@ class Projection:
         return self._followed(matmul(x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
-        """By the kernel that takes the result."""
+        """The product after the kernel that takes its result."""
         if self.gemm.kind == "gate_up":
             return self.kernels.activation(product, "silu", True)
         if self.gemm.kind in SUMMED:

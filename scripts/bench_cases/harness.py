@@ -33,7 +33,7 @@ Case = Callable[["Setup"], Iterator[Line]]
 
 @dataclass
 class Setup:
-    """What a case is run with. `rank`: None where one process does all."""
+    """Device and ranks of a case. `rank`: None where one process does all."""
 
     options: argparse.Namespace
     device: torch.device
@@ -63,11 +63,11 @@ class Setup:
         return (torch.randn(*shape, device=self.device, generator=generator) * scale).to(self.dtype)
 
     def sets(self, nbytes: int, most: int = 256) -> int:
-        """How many inputs of `nbytes` defeat the cache."""
+        """Number of inputs of `nbytes` that defeats the cache."""
         return 1 if self.dry or self.compiling else max(2, min(most, -(-ROTATION_BYTES // nbytes)))
 
     def limit_us(self, nbytes: float, flops: float = 0.0) -> float:
-        """What the device allows at best; nan where its figures are not known."""
+        """Least time that the device allows; nan where its figures are not known."""
         figures = None if self.dry else device_figures(torch.cuda.get_device_name(self.device))
         if figures is None:
             return math.nan
@@ -84,9 +84,9 @@ class Point:
     num_sets: int = 1
     limit_us: float = math.nan
     chosen: str = ""
-    """What the engine takes."""
+    """Name of the contender that the engine takes."""
     tolerance: float = 1e-2
-    """Of the relative error, as a Frobenius norm."""
+    """Largest relative error, as a Frobenius norm."""
     before: Callable[[], object] | None = None
     """Runs ahead of every call; its own time is taken off."""
     reset: Callable[[], object] = field(default=lambda: None)
@@ -157,7 +157,7 @@ def compare(setup: Setup, point: Point) -> Line:
 
 
 def check(setup: Setup, point: Point) -> list[str]:
-    """What is wrong with the contenders' results."""
+    """Lists faults of the contenders' results."""
     want, errors = None, []
     for name, call in point.contenders.items():
         point.reset()

@@ -30,7 +30,7 @@ def case_of(query_lens: list[int], contexts: list[int], num_decode_rows: int, **
 
 
 def decode(case: Case, first_unit: int) -> torch.Tensor:
-    """By units whose first has so many keys."""
+    """Decodes by units whose first has so many keys."""
     m, spec = case.metadata, case.spec
     slots, blocks = m.block_tables[0].shape
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)

@@ -17,7 +17,7 @@ Token = tuple[int, int]
 
 
 def tokens_of(m: AttentionMetadata) -> list[Token]:
-    """What each token of the rows is, in order; padding decodes as (-1, 0)."""
+    """Tokens of the rows, in order; padding decodes as (-1, 0)."""
     starts, found = m.cu_seqlens_q.tolist(), []
     assert len(starts) == m.num_rows + 1 == len(m.row_slot) + 1 == len(m.context_lens) + 1 and starts[0] == 0
     for row, (slot, context) in enumerate(zip(m.row_slot.tolist(), m.context_lens.tolist(), strict=True)):

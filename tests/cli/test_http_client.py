@@ -1,4 +1,4 @@
-"""What commands read from a server and how they let go of their own."""
+"""Commands as clients: what they read from a server, and how they let go of their own."""
 
 import asyncio
 import os

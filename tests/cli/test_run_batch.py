@@ -32,14 +32,14 @@ def write(path: Path, entries: Iterable[dict[str, Any] | str]) -> str:
 
 
 def records(path: Path) -> dict[str, Any]:
-    """By id; no id twice."""
+    """Records by id; no id twice."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({record["id"] for record in found}) == len(found)
     return {record["id"]: record for record in found}
 
 
 def texts(path: Path) -> dict[str, Any]:
-    """What must be the same in every run: all but times and what the cache had."""
+    """Parts of the records that are the same in every run: all but times and what the cache had."""
     return {name: record["response"]["body"]["choices"] for name, record in records(path).items()}
 
 

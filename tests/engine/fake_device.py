@@ -42,13 +42,13 @@ class FakeDevice:
         """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many. groups: of the
         layers; a layer of each table attends to its own blocks."""
         self.windows = [group.window for group in groups for _ in range(group.num_tables)]
-        """By table."""
+        """Window of each table."""
         self._table_width = table_width
         self.max_num_seqs, self._gain = max_num_seqs, gain
         self.block_size = block_size
         self.last_token: list[int | None] = [None] * max_num_seqs
         self.num_computed: list[int] = [0] * max_num_seqs
-        """Where the slot's next decode begins."""
+        """Position of each slot's next decode."""
         self.seed: list[int | None] = [None] * max_num_seqs
         self.temperature: list[float | None] = [None] * max_num_seqs
         self.block_table: list[dict[int, int]] = [{} for _ in range(max_num_seqs)]
@@ -61,7 +61,7 @@ class FakeDevice:
         self._digest: list[int] = [0]
 
     def load_weights(self) -> None:
-        """From here on every entry written before is wrong."""
+        """Makes every entry written before wrong."""
         self.weights_version += 1
 
     def text(self, node: int) -> list[int]:
@@ -141,7 +141,7 @@ class FakeDevice:
         return ids, nodes
 
     def _draw(self, slot: int, node: int, most: int) -> list[int]:
-        """What a row that decodes gains, at most so many."""
+        """Tokens that a decode gains, at most `most`."""
         token, tokens = self.last_token[slot], []
         for _ in range(self._gain(most) if self._gain and most else most):
             assert token is not None

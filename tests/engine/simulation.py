@@ -272,7 +272,7 @@ class Simulation:
                     assert count <= config.long_prefill_threshold
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
-        """Those that wait, without those that may wait to share what rows of this step do not share yet."""
+        """Rows that wait, without those that may wait to share what rows of this step do not share yet."""
         size = self.scheduler.memory.block_size
         beginnings = [
             seq.token_ids[: min(start, seq.num_published * size) + 1]

@@ -35,7 +35,7 @@ with LLM(sys.argv[1], device="cpu", load_format="dummy", skip_tokenizer_init=Tru
 
 
 def cpu_seconds(folder: Path, first: str = "", **environment: str) -> float:
-    """Of generating eight short texts, in a program of its own."""
+    """CPU seconds of generating eight short texts, in a program of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
     command = [sys.executable, "-c", PROGRAM.format(first=first), str(folder)]
     root = str(Path(__file__).resolve().parents[2])

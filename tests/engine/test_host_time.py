@@ -1,4 +1,4 @@
-"""What a steady decode step costs the host. Run alone for figures: scripts/test tests/engine/test_host_time.py -s"""
+"""Host time of a steady decode step. Run alone for figures: scripts/test tests/engine/test_host_time.py -s"""
 
 import math
 import os
@@ -17,7 +17,7 @@ from nanovllm.wire.state import StateSize
 NUM_ROWS = 256
 STOP = frozenset({0})
 QUIET_SECONDS = 0.5e-3
-"""Of the loop in `slowdown`, on the machine that the bounds below are for."""
+"""Time of the loop in `slowdown`, on the machine that the bounds below are for."""
 SECONDS_PER_STEP = 0.005
 """A bound that also holds on a busy machine; quiet ones take well below 0.25 ms."""
 
@@ -49,7 +49,7 @@ def test_schedule_pack_and_apply_a_steady_decode_step() -> None:
 
 
 def slowdown() -> float:
-    """How much longer plain Python takes now than on a quiet machine; at least 1."""
+    """Factor by which plain Python takes longer now than on a quiet machine; at least 1."""
     times = []
     for _ in range(21):
         numbers: list[int] = []

@@ -38,7 +38,7 @@ def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **op
 
 
 def begin(scheduler: Scheduler, seq: Sequence) -> None:
-    """Its first token is there, and no step in flight."""
+    """Brings the row to its first token, with no step in flight."""
     scheduler.add(seq)
     plan = scheduler.schedule()
     scheduler.apply(plan, [1])
@@ -180,7 +180,7 @@ def test_preempted_with_several_tokens_in_flight() -> None:
 
 
 def outputs_of(tokens_per_step: int) -> list[Any]:
-    """What requests get of an engine, and what its driver hears of them over the wire, which must be the same."""
+    """Outputs that requests get of an engine. Its driver must hear the same of them over the wire."""
     chosen = random.Random(tokens_per_step)
     given = EngineConfig.from_options(
         DEMO, device="cpu", max_num_seqs=8, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16

@@ -16,7 +16,7 @@ class Device:
         self.time += seconds
 
     def step(self, seconds: float, rows: int = 20, prompt_tokens: int = 0) -> tuple[float, float]:
-        """One more step of so many seconds is launched, and the one before collected; returns how long before its end
+        """Launches one more step of so many seconds, and collects the one before; returns how long before its end
         the host had slept for it, and for how long the device had nothing to do."""
         self.clock.wait(lambda: self.time >= self.end)
         early, idle = self.end - self.time, max(0.0, self.time - self.end)

@@ -22,7 +22,7 @@ INPUT_SCALE = 0.02
 
 
 def compressed(strategy: str, dynamic: bool = True) -> dict[str, Any]:
-    """As llm-compressor writes it; some projections stay wide, of an MLP its first or its second."""
+    """Configuration as llm-compressor writes it; some projections stay wide, of an MLP its first or its second."""
     numbers = {"num_bits": 8, "type": "float"}
     inputs = {**numbers, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
     group = {"targets": ["Linear"], "weights": {**numbers, "strategy": strategy}, "input_activations": inputs}
@@ -44,7 +44,7 @@ def is_static(config: dict[str, Any] | None) -> bool:
 
 
 def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
-    """Of a tensor's name."""
+    """Whether the tensor of this name is quantised."""
     config = config or {}
     wide = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
     is_matrix = name.endswith("proj.weight") or ".experts." in name

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 FILE = "model.safetensors"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbours lies at each place of an int32, from the lowest bits on."""
+"""Neighbour, of eight, at each place of an int32, from the lowest bits on."""
 
 
 class Quantized(NamedTuple):

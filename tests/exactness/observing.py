@@ -1,4 +1,4 @@
-"""What an engine does while it serves: the logits that it draws from, and the kinds of step that it takes."""
+"""Observers of an engine that serves: the logits that it draws from, and the kinds of step that it takes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ def draw_scores(logits: torch.Tensor, first_position: int, temperature: float, s
 
 
 def margins(logits: torch.Tensor, first_position: int, temperature: float, seed: int) -> list[float]:
-    """By how much each drawn token's score leads the second."""
+    """Lead of each drawn token's score over the second."""
     best = draw_scores(logits, first_position, temperature, seed).topk(2).values
     return (best[:, 0] - best[:, 1]).tolist()
 

@@ -30,7 +30,7 @@ CROWDS: dict[str, dict[str, Any]] = {
 OPTIONS: list[dict[str, Any]] = [
     {}, {"temperature": 1.1, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.9, "frequency_penalty": 0.6}, {"top_k": 20}
 ]  # fmt: skip
-"""In turn: filters and penalties have sums of their own."""
+"""Sampling options that requests take in turn: filters and penalties have sums of their own."""
 
 
 def scored(index: int, request: Request) -> Request:
@@ -63,7 +63,7 @@ def without_prompts(requests: Sequence[Request]) -> list[Request]:
 
 
 def assert_rescored(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
-    """What was sampled, given as a prompt, gets the bits that it was sampled with."""
+    """Asserts that sampled tokens, given as a prompt, get the bits that they were sampled with."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     whole = [Request(output.prompt_token_ids + output.token_ids, params) for output in outputs]
     for output, again in zip(outputs, generate(llm, whole), strict=True):

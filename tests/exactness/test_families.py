@@ -361,7 +361,7 @@ def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> N
 
 
 def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
-    """Where the best score leads clearly; it mostly does."""
+    """Asserts that the best tokens were taken where their scores lead clearly; most do."""
     best = logits.topk(2)
     sure = best.values[:, 0] - best.values[:, 1] > 1e-3
     assert sure.sum() > len(sure) // 2

@@ -18,7 +18,7 @@ from nanovllm.models.registry import override, parse_config
 FAMILIES = {
     name: family for name, family in registry.FAMILIES.items() if family.read.__module__.startswith("nanovllm.")
 }
-"""Without those that other tests register."""
+"""Families without those that other tests register."""
 
 MODEL_TYPES = {name: model_type for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 CAUSAL = [name for name in FAMILIES if name in MODEL_TYPES]
@@ -28,14 +28,14 @@ NO_DIFFERENCE = COMMON | {
     "eod_token_id", "pad_token_id", "sep_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "num_nextn_predict_layers",
 }  # fmt: skip
-"""What transformers' inference does not look at."""
+"""Entries that transformers' inference does not look at."""
 
 OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # of the default, 42, half cannot be rotated
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
 }
-"""What files say and transformers' defaults do not."""
+"""Entries that files have and transformers' defaults do not."""
 
 
 @pytest.mark.parametrize("architecture", CAUSAL)

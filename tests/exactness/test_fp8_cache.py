@@ -1,4 +1,4 @@
-"""With FP8 keys and values too, a request's tokens do not depend on neighbours, chunks, cache, preemption or ranks.
+"""FP8 keys and values: a request's tokens do not depend on neighbours, chunks, cache, preemption or ranks.
 
 A key that another order of float32 sums moves across the border between two e4m3 is rare; what it does to a score is
 within the bound of comparing.py for models of this size.

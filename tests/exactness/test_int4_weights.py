@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}, "awq": CHUNKS, "gptq": {},
     "gptq_v2": {},
 }  # fmt: skip
-"""Of one packing each."""
+"""Settings of one packing each."""
 
 
 @pytest.fixture(scope="module")

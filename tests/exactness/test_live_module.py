@@ -25,7 +25,7 @@ are copied."""
 
 
 def greedy(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' own generate says, past the end of text."""
+    """Token ids of transformers' own generate, past the end of text."""
     found, model.generation_config.eos_token_id = [], None
     for prompt in prompts:
         with torch.no_grad():
@@ -140,7 +140,7 @@ def test_a_module_that_got_other_tensors_is_named(how: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Without what the allocator keeps of freed memory."""
+    """Resident bytes, without what the allocator keeps of freed memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

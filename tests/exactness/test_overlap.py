@@ -36,7 +36,7 @@ def expected(checkpoint: str) -> list[Expected]:
 
 
 def lower_thresholds(monkeypatch: pytest.MonkeyPatch, min_rows: int, cut_multiple: int) -> None:
-    """In this process, which is rank 0, and in the workers that it starts."""
+    """Lowers the thresholds in this process, which is rank 0, and in the workers that it starts."""
     monkeypatch.setattr(two_batch, "MIN_ROWS", min_rows)
     monkeypatch.setattr(two_batch, "CUT_MULTIPLE", cut_multiple)
     monkeypatch.setenv("CUT", f"{min_rows}:{cut_multiple}")

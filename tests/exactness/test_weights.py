@@ -71,7 +71,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], None], paddin
 
 
 def model_of_rank(config: ModelConfig, rank: int, size: int) -> DecoderForCausalLM:
-    """What a rank builds, with no others and no attention."""
+    """Model that a rank builds, with no other ranks and no attention."""
     group: Any = SimpleNamespace(rank=rank, size=size, overlap=None, width_multiple=1, exact_bits=None)
     context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, 64)
     return DecoderForCausalLM(context)

@@ -38,7 +38,7 @@ VISION = {
 }  # fmt: skip
 """Entries of the encoders, of which each class takes those that it has."""
 TOKENS = {"image_token_id": 998, "image_token_index": 998, "video_token_id": 999, "video_token_index": 999}
-"""Of no text."""
+"""Ids of tokens that are no text."""
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 PARTIAL = {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {

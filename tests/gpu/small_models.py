@@ -59,7 +59,7 @@ NO_FARTHER, OUTLIER = 1.5, 3.0
 
 
 def make_checkpoint(kind: str, folder: Path, **entries: Any) -> str:
-    """Of one of KINDS, with these entries of its configuration, or of another family of transformers."""
+    """Writes a checkpoint of one of KINDS, with these entries of its configuration, or of another family."""
     case = CASES.get(kind, Case(kind, {}))
     case = replace(case, entries={**case.entries, **SHAPE, **KINDS.get(kind, {}), **entries})
     model, factor = make_model(case), 0.3 * (512 / case.entries["hidden_size"]) ** 0.5

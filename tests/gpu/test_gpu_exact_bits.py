@@ -33,7 +33,7 @@ Bits = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Extent:
-    """Of a run: requests, situations, and engines of drawn options that these are spread over."""
+    """Extent of a run: requests, situations, and engines of drawn options that these are spread over."""
 
     requests: int
     situations: int

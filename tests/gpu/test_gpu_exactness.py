@@ -1,4 +1,4 @@
-"""In bfloat16 on GPUs, on the 0.6B shape with fewer layers and random weights: log-probabilities against transformers,
+"""Exactness in bfloat16 on GPUs, the 0.6B shape with fewer layers and random weights: scores against transformers,
 and the same tokens on every path."""
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ REQUESTS = make_requests()
 
 
 def drawn_by(requests: list[Request], log_probs: torch.Tensor) -> torch.Tensor:
-    """What each request's tokens are the largest of, in the unit of `log_probs`."""
+    """Scores of which each request's tokens are the largest, in the unit of `log_probs`."""
     scores = []
     for request, table in zip(requests, log_probs, strict=True):
         temperature, seed = request.params.temperature, request.params.seed
@@ -118,7 +118,7 @@ class Reference:
     texts: list[list[int]]
     scores: torch.Tensor
     bound: float
-    """What one of two scores may be behind where two runs part."""
+    """Bounds on how far one of two scores may be behind where two runs part."""
 
     def assert_same(self, llm: LLM, *crowds: list[int]) -> list[RequestOutput]:
         """Runs the requests of these numbers, one crowd after another."""

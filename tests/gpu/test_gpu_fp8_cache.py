@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
 }  # fmt: skip
 NEAR = 0.7
-"""Of e4m3's own error, root mean square."""
+"""Bound as a share of e4m3's own error, root mean square."""
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])

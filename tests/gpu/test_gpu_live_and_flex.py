@@ -1,4 +1,4 @@
-"""What is not the default path, in bfloat16 on a GPU: modules of transformers, live ones beside their optimizer, and
+"""Paths other than the default, in bfloat16 on a GPU: modules of transformers, live ones beside their optimizer, and
 other attention backends, by the noise bound of small_models.py."""
 
 import copy
@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, Any] = {
 
 
 def noise_of(folder: str, texts: list[list[int]]) -> torch.Tensor:
-    """What rounding does to transformers' log-probabilities."""
+    """Differences that rounding makes in transformers' log-probabilities."""
     return log_probs(folder, torch.bfloat16, texts) - log_probs(folder, torch.float32, texts)
 
 
@@ -79,7 +79,7 @@ def test_modules_of_transformers_over_the_paged_cache(kind: str, tmp_path: Path)
 
 
 def greedy(model: Any) -> list[list[int]]:
-    """What transformers' own generate says, past the end of text."""
+    """Token ids of transformers' own generate, past the end of text."""
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
     with torch.no_grad():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 SHARE = 0.15
 CLOSE = 0.02
-"""Of a share, that it may be missed by."""
+"""Part of a share that it may be missed by."""
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -53,7 +53,7 @@ def free_and_total() -> tuple[int, int]:
 
 
 def check_share(info: dict[str, Any], total: int) -> None:
-    """What the engine says that it has taken, and keeps free for steps, is its share."""
+    """Asserts that what an engine says it has taken, and keeps free for steps, is its share."""
     kept = info["step_gib"] + info["filters_gib"] + max(0.0, info["graphs_gib"] - info["graphs_taken_gib"])
     share = SHARE * total / GIB
     assert abs(info["taken_gib"] + kept - share) <= CLOSE * share, info

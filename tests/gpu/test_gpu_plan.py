@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
-    """What an engine's start measures, in bytes: the step's peak of what torch allocated, and of each graph that it
+    """Bytes that an engine's start measures: the step's peak of what torch allocated, and of each graph that it
     tries what it takes in all and in torch's allocator."""
     found: dict[str, list[int]] = {"step_allocated": [], "graph": [], "graph_in_torch": []}
     begin, end, grow = MemoryProbe.begin_step, MemoryProbe.end_step, MemoryProbe.growth

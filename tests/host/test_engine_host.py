@@ -1,4 +1,4 @@
-"""What the program around an engine does with requests that take long to check: they hold up nobody, and can be taken
+"""Requests that take long to check, in the program around an engine: they hold up nobody, and can be taken
 back."""
 
 import threading

@@ -1,4 +1,4 @@
-"""What the process of an engine imports."""
+"""Imports of an engine's process."""
 
 import subprocess
 import sys

@@ -18,7 +18,7 @@ PROMPT = array("i", range(20)).tobytes()
 
 
 class Engines:
-    """What a fleet sends, and which engines it starts again."""
+    """Recorder of what a fleet sends, and of the engines that it starts again."""
 
     def __init__(self, count: int, most_restarts: int = 3, restarts: bool = True) -> None:
         self.sent: list[tuple[int, Any]] = []

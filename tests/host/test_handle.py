@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 64, "max_model
 
 
 def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool], seconds: float = 90.0) -> list[Any]:
-    """What it says up to such a frame."""
+    """Frames of the handle up to such a one."""
     found: list[Any] = []
     deadline = time.monotonic() + seconds
     while not any(map(is_it, found)):

@@ -1,4 +1,4 @@
-"""What the tests of GEMMs share."""
+"""Helpers of the tests of GEMMs."""
 
 from collections.abc import Callable
 

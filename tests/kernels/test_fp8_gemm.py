@@ -22,7 +22,7 @@ from nanovllm.kernels.pointwise.activation import silu_mul_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
-"""Of the largest result: tensor cores keep some 14 bits within a group of 128."""
+"""Error as a share of the largest result: tensor cores keep some 14 bits within a group of 128."""
 WEIGHTS_LEFT = GemmConfig("tile", 64, 16, 128, 3)
 X_LEFT = GemmConfig("tile", 32, 64, 256, 2)
 
@@ -45,7 +45,7 @@ def weights(n: int, k: int, rows_each: int, in_blocks: bool, input_scale: list[f
 
 
 def expert_weights(experts: int, n: int, k: int, rows_each: int, in_blocks: bool) -> FP8Weight:
-    """Whose scales differ by expert."""
+    """Weights whose scales differ by expert."""
     one = weights(n, k, rows_each, in_blocks)
     scales = [one.scale * (index + 1) for index in range(experts)]
     return FP8Weight(torch.stack([one.values] * experts), torch.stack(scales), rows_each)

@@ -1,4 +1,4 @@
-"""What is not a number stays so when it is rounded to e4m3. On a GPU a maximum of floats and e4m3's own saturation
+"""NaN stays NaN when it is rounded to e4m3. On a GPU a maximum of floats and e4m3's own saturation
 leave NaN out, which would make a finite number of it; Triton's interpreter does neither. So the compiled kernels are
 looked at, which takes no GPU, and run where there is one."""
 

@@ -1,4 +1,4 @@
-"""What multiplies: every entry of the shipped tables fits, any shape finds something that can run, files are safe."""
+"""Choices of kernels: every entry of the shipped tables fits, any shape finds one that can run, files are safe."""
 
 import json
 import os
@@ -44,7 +44,7 @@ OWN = GemmConfig("tile", 64, 16, 256, 5)
 
 
 def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -> GemmConfig:
-    """What multiplies, where the consumer takes whatever consumers of its kind do."""
+    """Kernel that is chosen where the consumer takes whatever consumers of its kind do."""
     product = Product(*gemm[:4], adds_parts=gemm.kind in SUMMED)
     return choose(product, rows, Rules(device, 1 if gemm.fused else 2, own_kernels=True, table=table))[0]
 

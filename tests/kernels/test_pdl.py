@@ -1,4 +1,4 @@
-"""Who launches dependently: devices that can, unless the call, or the engine around it, does not want it."""
+"""Dependent launches: of devices that can, unless the call, or the engine around it, does not want it."""
 
 import threading
 

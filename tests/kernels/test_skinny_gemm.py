@@ -44,7 +44,7 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> dict
 
 
 def around(op: str, t: dict[str, torch.Tensor], rows: int | None = None) -> dict[str, Any]:
-    """What is fused to the product."""
+    """Norm, activation and residual that are fused to the product."""
     return {
         "norm": Norm(t["gain"], EPS) if op.startswith("norm") else None,
         "gated": op.endswith("silu_mul"),

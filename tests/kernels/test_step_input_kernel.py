@@ -20,7 +20,7 @@ from tests.kernels.conftest import poison
 BLOCK_SIZE = 16
 TABLES = 3
 WIDTH = 48
-"""Of a table on the device, of which texts reach the first MAX_BLOCKS."""
+"""Width of a table on the device, of which texts reach the first MAX_BLOCKS."""
 MAX_BLOCKS = 40
 
 
@@ -91,7 +91,7 @@ def clone(state: DeviceState) -> DeviceState:
 
 
 def poisoned_buffers(rows: int, tokens: int, device: torch.device, num_tables: int = 1) -> StepBuffers:
-    """With a margin that must stay poisoned."""
+    """Buffers with a margin that must stay poisoned."""
     buffers = StepBuffers.allocate(rows + 5, tokens + 5, num_tables, device)
     for f in fields(buffers):
         getattr(buffers, f.name).copy_(poison(*getattr(buffers, f.name).shape, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""What a layer is, its own code says: nothing is written into it from outside after it is built."""
+"""A layer's own code says what it is: nothing is written into it from outside after it is built."""
 
 import sys
 from pathlib import Path

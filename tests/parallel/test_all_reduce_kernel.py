@@ -108,7 +108,7 @@ def test_on_gpus(world_size: int) -> None:
 
 
 def shared_memory_rank(rank: int, folder: Path, layout: Layout) -> SimpleNamespace:
-    """What PeerMemory offers, over files mapped by all processes (at different addresses, as on a GPU)."""
+    """Stand-in for PeerMemory over files mapped by all processes (at different addresses, as on a GPU)."""
     blocks = [
         torch.from_file(str(folder / f"block{peer}"), shared=True, size=layout.nbytes, dtype=torch.uint8)
         for peer in range(layout.world_size)
@@ -172,7 +172,7 @@ def interpret_rank(rank: int, world_size: int, folder: Path) -> None:
 
 
 def fork_programs() -> None:
-    """From now on every program of the interpreter is a process of its own, so that programs may wait for each other.
+    """Makes every program of the interpreter a process of its own, so that programs may wait for each other.
     What they write must lie in shared memory."""
     from triton.runtime import interpreter
 

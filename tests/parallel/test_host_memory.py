@@ -1,4 +1,4 @@
-"""What ranks on a CPU say to each other through memory that they share; here they are threads."""
+"""Ranks on a CPU exchange numbers through memory that they share; here they are threads."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def run_ranks(size: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
-    """What `work` returns on each rank, or raises."""
+    """Results of `work` on each rank, or the error that it raises."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""These tests share the makers of the scheduler's and of the processes' tests."""
+"""Makers of the scheduler's and of the processes' tests, which these tests share."""
 
 import sys
 from pathlib import Path

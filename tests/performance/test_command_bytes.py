@@ -1,4 +1,4 @@
-"""What a steady decode step sends to the other ranks: bytes, slots of the ring, and the time that it takes.
+"""Traffic of a steady decode step to the other ranks: bytes, slots of the ring, and the time that it takes.
 
 Figures for 256 rows: 3,136 bytes without news and 12 for each row that takes a block, thus 3,160 on average with blocks
 of 128 tokens (scripts/test tests/performance -s prints the time).

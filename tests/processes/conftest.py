@@ -27,7 +27,7 @@ def warmed_up(tiny: str) -> list[list[int]]:
 
 @pytest.fixture
 def new_mark() -> Iterator[str]:
-    """For a program of the test's own, and its workers."""
+    """Mark of a program of the test's own, and of its workers."""
     mark = uuid.uuid4().hex
     yield mark
     for process in process_checks.marked_processes(mark):  # a failed test leaves nothing running either

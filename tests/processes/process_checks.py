@@ -1,4 +1,4 @@
-"""What an engine may leave behind, read from /proc; and the smallest engine that can."""
+"""Checks of what an engine leaves behind, read from /proc; and the smallest engine that can."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def children() -> list[int]:
 
 
 def open_files(pid: int | str = "self") -> list[str]:
-    """What the file descriptors of a process lead to."""
+    """Targets of a process's file descriptors."""
     links = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -120,7 +120,7 @@ class Leftovers:
         }
 
     def _new(self) -> dict[str, set[object]]:
-        """What was not there before. What was there and has gone may be from a test before this one."""
+        """Things that were not there before. Those that were and have gone may be from a test before this one."""
         new = {kind: found - self._before[kind] for kind, found in self._state().items()}
         return {kind: found for kind, found in new.items() if found}
 

@@ -206,7 +206,7 @@ def test_work_is_what_a_process_computes_where_that_counts(ring: Ring, counts: b
     reader.counts_work = counts
 
     def work_while(function: Any, *args: Any) -> int:
-        """How much is reported from another thread while this one does that."""
+        """Amount of work that another thread reports while this one calls `function`."""
         in_thread(reader.report_work).join()
         before = ring.writer.get(Word.PROGRESS, 1)
         function(*args)

@@ -1,4 +1,4 @@
-"""What an engine counts as its own of a GPU on which others take and give back memory at any point of its start."""
+"""An engine's own memory on a GPU on which others take and give back memory at any point of its start."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Gpu(TorchMemory):
     others: int = 0
     most: int = 0
     meanwhile: Callable[["Gpu"], None] = field(default=lambda gpu: None)
-    """What others do each time that this process does something."""
+    """Act of others each time that this process does something."""
 
     def moved(self) -> None:
         self.meanwhile(self)
@@ -58,7 +58,7 @@ class Gpu(TorchMemory):
         self.garbage = 0
 
     def take(self, nbytes: int) -> None:
-        """By torch, from its cache as far as that goes."""
+        """Takes memory by torch, from its cache as far as that goes."""
         self.moved()
         self.cached, self.live = max(0, self.cached - nbytes), self.live + nbytes
         self.most = max(self.most, self.reserved())
@@ -67,7 +67,7 @@ class Gpu(TorchMemory):
         self.live, self.cached = self.live - nbytes, self.cached + nbytes
 
     def load(self, nbytes: int) -> None:
-        """By a library."""
+        """Takes memory by a library."""
         self.moved()
         self.libraries += nbytes
 

@@ -1,4 +1,4 @@
-"""In a notebook: a kernel whose main module has no file and whose event loop runs while a cell does."""
+"""Notebooks: a kernel whose main module has no file and whose event loop runs while a cell does."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ class Notebook:
         )
 
     def run(self, cell: str) -> str:
-        """What the cell prints and shows. Raises RuntimeError with what it raised."""
+        """Runs a cell; returns what it prints and shows. Raises RuntimeError with what the cell raised."""
         shown: list[str] = []
 
         def note(message: dict[str, Any]) -> None:

@@ -167,8 +167,8 @@ assert counts["tile_kernel"] >= 2 and set(counts) >= set(names), counts
 
 
 def run_script(script: str, folder: Path, **config: object) -> None:
-    """In an interpreter of its own, for these tests may run under Triton's interpreter. The target is a GPU that need
-    not be there: compiling for it takes none."""
+    """Runs it in its own program: these tests may run under Triton's interpreter. The target is a GPU that need not
+    be there: compiling for it takes none."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
     config = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5, **config}

@@ -1,4 +1,4 @@
-"""What "auto" and the machine make of options."""
+"""Options as "auto" and the machine resolve them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where ranks meet: other processes of this machine, also of the same user, cannot reach it by a port."""
+"""The store where ranks meet: other processes of this machine, also of the same user, cannot reach it by a port."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""What a trainer or a server does to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
+"""Calls of a trainer or a server to several replicas as one; the rest is in tests/rollouts, which has replicas too."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What prompts have in common is computed once, with blocks as large as on a GPU; tokens and scores stay the same."""
+"""Common beginnings of prompts are computed once, with blocks as large as on a GPU; tokens and scores stay the same."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ def llm(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> Iter
 
 
 def apart(params: list[SamplingParams]) -> list[SamplingParams]:
-    """The same for requests that share nothing."""
+    """Parameters like these for requests that share nothing."""
     return [replace(param, cache_salt=str(number)) for number, param in enumerate(params)]
 
 

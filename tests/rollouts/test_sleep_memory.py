@@ -1,4 +1,4 @@
-"""What a model needs when its parameters move to memory that can sleep, on a driver that counts."""
+"""Memory that a model needs when its parameters move to memory that can sleep, on a driver that counts."""
 
 import ctypes
 import weakref

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def init_info(**more: Any) -> dict[str, Any]:
-    """Of a trainer and one engine on this host."""
+    """Arguments of a group of a trainer and one engine on this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -27,7 +27,7 @@ class Rows:
         return self.logits, self.rows, self.slots, self.records, self.temperature
 
     def option_rows(self) -> "rows_module.Rows":
-        """As the kernels take them; no token is sampled yet."""
+        """Rows as the kernels take them; no token is sampled yet."""
         tokens, last_token = (
             torch.full(sizes.shape, -7, dtype=torch.int32, device=self.logits.device)
             for sizes in (self.positions, self.temperature)

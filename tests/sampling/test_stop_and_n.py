@@ -1,4 +1,4 @@
-"""How outputs end, how many a request has, and what else comes with them."""
+"""Ends of outputs, their number for a request, and what else comes with them."""
 
 import pytest
 from sampling_engines import PROMPT, Engines

@@ -49,7 +49,7 @@ class Page:
         self.requests: list[str] = []
         """URLs that the page has asked for."""
         self.messages: list[str] = []
-        """What the browser had to complain about."""
+        """Complaints of the browser."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -93,7 +93,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> Any:
-        """Until an expression is true; returns its value."""
+        """Waits until an expression is true; returns its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(condition)):
             assert time.monotonic() < deadline, f"{condition} is not so within {seconds} s"

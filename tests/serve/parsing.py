@@ -148,7 +148,7 @@ class Message:
 
 
 def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ended: bool = True) -> list[Delta]:
-    """What a client is given of an output, in steps of as many tokens as `cuts` says, over and over; None: at once."""
+    """Deltas of an output for a client, in steps of as many tokens as `cuts` says, over and over; None: at once."""
     reader, detokenizer = plan.reader(), plan.detokenizer()
     assert reader is not None
     deltas: list[Delta] = []

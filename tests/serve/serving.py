@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE)
 
 
 def alive(processes: set[int]) -> set[int]:
-    """Those that run."""
+    """Processes of these that run."""
     found = set()
     for process in processes:
         try:
@@ -46,7 +46,7 @@ def alive(processes: set[int]) -> set[int]:
 
 
 def _before_it_runs() -> None:
-    """As many descriptors as most systems give at first, and an end with the test run."""
+    """Sets as many descriptors as most systems give at first, and an end with the test run."""
     end_with_test_run()
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 

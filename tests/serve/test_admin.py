@@ -85,7 +85,7 @@ class Stream:
         return self._end.done()
 
     def text(self) -> str:
-        """All of it, when it has ended."""
+        """The whole text, when it has ended."""
         self._end.result(60)
         return "".join(self.pieces)
 

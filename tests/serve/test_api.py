@@ -1,4 +1,4 @@
-"""What the endpoints answer, to the byte where clients look."""
+"""Answers of the endpoints, to the byte where clients look."""
 
 import json
 import re

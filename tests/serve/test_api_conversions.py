@@ -43,7 +43,7 @@ SHARED = SAMPLING | {
     "logit_bias": {"5": 1.0},
     "bad_words": ["no"],
 }
-"""What chat completions take and the other dialects have no words for."""
+"""Fields that chat completions take and the other dialects have no words for."""
 
 
 def of_messages(body: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def another_user(server: Server) -> Iterator[None]:
 
 
 class Attack(NamedTuple):
-    """What is done to a server, and what it may hold up."""
+    """An attack on a server, and what it may hold up."""
 
     run: Callable[[Server], None]
     computes: bool = False
@@ -112,7 +112,7 @@ def send(path: str, *statuses: int, body: bytes, computes: bool = False) -> Atta
 
 
 def chat(**fields: Any) -> Attack:
-    """Of a chat that is refused."""
+    """Attack by a chat that is refused."""
     return post(CHAT, 400, **({"messages": user("a"), "max_tokens": 4} | fields))
 
 

@@ -39,7 +39,7 @@ def random_requests() -> list[dict[str, Any]]:
 
 
 Texts = list[tuple[str, list[int], str | None]]
-"""Of each completion: text, token ids, finish reason."""
+"""Text, token ids and finish reason of each completion."""
 
 
 @pytest.fixture(scope="module")

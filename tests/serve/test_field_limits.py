@@ -1,4 +1,4 @@
-"""What an attacker can write into the fields of a request: each is answered by a bound, and the server goes on."""
+"""Attacks by the fields of a request: each is answered by a bound, and the server goes on."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""From the command to the exit code: start, clients that leave, overload, drain, deaths; nothing is left behind."""
+"""A server's life from command to exit code: start, clients that leave, overload, drain, deaths; nothing is left."""
 
 import asyncio
 import fcntl

@@ -1,4 +1,4 @@
-"""What an attacker can send over connections: each is answered by a bound, and the server goes on."""
+"""Attacks over connections: each is answered by a bound, and the server goes on."""
 
 import asyncio
 import json

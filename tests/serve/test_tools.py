@@ -31,7 +31,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def message_of(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """What a client makes of a stream: the message, and why it ended."""
+    """Message that a client makes of a stream, and why it ended."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     reason = ""
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):

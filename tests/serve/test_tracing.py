@@ -47,7 +47,7 @@ class _Receive(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """By request id: those of a chat, a stream with a parent, a completion whose client leaves, and an error."""
+    """Spans by request id: of a chat, a stream with a parent, a completion whose client leaves, and an error."""
     collector = Collector()
     folder, endpoint = tmp_path_factory.mktemp("traced"), f"http://127.0.0.1:{collector.server_port}"
     with Server(folder, "--otlp-traces-endpoint", endpoint) as server:

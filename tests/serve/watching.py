@@ -20,8 +20,8 @@ FILE = "NANOVLLM_TEST_WATCH"
 BEAT = 0.005
 _FIELD = struct.Struct("d")
 CALLBACK, LOOP, ENGINE = 0, 8, 16
-"""Where the file has the longest callback of the event loop (CPU seconds of its thread), the longest time in which the
-loop did nothing else (CPU seconds of the front), and the longest time between two steps (CPU seconds of the engine)."""
+"""Places of the longest callback of the event loop (CPU seconds of its thread), of the longest time in which
+the loop did nothing else (CPU seconds of the front), and between two steps (CPU seconds of the engine)."""
 
 
 class Watch:

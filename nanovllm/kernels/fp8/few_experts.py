@@ -13,12 +13,14 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.stream import (
+from nanovllm.kernels.gemm.stream_operands import (
+    add_halves,
     add_step,
     finish,
     groups_of_steps,
     load_halves,
     load_parts,
+    load_step,
     load_weights,
     load_x,
 )
@@ -59,25 +61,20 @@ def _gate_up_kernel(
     cols = warp[None, :, None] * 128 + tl.arange(0, 64)[None, None, :]
     tiles = ()
     for step in tl.static_range(PRELOAD):
-        for half in tl.static_range(2):
-            end = (half + 1) * n_out
-            tiles = tiles + (load_weights(weight, half * n_out + first, end, cols + step * SPAN, K, EVEN_K),)
+        tiles = tiles + load_step(weight, first, n_out, cols + step * SPAN, K, EVEN_K, 2)
     accs, both = (tl.zeros([WARPS, 16, 8], tl.float32), tl.zeros([WARPS, 16, 8], tl.float32)), ()
     loaded = load_parts(X + row * K, None, gains, 0, eps, K, PARTS, WARPS)
     for part in tl.static_range(PARTS):
-        group = groups_of_steps(part * 8, WARPS)
+        group, of_halves = groups_of_steps(part * 8, WARPS), ()
         for half in tl.static_range(2):
             at = scale + (half * n_out + first) // ROWS_EACH * groups + group
-            both = both + (loaded[part][2] * tl.load(at, mask=group < groups, other=0.0),)
+            of_halves = of_halves + (loaded[part][2] * tl.load(at, mask=group < groups, other=0.0),)
+        both = both + (of_halves,)
     for step in tl.static_range(STEPS):
-        summed = ()
-        for half in tl.static_range(2):
-            summed = summed + (add_step(accs[half], tiles[half], loaded[step // 8], both[step // 8 * 2 + half], step),)
-        accs, tiles = summed, tiles[2:]
+        accs = add_halves(accs, tiles, loaded[step // 8], both[step // 8], step, 1)
+        tiles = tiles[2:]
         if step + PRELOAD < STEPS:
-            for half in tl.static_range(2):
-                ahead, end = cols + (step + PRELOAD) * SPAN, (half + 1) * n_out
-                tiles = tiles + (load_weights(weight, half * n_out + first, end, ahead, K, EVEN_K),)
+            tiles = tiles + load_step(weight, first, n_out, cols + (step + PRELOAD) * SPAN, K, EVEN_K, 2)
     y = silu_mul(finish(accs[0]), finish(accs[1]), OUT.dtype.element_ty)
     col = first + tl.arange(0, 16)
     tl.store(OUT + (row * TOP_K + slot) * n_out + col, y.to(OUT.dtype.element_ty), mask=col < n_out)
