@@ -89,8 +89,8 @@ class Request:
         self.num_prompt_tokens = sum(map(len, prompts))
         self.num_cached_tokens = 0
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
-        self.parts: dict[int, int] = {}
-        """Prompts that have not ended: the engine's id of each -> which prompt it is."""
+        self.parts: set[int] = set()
+        """The engine's ids of prompts that have not ended."""
         self.ready: dict[Completion, None] = {}
         """Completions with something to send."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -21,7 +21,7 @@ class Streams:
         """`abort`: tells the engine that one of its requests is no longer wanted."""
         self._metrics, self._abort = metrics, abort
         self._rows: dict[int, Completion] = {}
-        self._parts: dict[int, Request] = {}
+        """Completions by the engine's number, until their prompt's have all ended."""
         self.requests: set[Request] = set()
         self._touched: dict[Request, None] = {}
         """Requests that the current steps have results for."""
@@ -37,20 +37,16 @@ class Streams:
 
     def add(self, request: Request) -> list[int]:
         """Takes a request in; returns the engine's id for each of its prompts."""
-        n, ids = request.n, []
-        for index in range(len(request.prompts)):
-            first = self._next_id
-            self._next_id += n
-            for row, completion in enumerate(request.completions[index * n : (index + 1) * n], first):
-                self._rows[row] = completion
-                completion.row = row
-                completion.last_time = request.arrival
-            request.parts[first] = index
-            self._parts[first] = request
-            ids.append(first)
+        first = self._next_id
+        self._next_id += len(request.completions)
+        for row, completion in enumerate(request.completions, first):
+            self._rows[row] = completion
+            completion.row = row
+            completion.last_time = request.arrival
+        request.parts.update(range(first, self._next_id, request.n))
         self.requests.add(request)
         self.rows_by_key[request.key] += len(request.completions)
-        return ids
+        return sorted(request.parts)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -62,8 +58,8 @@ class Streams:
             if (completion := rows.get(row)) is not None and completion.lines is not None:
                 completion.lines.append(line)
         for request_id, lines in step.prompts:
-            if (request := self._parts.get(request_id)) is not None:
-                request.prompt_lines[request.parts[request_id]] = lines
+            if (first := rows.get(request_id)) is not None:
+                first.request.prompt_lines[first.prompt_index] = lines
         for row, token in zip(step.rows, step.tokens, strict=True):
             completion = rows.get(row)
             if completion is None:
@@ -103,7 +99,6 @@ class Streams:
         except Exception:
             self._give_up(completion.request)
             return
-        del self._rows[end.row]
         if completion.num_tokens > 1:
             self._metrics.inter_token.observe(now - completion.last_time)
         completion.last_time = now
@@ -112,17 +107,17 @@ class Streams:
         completion.request.ready[completion] = self._touched[completion.request] = None
 
     def _end_part(self, part: wire.Done, now: float) -> None:
-        request = self._parts.pop(part.request_id, None)
-        if request is None:
+        if (first := self._rows.get(part.request_id)) is None:
             return
-        index = request.parts.pop(part.request_id)
-        own = request.completions[index * request.n : (index + 1) * request.n]
+        request = first.request
+        request.parts.discard(part.request_id)
+        own = [self._rows.pop(row) for row in range(first.row, first.row + request.n)]
         for completion, kept in zip(own, part.kept, strict=False):
             completion.kept = kept
         request.num_cached_tokens += part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)
-        self._metrics.count_part(part, own, len(request.prompts[index]), now - request.arrival)
+        self._metrics.count_part(part, own, len(request.prompts[first.prompt_index]), now - request.arrival)
         self._touched[request] = None
 
     def flush(self, now: float) -> None:
@@ -156,24 +151,23 @@ class Streams:
         """Ends requests with what they have, and not as mistakes; returns how many."""
         found = [request for request in self.requests if wanted(request)]
         for request in found:
-            for part in request.parts:
-                self._abort(part)
+            self._abort_parts(request)
         return len(found)
 
     # -- early ends ---------------------------------------------------------------------------------------------
 
     def refuse(self, request_id: int, error: ApiError) -> None:
         """The engine did not take a request's prompt."""
-        if (request := self._parts.get(request_id)) is not None:
-            del request.parts[request_id], self._parts[request_id]
-            request.explain(error)
-            self.fail(request, error)
+        if (first := self._rows.get(request_id)) is not None:
+            first.request.parts.discard(request_id)
+            first.request.explain(error)
+            self.fail(first.request, error)
 
     def fail(self, request: Request, error: ApiError) -> None:
         """Ends a request with an error."""
         if request in self.requests:
-            self._forget_parts(request)
-            self._remove(request, "error")
+            self._abort_parts(request)
+            self._remove(request)
             try:
                 request.fail(error)
             except Exception:
@@ -187,34 +181,34 @@ class Streams:
     def _give_up(self, request: Request) -> None:
         """A mistake of ours with one request is the end of that one alone."""
         logger.exception("request %s failed", request.id)
-        self._forget_parts(request)
+        self._abort_parts(request)
         if request.connection is None:
             request.fail(server_error())
         else:
             request.leave()
             request.connection.transport.abort()
-        self._remove(request, "error")
+        self._remove(request)
 
     def leave(self, request: Request) -> None:
         """Ends a request whose client is gone."""
         if request in self.requests:
-            self._forget_parts(request)
+            self._abort_parts(request)
             request.leave()
             self._remove(request, "abort")
 
-    def _forget_parts(self, request: Request) -> None:
+    def _abort_parts(self, request: Request) -> None:
         for part in request.parts:
-            self._parts.pop(part, None)
             self._abort(part)
 
-    def _remove(self, request: Request, reason: str | None = None) -> None:
+    def _remove(self, request: Request, reason: str = "error") -> None:
+        """`reason`: that counts for completions which have not ended."""
         if request not in self.requests:
             return
         self.requests.discard(request)
-        if reason is not None:
-            gone = sum(self._rows.pop(each.row, None) is not None for each in request.completions)
-            self.rows_by_key[request.key] -= gone
-            self._metrics.finished[reason] += gone
+        known = [each for each in request.completions if self._rows.pop(each.row, None) is not None]
+        gone = sum(each.finish_reason is None for each in known)
+        self.rows_by_key[request.key] -= gone
+        self._metrics.finished[reason] += gone
 
     def sweep(self, now: float, request_timeout: float | None) -> None:
         """Sends comments to silent streams, and ends those that pile up or take too long; called once a second."""

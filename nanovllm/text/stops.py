@@ -20,48 +20,6 @@ def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str
     return at, stops[order]
 
 
-class StreamedText:
-    """The text of one output as it grows, watched for stop strings."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False) -> None:
-        self._detokenizer = detokenizer
-        self._stops, self._include = tuple(stops), include_stop
-        self._overlap = max((len(stop) for stop in stops), default=1) - 1
-        """Characters at the end that a stop string may still take back."""
-        self._settled: list[str] = []
-        self._tail = ""
-        self.stopped_by: str | None = None
-
-    @property
-    def text(self) -> str:
-        """All text so far; some of its end may still turn out to begin a stop string."""
-        return "".join(self._settled) + self._tail
-
-    def push(self, token_id: int, watch: bool = True) -> bool:
-        """Takes in a token; True where its text completes a stop string. `watch` False: none is looked for."""
-        fresh = self._detokenizer.push(token_id)
-        if not fresh:
-            return False
-        self._tail += fresh
-        if self._stops and watch:
-            found = find_stop(self._tail, self._stops, len(fresh))
-            if found is not None:
-                at, self.stopped_by = found
-                self._tail = self._tail[: at + (len(self.stopped_by) if self._include else 0)]
-                return True
-        if len(self._tail) > 64 + 2 * self._overlap:
-            end = len(self._tail) - self._overlap
-            self._settled.append(self._tail[:end])
-            self._tail = self._tail[end:]
-        return False
-
-    def finish(self) -> str:
-        """No more tokens: the whole text, an incomplete character in it as U+FFFD."""
-        if self.stopped_by is None:
-            self._tail += self._detokenizer.flush()
-        return self.text
-
-
 class VisibleText:
     """The text of one output as a client may see it, token by token. The engine decides where it ends."""
 
@@ -74,6 +32,7 @@ class VisibleText:
         self._hidden = hidden_ids
         self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
         self._longest = max(map(len, self._prefixes), default=0)
+        self._ends = {stop[-1] for stop in stops}
         self._last_characters = {prefix[-1] for prefix in self._prefixes}
         self._held = ""
 
@@ -100,17 +59,39 @@ class VisibleText:
         """Takes the end of the output in, with its last token if it has one; returns the rest of the text."""
         by_stop = reason == "stop"
         if token_id is not None and by_stop and isinstance(stop_reason, str) and self._stops:
-            return self._cut(token_id)
+            return self.watch(token_id)[0] + self._held
         is_hidden = by_stop and not isinstance(stop_reason, str) and token_id in self._hidden
         last = "" if token_id is None or is_hidden else self.push(token_id)
         return last + self._held + self._detokenizer.flush()
 
-    def _cut(self, token_id: int) -> str:
-        """The rest of a text whose last token completes a stop string."""
+    def watch(self, token_id: int) -> tuple[str, str | None]:
+        """Takes a token in that may complete a stop string; returns the text that is certain now and was not before,
+        and that string, with which the text ends."""
         fresh = self._detokenizer.push(token_id)
         text = self._held + fresh
-        found = find_stop(text, self._stops, len(fresh))
-        if found is None:
-            return text
+        if self._ends.isdisjoint(fresh) or (found := find_stop(text, self._stops, len(fresh))) is None:
+            return self._release(text) if fresh else "", None
         at, stop = found
-        return text[: at + (len(stop) if self._include else 0)]
+        self._held = ""
+        return text[: at + (len(stop) if self._include else 0)], stop
+
+
+class StreamedText:
+    """All text of one output as it grows, watched for stop strings."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False) -> None:
+        self._visible = VisibleText(detokenizer, stops, include_stop)
+        self._pieces: list[str] = []
+        self.stopped_by: str | None = None
+
+    def push(self, token_id: int, watch: bool = True) -> bool:
+        """Takes in a token; True where its text completes a stop string. `watch` False: none is looked for."""
+        piece, self.stopped_by = self._visible.watch(token_id) if watch else (self._visible.push(token_id), None)
+        self._pieces.append(piece)
+        return self.stopped_by is not None
+
+    def finish(self) -> str:
+        """No more tokens: the whole text, an incomplete character in it as U+FFFD."""
+        if self.stopped_by is None:
+            self._pieces.append(self._visible.end(None, "length", None))
+        return "".join(self._pieces)

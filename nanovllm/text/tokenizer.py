@@ -15,6 +15,7 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 from nanovllm.text.no_tokenizer import NoTokenizer
 from nanovllm.text.template import Messages
 
+_IMPORTING = threading.Lock()  # the parts of transformers are imported when they are asked for, by one thread at a time
 _TEMPLATE_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents")
 
 
@@ -48,11 +49,12 @@ class Tokenizer:
         """A transformers tokenizer that nobody else has."""
         if self._given is not None:
             return copy.deepcopy(self._given)
-        import transformers  # noqa: F401
+        with _IMPORTING:
+            import transformers  # noqa: F401
 
-        # Looked up again: the library replaces its module at the end of its import. A thread that waited for another
-        # engine's import has the first module in hand.
-        found = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
+            # Looked up again: the library replaces its module at the end of its import. A thread that waited for an
+            # import of the program's own has the first module in hand.
+            found = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
         if found.chat_template is None:  # older files have that of a processor of images apart
             path = Path(self._folder) / "chat_template.json"
             if path.is_file():

@@ -84,7 +84,7 @@ class Room:
     @property
     def is_empty(self) -> bool:
         streams = self.streams
-        return not streams.requests and not streams.num_rows and not streams._rows and not streams._parts
+        return not streams.requests and not streams.num_rows and not streams._rows
 
 
 def running(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
