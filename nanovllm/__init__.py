@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.errors import OutOfMemory, QueueFull, ReplicaError, StepTimeout, WeightsIncomplete, WorkerError
-from nanovllm.logprobs import Logprob
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM, TextDelta
     from nanovllm.llm import LLM
+    from nanovllm.logprobs import Logprob
     from nanovllm.models.registry import register_model
+    from nanovllm.outputs import CompletionOutput, RequestOutput, StepOutput
 
 __all__ = [
     "LLM",
@@ -39,6 +39,8 @@ _ELSEWHERE = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "TextDelta": "nanovllm.async_llm",
+    "Logprob": "nanovllm.logprobs",
+    **dict.fromkeys(("CompletionOutput", "RequestOutput", "StepOutput"), "nanovllm.outputs"),
     "register_model": "nanovllm.models.registry",
 }
 """Modules that pull in much, by what is taken from them; the vocabulary above does not."""

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import EngineStats, RequestOutput, StepColumns, StepOutput
+from nanovllm.outputs import RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import ProgressBar, interrupt_between_steps

@@ -218,30 +218,3 @@ class RequestOutput(_ByName):
     def finish_reason(self) -> str | None:
         """Reason for which the first completion ended: "stop", "length" or "abort"."""
         return self.outputs[0].finish_reason
-
-
-ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the buckets of EngineStats.iteration_tokens."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """State of an engine, and its counters since it started. Completions of n > 1 count one by one, their prompt
-    once."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    """Share of the KV blocks that running completions hold, 0..1. A finished prompt that may still be a hit is free."""
-    prompt_tokens: int = 0
-    """Prompt tokens of requests that have begun, those found in the prefix cache included."""
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache, at the first admission of each request."""
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    """Completions by the reason of their end."""
-    iteration_tokens: tuple[int, ...] = ()
-    """Steps by the number of tokens that they computed: up to each of ITERATION_TOKENS, and above."""
-    iteration_tokens_sum: int = 0

@@ -12,9 +12,9 @@ import sys
 import time
 from typing import Any
 
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.host import wire
 from nanovllm.host.program import SocketIntake
-from nanovllm.outputs import EngineStats
 
 BLOCK_SIZE, BLOCKS = 128, 1 << 16
 

@@ -7,13 +7,14 @@ from typing import Any
 from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import EngineControl
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 

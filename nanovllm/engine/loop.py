@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -15,7 +16,7 @@ from nanovllm.engine.trace import Trace
 from nanovllm.errors import WeightsIncomplete, short
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import ITERATION_TOKENS, Ending, EngineStats, StepColumns
+from nanovllm.outputs import Ending, StepColumns
 from nanovllm.wire.sampling import append_section
 
 

@@ -5,9 +5,10 @@ from typing import Any, Protocol
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 

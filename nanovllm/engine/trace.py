@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.errors import refuse
-from nanovllm.outputs import EngineStats
 
 logger = logging.getLogger("nanovllm")
 _ENGINE, _REQUESTS = 1, 2  # Perfetto's processes

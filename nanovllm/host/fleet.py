@@ -14,13 +14,13 @@ from typing import Any
 
 from nanovllm.engine.calls import CALLS
 from nanovllm.engine.engine_state import TAGS, EngineState, state_of_all
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import extras_of, prefix_keys
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
 from nanovllm.host.flight import Flight
 from nanovllm.host.pending import Pending
 from nanovllm.host.router import Load, Router
-from nanovllm.outputs import EngineStats
 from nanovllm.wire.state import PageGroup
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.control import check_version
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short
@@ -23,7 +24,7 @@ from nanovllm.host.fleet_rows import FleetRows
 from nanovllm.host.frame_reader import FrameReader
 from nanovllm.host.pending import Pending
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import EngineStats, StepColumns
+from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from nanovllm.outputs import EngineStats
+from nanovllm.engine.engine_stats import EngineStats
 
 _NOTHING = (EngineStats(), (0, 0))
 

@@ -13,8 +13,8 @@ import msgspec
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.errors import OutOfMemory, WeightsIncomplete
-from nanovllm.outputs import EngineStats
 from nanovllm.processes import framing
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 

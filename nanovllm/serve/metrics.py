@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.host.wire import Done
-from nanovllm.outputs import ITERATION_TOKENS, EngineStats
 from nanovllm.serve.request import Completion
 
 _FIRST_TOKEN = (

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import numpy as np
-
 MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10}
 """UTF-8 bytes of a constraint's text, by its kind."""
 JSON_BLANKS = r"(\n {0,16}|[ ])"
@@ -95,6 +93,8 @@ def _check_count(what: str, count: int, most: int) -> None:
 def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
     """Follows one text through a fresh matcher of llguidance. Raises ValueError where one of the first masks takes too
     long, or the library gives up. CPU time of this thread counts, so that other work on the machine does not."""
+    import numpy as np  # the server, which needs the bounds of this module alone, goes without
+
     for number in range(NUM_TIMED_MASKS):
         begin = time.thread_time()
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
