@@ -127,7 +127,7 @@ class Scheduler:
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
         seqs, starts, epochs, left = plan.seqs, plan.starts, plan.epochs, budget
-        several, gained = self._tokens_per_step > 1, 1
+        several, count, gained = self._tokens_per_step > 1, 1, 1
         most = self._most_rows() if several else 1
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if left == 0:
@@ -142,7 +142,8 @@ class Scheduler:
             start = seq.num_computed_tokens
             end = start + 1
             if several:
-                (start, end), gained = seq.next_bounds(min(left, most)), seq.most_gained
+                (end, count), gained = seq.next_bounds(min(left, most)), seq.most_gained
+                start = end - 1
             if end > seq.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
@@ -150,12 +151,11 @@ class Scheduler:
             epochs.append(seq.epoch)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
-            left -= 1
-            if several and (more := end - start - 1):
-                seqs += repeat(seq, more)
-                starts += range(start + 1, end)
-                epochs += repeat(seq.epoch, more)
-                left -= more
+            left -= count
+            if count > 1:
+                seqs += repeat(seq, count - 1)
+                starts += repeat(start, count - 1)
+                epochs += repeat(seq.epoch, count - 1)
         plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
         plan.counts = [1] * len(seqs)
         return left

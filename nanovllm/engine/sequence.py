@@ -127,12 +127,11 @@ class Sequence:
         return self.num_tokens + self.num_inflight_tokens - self.num_computed_tokens
 
     def next_bounds(self, budget: int) -> tuple[int, int]:
-        """Latest begin and certain end of what the row's next step computes, where it decodes and may gain several
-        tokens: `budget` at most. The end is before the last token of all, which needs no KV."""
+        """Certain end of what the row's next step computes, where it decodes and may gain several tokens, and number of
+        them: `budget` at most. The end is before the last token of all, which needs no KV."""
         last = self.max_total_tokens - 1
         count = min(self.most_gained, budget, last - self.num_least_computed)
-        end = min(self.num_computed_tokens + count, last)
-        return end - count, end
+        return min(self.num_computed_tokens + count, last), count
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,7 +18,8 @@ class StepPlan:
 
     seqs: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """First position that is computed, by row; of a decode the last that this can be, since the device knows it."""
+    """First position that is computed, by row; of a decode the last that this can be, since the device knows it. All
+    decodes of one sequence have the same: behind it none computes anything."""
     counts: list[int] = field(default_factory=list)
     """Tokens that are computed, by row; a decode's is one."""
     epochs: list[int] = field(default_factory=list)

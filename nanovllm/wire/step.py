@@ -19,7 +19,7 @@
 Decode rows come first, one token each. Its id is the last of the slot: that of its record, where it has one in this
 step, else the one sampled last, which only the device need know. Its position is where the slot is, again by its record
 or by the step before: `start` is the last that this can be. Where a slot may gain several tokens it has as many decode
-rows, for one position after another; a row that would be behind its `start` computes nothing. Within a step each (slot,
+rows, for one position after another, all with one `start`: behind it they compute nothing. Within a step each (slot,
 index) and each slot record appears once.
 """
 

@@ -96,16 +96,14 @@ class FakeDevice:
         assert counts[:num_decodes] == [1] * num_decodes and len(prompt_tokens) == num_tokens - num_decodes
         places = [len([*rows]) for _, rows in groupby(slots)]  # of a slot; from here on its rows are one
         firsts = [sum(places[:row]) for row in range(len(places))]
-        slots, firsts_of_all = [slots[row] for row in firsts], starts
-        starts, counts = [starts[row] for row in firsts], [counts[row] for row in firsts]
+        assert all(len({*starts[row : row + n]}) == 1 for row, n in zip(firsts, places, strict=True))
+        slots, starts, counts = ([column[row] for row in firsts] for column in (slots, starts, counts))
         num_decodes = sum(row < num_decodes for row in firsts)
         num_samples -= sum(places) - len(places)
         assert len(set(slots)) == len(slots), "rows of one slot are apart"
         assert max(places[num_decodes:], default=1) == 1, "two chunks in one slot"
         for row, slot in enumerate(slots[:num_decodes]):
-            end = starts[row] + places[row]
-            assert firsts_of_all[firsts[row] :][: places[row]] == [*range(starts[row], end)]
-            starts[row] = self.num_computed[slot]
+            end, starts[row] = starts[row] + 1, self.num_computed[slot]
             counts[row] = max(0, min(places[row], end - starts[row]))
             assert self._gain or counts[row] == 1
         # Layer by layer, all rows write before any row reads; a row therefore must not read what another writes now.
