@@ -150,17 +150,18 @@ class AsyncLLM:
             with self._lock:
                 self._failure = error
                 for stream in self._streams.values():
-                    stream.tell(error)
+                    _call(stream.loop, stream.end, error)
             self.llm.close()
 
     def _hand_out(self, step: list[StepOutput]) -> None:
-        gained: dict[int, list[StepOutput]] = {}
-        for output in step:
-            gained.setdefault(output.request_id, []).append(output)
+        """Wakes each event loop once, with all that its streams have gained."""
+        gained: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, StepOutput]]] = {}
         with self._lock:
-            for number, outputs in gained.items():
-                if (stream := self._streams.get(number)) is not None:
-                    stream.tell(outputs)
+            for output in step:
+                if (stream := self._streams.get(output.request_id)) is not None:
+                    gained.setdefault(stream.loop, []).append((stream, output))
+        for loop, outputs in gained.items():
+            _call(loop, _deliver, outputs)
 
     def _text(self, params: SamplingParams) -> VisibleText | None:
         tokenizer = self.llm.engine.tokenizer
@@ -185,22 +186,42 @@ class AsyncLLM:
 
 
 class _Stream:
-    """Queue between the stepping thread and one request's task: outputs that the task has not taken yet."""
+    """Outputs that one request's task has not taken yet. For the thread of its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._gained: asyncio.Queue[list[StepOutput] | BaseException] = asyncio.Queue()
+        self.loop = loop
+        self._gained: list[StepOutput] = []
+        self._error: BaseException | None = None
+        self._came = asyncio.Event()
 
-    def tell(self, gained: list[StepOutput] | BaseException) -> None:
-        """Adds outputs, or the error that ends the stream. May be called from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._gained.put_nowait, gained)
-        except RuntimeError:
-            pass  # its loop is closed: nobody listens
+    def put(self, output: StepOutput) -> None:
+        self._gained.append(output)
+        self._came.set()
+
+    def end(self, error: BaseException) -> None:
+        """The engine has ended."""
+        self._error = error
+        self._came.set()
 
     async def take(self) -> list[StepOutput]:
-        """Waits for the outputs of the next step, at least one. Raises RuntimeError if the engine has ended."""
-        gained = await self._gained.get()
-        if isinstance(gained, BaseException):
-            raise RuntimeError(f"the engine has ended: {gained}") from gained
+        """Waits for outputs, at least one. Raises RuntimeError if the engine has ended."""
+        await self._came.wait()
+        gained, self._gained = self._gained, []
+        if self._error is None:
+            self._came.clear()
+        elif not gained:
+            raise RuntimeError(f"the engine has ended: {self._error}") from self._error
         return gained
+
+
+def _deliver(outputs: list[tuple[_Stream, StepOutput]]) -> None:
+    for stream, output in outputs:
+        stream.put(output)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
+    """Calls a function in an event loop's thread. From any."""
+    try:
+        loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        pass  # the loop is closed: nobody listens
