@@ -18,13 +18,20 @@ class KVCache:
     """A layer's part of the paged cache."""
 
     k: torch.Tensor
-    """[num_blocks, num_kv_heads, block_size, head_dim], as v; the last dimension is contiguous."""
+    """[num_blocks, num_kv_heads, block_size, head_dim]; the last dimension is contiguous."""
     v: torch.Tensor
+    """As k; the same tensor where values are keys."""
     scales: torch.Tensor | None = None
     """bfloat16 [num_blocks, num_kv_heads, block_size, 2]: what each token's key and value are multiplied with, where
     they are e4m3."""
     table: int = 0
     """Index of the block table, among a row's, that lists the blocks of this cache."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory, each tensor once."""
+        values = [] if self.v is self.k else [self.v]
+        return [self.k, *values, *([] if self.scales is None else [self.scales])]
 
 
 @dataclass

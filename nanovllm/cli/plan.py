@@ -122,20 +122,22 @@ def _heading(
     yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"
     for pages, (layers, nbytes) in plan.token_bytes.items():
         seen = "all keys" if pages.window is None else f"a window of {pages.window}"
-        shape = f"{pages.heads} x {pages.head_dim} on a rank of {plan.ranks}"
+        shape = f"{pages.heads} x {pages.widths[0]} on a rank of {plan.ranks}"
         yield f"KV cache: {layers} layers that see {seen}, {shape}: {nbytes / 1024:.1f} KiB a token"
+    if plan.slots:
+        yield f"Memory of fixed size: {plan.slots / (config.max_num_seqs + 1) / (1 << 20):.1f} MiB a request"
     most = f"{config.max_num_seqs} requests at once, steps of {config.max_num_batched_tokens:,} tokens"
     yield f"{most}, contexts of up to {settled.max_model_len:,}"
 
 
 def _table(plans: list["RankPlan"], lengths: list[int]) -> Iterator[str]:
-    columns = ["ranks", "weights", "libraries", "step", "graphs", "filters", "blocks", "tokens"]
+    columns = ["ranks", *plans[0].parts, "blocks", "tokens"]
     columns += [f"users of {length:,}" for length in lengths]
     rows = []
     for plan in plans:
-        sizes = (plan.weights, plan.used - plan.weights, *plan.reserved.values())
         counts = (plan.blocks, plan.tokens, *map(plan.users, lengths))
-        rows.append([str(plan.ranks), *(f"{size / _GIB:.2f}" for size in sizes), *(f"{count:,}" for count in counts)])
+        sizes = (f"{size / _GIB:.2f}" for size in plan.parts.values())
+        rows.append([str(plan.ranks), *sizes, *(f"{count:,}" for count in counts)])
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
@@ -150,13 +152,13 @@ def _refused(refused: dict[int, str]) -> Iterator[str]:
 def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:
     groups = [
         {
-            "window": pages.window, "kv_heads": pages.heads, "head_dim": pages.head_dim, "layers": layers,
+            "window": pages.window, "kv_heads": pages.heads, "head_dim": pages.widths[0], "layers": layers,
             "token_bytes": nbytes,
         }
         for pages, (layers, nbytes) in plan.token_bytes.items()
     ]  # fmt: skip
     return {
-        "tensor_parallel_size": plan.ranks, "weights": plan.weights, "libraries": plan.used - plan.weights,
-        **plan.reserved, "kv_cache": groups, "num_kvcache_blocks": plan.blocks, "tokens": plan.tokens,
+        "tensor_parallel_size": plan.ranks, **plan.parts, "kv_cache": groups,
+        "num_kvcache_blocks": plan.blocks, "tokens": plan.tokens,
         "users": {str(length): plan.users(length) for length in lengths},
     }  # fmt: skip

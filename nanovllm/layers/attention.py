@@ -84,7 +84,7 @@ class PagedAttention:
     @property
     def memory(self) -> tuple[Pages, ...]:
         """Declarations of what it remembers; see layers/memory.py."""
-        return (Pages(self.spec.num_kv_heads, self.spec.head_dim, self.spec.window),)
+        return (Pages(self.spec.num_kv_heads, (self.spec.head_dim, self.spec.head_dim), self.spec.window),)
 
     def bind(self, *memory: KVCache) -> None:
         """Takes its part of the KV cache."""

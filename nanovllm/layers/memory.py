@@ -11,17 +11,18 @@ import torch
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of every token, in blocks, as a KVCache. Sizes are this rank's."""
+    """Memory that grows with the tokens, keys and values mostly: in blocks, as a KVCache. Sizes are this rank's."""
 
     heads: int
-    head_dim: int
+    widths: tuple[int, ...]
+    """Elements of a head in each tensor: of keys and of values; of both together where values are keys."""
     window: int | None = None
     """Tokens that a query sees, its own among them; None: all before it. What no later query sees may go."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token, with the two scales of a head where `dtype` is e4m3."""
         scales = 2 * torch.bfloat16.itemsize if dtype == torch.float8_e4m3fn else 0
-        return self.heads * (2 * self.head_dim * dtype.itemsize + scales)
+        return self.heads * (sum(self.widths) * dtype.itemsize + scales)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ class RankPlan:
     ranks: int
     weights: int
     tables: int
-    """Bytes of tables by position, and of what rows have in slots."""
+    """Bytes of tables by position."""
+    slots: int
+    """Bytes of memory of fixed size, of all rows."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -99,12 +101,20 @@ class RankPlan:
 
     @property
     def used(self) -> int:
-        return self.weights + self.tables + self.peer + self.libraries
+        return self.weights + self.tables + self.slots + self.peer + self.libraries
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what takes them; "libraries" are all that has no name of its own."""
+        slots = {"slots": self.slots} if self.slots else {}
+        return {
+            "weights": self.weights, **slots, "libraries": self.used - self.weights - self.slots, **self.reserved
+        }  # fmt: skip
 
     @property
     def surely_fits(self) -> bool:
         """A token fits beside what every engine takes that is none of the estimates."""
-        left = self.share - self.weights - self.tables - self.reserved["filters"]
+        left = self.share - self.weights - self.tables - self.slots - self.reserved["filters"]
         return left >= self.layout.num_tables * self.block_bytes
 
     @property
@@ -164,10 +174,10 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     layout = layout_of(pages, config, kv_dtype)
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
-    tables = _table_bytes(model, config.max_model_len) + (rows + 1) * slot_bytes(mixers)
     return RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), tables,
-        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout,
+        config.tensor_parallel_size, _weights(layers, counts), _table_bytes(model, config.max_model_len),
+        (rows + 1) * slot_bytes(mixers), _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
+        token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}",
     )  # fmt: skip

@@ -66,7 +66,7 @@ def layout_of(layers: Sequence[Pages], config: EngineConfig, dtype: torch.dtype)
     group. config: no "auto" is left. dtype: of the cache."""
     assert config.max_model_len and config.kvcache_block_size
     whole = one_group(layers)
-    if not config.uses("window_groups") or len({(pages.heads, pages.head_dim) for pages in layers}) != 1:
+    if not config.uses("window_groups") or len({(pages.heads, pages.widths) for pages in layers}) != 1:
         return whole
     grouped = _by_window(layers)
     longest = (config.max_model_len, config.kvcache_block_size, dtype)

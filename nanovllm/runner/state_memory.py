@@ -140,22 +140,27 @@ class StateMemory:
                     table, lane = next(places)
                     own.append(replace(lanes[lane], table=table))
             mixer.bind(*own)
-        parts = [part for lane in lanes for part in (lane.k, lane.v, lane.scales) if part is not None]
+        parts = [part for lane in lanes for part in lane.tensors]
         self._blocks = BlockTensors.of(parts) if num_blocks and parts else None
 
     def _lanes(self, memory: torch.Tensor, num_blocks: int) -> list[KVCache]:
         """`memory`, uint8 [bytes], cut into lanes: all keys and values, then all scales."""
-        size, dtype, token_major = self._block_size, self._dtype, self._token_major
-        sizes = [(pages.heads, 2 * num_blocks * size * pages.heads, pages.head_dim) for pages in self.layout.lanes]
-        values, scales = memory.tensor_split((sum(count * width for _, count, width in sizes) * dtype.itemsize,))
+        size, dtype = self._block_size, self._dtype
+        counts = [num_blocks * size * pages.heads for pages in self.layout.lanes]
+        elements = sum(count * sum(pages.widths) for count, pages in zip(counts, self.layout.lanes, strict=True))
+        values, scales = memory.tensor_split((elements * dtype.itemsize,))
         lanes = []
-        for heads, count, width in sizes:
-            part, values = values.tensor_split((count * width * dtype.itemsize,))
-            shape = (2, num_blocks, size, heads, width) if token_major else (2, num_blocks, heads, size, width)
-            k, v = part.view(dtype).view(shape)
-            lane = KVCache(k.transpose(1, 2), v.transpose(1, 2)) if token_major else KVCache(k, v)
+        for count, pages in zip(counts, self.layout.lanes, strict=True):
+            tensors = []
+            for width in pages.widths:
+                part, values = values.tensor_split((count * width * dtype.itemsize,))
+                if self._token_major:
+                    tensors.append(part.view(dtype).view(num_blocks, size, pages.heads, width).transpose(1, 2))
+                else:
+                    tensors.append(part.view(dtype).view(num_blocks, pages.heads, size, width))
+            lane = KVCache(tensors[0], tensors[-1])
             if dtype == torch.float8_e4m3fn:
-                part, scales = scales.tensor_split((count * _SCALE.itemsize,))
-                lane = replace(lane, scales=part.view(_SCALE).view(num_blocks, heads, size, 2))
+                part, scales = scales.tensor_split((2 * count * _SCALE.itemsize,))
+                lane = replace(lane, scales=part.view(_SCALE).view(num_blocks, pages.heads, size, 2))
             lanes.append(lane)
         return lanes

@@ -154,5 +154,8 @@ def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> 
         assert info["num_kvcache_blocks"] == (
             (int(0.001 * (1 << 30)) - 9 * info["slot_bytes"]) // block_bytes if block_bytes else 8 * 8
         )
-    assert main(["plan", model[0], "--plugins", OPTIONS["plugins"][0], "-tp", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["weights"] > 0
+    options = ["--plugins", OPTIONS["plugins"][0], "-tp", "1", "--max-num-seqs", "8"]
+    assert main(["plan", model[0], *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["slots"] == 9 * info["slot_bytes"]
+    assert main(["plan", model[0], *options]) == 0
+    assert "MiB a request" in capsys.readouterr().out

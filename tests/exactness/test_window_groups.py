@@ -133,9 +133,13 @@ def greedy_tokens(llm: LLM) -> list[list[int]]:
 BFLOAT16 = torch.bfloat16
 
 
+def kv(heads: int, head_dim: int, window: int | None = None) -> Pages:
+    return Pages(heads, (head_dim, head_dim), window)
+
+
 def alternating(layers: int, every: int, heads: int, head_dim: int, window: int) -> list[Pages]:
     """Each `every`-th layer without a window."""
-    return [Pages(heads, head_dim, window if (number + 1) % every else None) for number in range(layers)]
+    return [kv(heads, head_dim, window if (number + 1) % every else None) for number in range(layers)]
 
 
 GEMMA3 = {
@@ -197,9 +201,9 @@ def test_gpt_oss_holds_twice_the_requests(size: str) -> None:
 def mixes() -> Iterator[list[Pages]]:
     for full in (1, 3, 5, 10):
         for windows in (1, 3, 17, 40):
-            yield [Pages(2, 64)] * full + [Pages(2, 64, 512)] * windows
-    yield [Pages(2, 64, 512)] * 9
-    yield [Pages(2, 64)] * 4 + [Pages(2, 64, 512)] * 9 + [Pages(2, 64, 128)] * 5
+            yield [kv(2, 64)] * full + [kv(2, 64, 512)] * windows
+    yield [kv(2, 64, 512)] * 9
+    yield [kv(2, 64)] * 4 + [kv(2, 64, 512)] * 9 + [kv(2, 64, 128)] * 5
 
 
 @pytest.mark.parametrize("layers", [*mixes()], ids=lambda layers: str(len(layers)))
@@ -217,8 +221,8 @@ def test_groups_are_made_where_they_save_memory() -> None:
     """Not for contexts that a window holds, layers of several sizes, or models without windows: one table, one block
     of all layers."""
     for layers, length in (
-        (GEMMA3["4b"], 1024), (alternating(32, 4, 8, 128, 4096), 4400), ([Pages(8, 128)] * 32, 32768),
-        ([Pages(8, 128), Pages(4, 128, 512)], 32768),
+        (GEMMA3["4b"], 1024), (alternating(32, 4, 8, 128, 4096), 4400), ([kv(8, 128)] * 32, 32768),
+        ([kv(8, 128), kv(4, 128, 512)], 32768),
     ):  # fmt: skip
         layout = layout_of(layers, config_of(length), BFLOAT16)
         assert [tuple(group) for group in layout.groups] == [(None, 1)] and layout.lanes == tuple(layers)

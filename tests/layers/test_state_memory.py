@@ -1,0 +1,64 @@
+"""Memory that layers of several kinds share on one rank: each has its own, and blocks are copied in all of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.memory import Pages, Slot, pages_of
+from nanovllm.runner.state_layout import one_group
+from nanovllm.runner.state_memory import StateMemory
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE = 5, 16
+CONFIG = EngineConfig("model", kvcache_block_size=BLOCK_SIZE, max_num_seqs=3, max_num_batched_tokens=16)
+
+
+class Mixer:
+    """Keeps what it is given."""
+
+    def __init__(self, *memory: Pages | Slot) -> None:
+        self.memory = memory
+
+    def bind(self, *memory: Any) -> None:
+        self.bound = memory
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_each_tensor_is_its_own(dtype: torch.dtype, token_major: bool) -> None:
+    """Keys and values of one width or of two, values that are keys, a mixer with pages of two kinds, and slots."""
+    mixers = [
+        Mixer(Pages(2, (8, 8))), Mixer(Pages(3, (8, 4)), Slot((3, 5))), Mixer(Pages(1, (12,))),
+        Mixer(Pages(1, (12,)), Pages(1, (4,))), Mixer(Slot((2,), torch.bfloat16)),
+    ]  # fmt: skip
+    layout = one_group(pages_of(mixers))
+    memory = StateMemory(CONFIG, mixers, layout, dtype, CPU, select_kernels(CPU), token_major)
+    memory.allocate(memory.size(NUM_BLOCKS))
+    caches = [one for mixer in mixers for one in mixer.bound if not isinstance(one, torch.Tensor)]
+    parts = [tensor for cache in caches for tensor in cache.tensors]
+    slots = [one for mixer in mixers for one in mixer.bound if isinstance(one, torch.Tensor)]
+    assert sum(part.nbytes for part in parts) == NUM_BLOCKS * memory.block_bytes
+    assert sum(part.nbytes for part in slots) <= memory.fixed_bytes
+    for number, part in enumerate([*parts, *slots]):
+        part[:] = number + 1
+    for number, part in enumerate([*parts, *slots]):
+        assert (part.float() == number + 1).all()
+    for cache, pages in zip(caches, pages_of(mixers), strict=True):
+        shape = (NUM_BLOCKS, pages.heads, BLOCK_SIZE)
+        assert cache.k.shape == (*shape, pages.widths[0]) and cache.v.shape == (*shape, pages.widths[-1])
+        assert (cache.v is cache.k) == (len(pages.widths) == 1)
+
+
+def test_blocks_are_copied_in_all_tensors() -> None:
+    mixers = [Mixer(Pages(2, (8, 8))), Mixer(Pages(1, (12,)))]
+    memory = StateMemory(CONFIG, mixers, one_group(pages_of(mixers)), torch.float8_e4m3fn, CPU, select_kernels(CPU))
+    memory.allocate(memory.size(NUM_BLOCKS))
+    parts = [tensor for mixer in mixers for tensor in mixer.bound[0].tensors]
+    for part in parts:
+        part[1] = 7
+    memory.copy_blocks(torch.tensor([1, 3, 3, 4], dtype=torch.int32))
+    for part in parts:
+        assert [bool((part[block].float() == 7).all()) for block in range(NUM_BLOCKS)] == [0, 1, 0, 1, 1]
