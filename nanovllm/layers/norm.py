@@ -1,4 +1,4 @@
-"""Norms, and the joint where the ranks' partial sums meet the residual stream."""
+"""Norms, and ReduceAddNorm, where the ranks' partial sums meet the residual stream."""
 
 from collections.abc import Iterator
 
@@ -83,7 +83,7 @@ class ReduceAddNorm(WeightedModule):
         return self._add_norm(partial, residual)
 
     def add(self, stream: Stream) -> torch.Tensor:
-        """The complete residual stream, not normalised; on one rank, where the joint is_plain."""
+        """The complete residual stream, not normalised; on one rank, where is_plain holds."""
         residual, partial, _ = stream
         assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[0]

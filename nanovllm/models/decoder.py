@@ -1,7 +1,7 @@
 """The decoder of all families, with their switches (ModelConfig): x + attention(norm(x)), then x + mlp(norm(x)), where
 norms may come after a block too, or only there, or both blocks run side by side.
 
-A norm and the addition before it are one step here, the joint (ReduceAddNorm), since the ranks' partial sums meet
+A norm and the addition before it are one step here, a ReduceAddNorm, since the ranks' partial sums meet
 there. So each block starts by taking in the result of the block before it, a layer hands on (partial sum of its MLP,
 residual stream), and a layer communicates exactly twice.
 """
@@ -52,7 +52,7 @@ class ModelContext(LayerContext):
             self, config.hidden_size, eps, kind=config.norm_kind, adds_one=adds_one, has_bias=config.norm_bias
         )
 
-    def joint(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
+    def reduce_norm(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
         return ReduceAddNorm(self, norm, after, self.config.residual_multiplier, rounds)
 
 
@@ -105,7 +105,7 @@ class Place:
     fuses: bool = False
     """Kernels for few rows may compute the norm before it, and the addition after it."""
     adds_parts: bool = True
-    """A joint takes its result, and adds up sums over parts of K."""
+    """A ReduceAddNorm takes its result, and adds up sums over parts of K."""
 
 
 def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> Attention:
@@ -147,9 +147,9 @@ def builder(kind: str, name: str, of_all: Mapping[str, Builder], of_family: Mapp
 
 @dataclass(frozen=True)
 class Block:
-    """A joint, and what takes its result: attention, an MLP, or both side by side."""
+    """A ReduceAddNorm, and what takes its result: attention, an MLP, or both side by side."""
 
-    joint: ReduceAddNorm
+    reduce_norm: ReduceAddNorm
     compute: Callable[..., torch.Tensor]
     """(rows [T, hidden], step) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
     is around them it is called with `norm`, of the rows, and with `residual`, which it adds to in place."""
@@ -179,7 +179,7 @@ def side_by_side(attention: Attention, mlp: Callable[..., torch.Tensor]) -> Call
 
 
 class DecoderLayer(WeightedModule):
-    """Attention and MLP with the joints before each: `blocks`, which every kind of step goes through."""
+    """Attention and MLP with a ReduceAddNorm before each: `blocks`, which every kind of step goes through."""
 
     def __init__(
         self, context: ModelContext, spec: LayerSpec, tables: PositionTables, incoming: RowNorm | None
@@ -204,14 +204,14 @@ class DecoderLayer(WeightedModule):
         self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, own.mlps)(context, spec, around)
         rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
         rounds = rounds and takes_rounded(spec.precision("qkv"), device)
-        self.input_layernorm = context.joint(get("attention_norm"), incoming, rounds)
+        self.input_layernorm = context.reduce_norm(get("attention_norm"), incoming, rounds)
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if is_parallel:
             self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
         else:
             rounds = spec.mlp == "dense" and takes_rounded(spec.precision("gate_up"), device)
-            self.post_attention_layernorm = context.joint(get("mlp_norm"), get("attention_out_norm"), rounds)
+            self.post_attention_layernorm = context.reduce_norm(get("mlp_norm"), get("attention_out_norm"), rounds)
             self.blocks = (
                 Block(self.input_layernorm, self.self_attn, self.self_attn.operations),
                 Block(self.post_attention_layernorm, without_step(self.mlp), self.mlp.operations),
@@ -227,10 +227,10 @@ class DecoderLayer(WeightedModule):
             plan: LayerPlan = self.plans[stream.num_rows]
             around: dict[str, Any] = {}
             if plan.is_complete and plan.takes_norm(block.operations):
-                residual = block.joint.add(stream)
-                x, around["norm"] = residual, block.joint.row_norm
+                residual = block.reduce_norm.add(stream)
+                x, around["norm"] = residual, block.reduce_norm.row_norm
             else:
-                x, residual = block.joint(stream)
+                x, residual = block.reduce_norm(stream)
             if number == 0:
                 residual = wanted_rows(residual, step.wanted)
             if plan.is_complete:
@@ -262,7 +262,7 @@ class DecoderForCausalLM(WeightedModule):
         for spec in config.layers:
             self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
             incoming = layer.norms.get("mlp_out_norm")
-        self.norm = context.joint(context.norm(is_last=True), incoming)
+        self.norm = context.reduce_norm(context.norm(is_last=True), incoming)
         self.group = context.group
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -300,7 +300,7 @@ class DecoderForCausalLM(WeightedModule):
     ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
-        blocks = [(block.joint, block.compute_whole) for layer in self.layers for block in layer.blocks]
+        blocks = [(block.reduce_norm, block.compute_whole) for layer in self.layers for block in layer.blocks]
         return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), steps, blocks, self.norm), wanted)
 
     def plan(self, num_rows: int) -> LayerPlan:

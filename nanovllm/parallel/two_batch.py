@@ -57,7 +57,7 @@ class Ranks(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class Joint(Protocol):
+class ReduceNorm(Protocol):
     """Sum over the ranks, addition to the residual stream, norm (layers/norm.py)."""
 
     is_plain: bool
@@ -71,32 +71,34 @@ class Joint(Protocol):
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
 
 
-Block = tuple[Joint, Callable[..., Any]]
-"""A joint, and what follows it: (normalised rows, step) -> partial sums [T, hidden]."""
+Block = tuple[ReduceNorm, Callable[..., Any]]
+"""A ReduceNorm, and what follows it: (normalised rows, step) -> partial sums [T, hidden]."""
 
 
-def start(joint: Joint, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> Callable[[], Normed]:
-    """The joint for half 0 or 1 of a step, beside what this stream does next. `partial` and `residual` may not be
+def start_reduce(
+    norm: ReduceNorm, partial: torch.Tensor, residual: torch.Tensor | None, half: int
+) -> Callable[[], Normed]:
+    """Starts `norm` for half 0 or 1 of a step, beside what this stream does next. `partial` and `residual` may not be
     touched until it is waited for, by a call of what this returns."""
-    assert joint.group.overlap is not None
-    if (sums := joint.group.overlap.sums) is not None:
-        assert joint.is_plain
-        return sums.start(half, partial, residual, joint.row_norm)
-    total = joint.group.all_reduce(partial)
-    return lambda: joint.add_norm(total, residual)
+    assert norm.group.overlap is not None
+    if (sums := norm.group.overlap.sums) is not None:
+        assert norm.is_plain
+        return sums.start(half, partial, residual, norm.row_norm)
+    total = norm.group.all_reduce(partial)
+    return lambda: norm.add_norm(total, residual)
 
 
 def run_micro_batches(
-    partials: tuple[torch.Tensor, torch.Tensor], steps: tuple[Any, Any], blocks: Sequence[Block], last: Joint
+    partials: tuple[torch.Tensor, torch.Tensor], steps: tuple[Any, Any], blocks: Sequence[Block], last: ReduceNorm
 ) -> torch.Tensor:
     """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks, with the step of each:
     [both, hidden], normalised by `last`. The sums of each half run beside what the other computes; in every block the
     second half comes after the first, whose keys it sees."""
-    joints = [*(joint for joint, _ in blocks), last]
-    halves = start(joints[0], partials[0], None, 0), start(joints[0], partials[1], None, 1)
-    for (_, block), joint in zip(blocks, joints[1:], strict=True):
+    norms = [*(norm for norm, _ in blocks), last]
+    halves = start_reduce(norms[0], partials[0], None, 0), start_reduce(norms[0], partials[1], None, 1)
+    for (_, block), norm in zip(blocks, norms[1:], strict=True):
         x, residual = halves[0]()
-        first = start(joint, block(x, steps[0]), residual, 0)
+        first = start_reduce(norm, block(x, steps[0]), residual, 0)
         x, residual = halves[1]()
-        halves = first, start(joint, block(x, steps[1]), residual, 1)
+        halves = first, start_reduce(norm, block(x, steps[1]), residual, 1)
     return torch.cat([wait()[0] for wait in halves])

@@ -22,7 +22,7 @@ from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel import two_batch
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Overlap, run_micro_batches, start
+from nanovllm.parallel.two_batch import Overlap, run_micro_batches, start_reduce
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -53,7 +53,7 @@ def logged_start(log: list[str]) -> Callable[..., Callable[[], Any]]:
     names = itertools.count()
 
     def begin(*args: Any) -> Callable[[], Any]:
-        wait, name = start(*args), next(names)
+        wait, name = start_reduce(*args), next(names)
         log.append(f"begun {name}")
 
         def logged() -> Any:
@@ -91,7 +91,7 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
-    monkeypatch.setattr(two_batch, "start", logged_start(log))
+    monkeypatch.setattr(two_batch, "start_reduce", logged_start(log))
     group = group_of(all_reduce)
     context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, 64)
     layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
@@ -109,7 +109,7 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     log.clear()
     with torch.no_grad(), Products(log):
         halves = embedded[:3].clone(), embedded[3:].clone()
-        blocks = [(block.joint, block.compute_whole) for block in layer.blocks]
+        blocks = [(block.reduce_norm, block.compute_whole) for block in layer.blocks]
         result = run_micro_batches(halves, (step, step), blocks, norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
@@ -118,9 +118,9 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_half_whose_product_comes_in_parts_is_one_addend() -> None:
     """Copies between GPUs move rows [T, hidden] of the model's dtype."""
     parts = torch.randn(3, 5, 8)
-    joint: Any = None
+    reduce_norm: Any = None
     x = torch.zeros(5, 8, dtype=torch.bfloat16)
-    made = Block(joint, lambda x, step: parts).compute_whole(x, SimpleNamespace(wanted=None))
+    made = Block(reduce_norm, lambda x, step: parts).compute_whole(x, SimpleNamespace(wanted=None))
     assert made.dtype == torch.bfloat16 and made.shape == (5, 8)
     torch.testing.assert_close(made.float(), parts.sum(0), rtol=1e-2, atol=1e-2)
 
@@ -131,7 +131,7 @@ def test_what_a_sum_uses_lives_until_it_is_awaited() -> None:
     torch.nn.init.ones_(norm.row_norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
-    wait = start(norm, partial, residual, 1)
+    wait = start_reduce(norm, partial, residual, 1)
     del partial, residual
     gc.collect()
     assert all(tensor() is not None for tensor in alive)

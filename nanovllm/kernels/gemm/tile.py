@@ -123,12 +123,15 @@ def _weight_tile(
 
 @triton.jit
 def _add_step(
-    accs, x, x_scale, W, first_w, end_w, SCALE, first, n_out, col, k, group, groups,
+    accs, X, X_SCALE, scale_stride, first_row, row, live, W, first_w, end_w, SCALE, first, n_out, k, group, groups,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, BY_EXPERT: tl.constexpr,
 ):  # fmt: skip
-    """Adds to accs the products of x and the weights' columns from `col` on, as _add_products does. Of one of accs
-    these are rows `first_w` to `end_w` of W; of two, each of n_out rows, they are the gates and the ups."""
+    """Adds to accs the products of x and the weights in the SPAN columns of `group`, as _add_products does. Of one of
+    accs the weights are rows `first_w` to `end_w` of W; of two, each of n_out rows, they are the gates and the ups."""
+    col = group * SPAN
+    x = _load_rows(X, first_row, live, col, k, SPAN, EVEN, BY_EXPERT)
+    x_scale = None if X_SCALE is None else _load_scales(X_SCALE, scale_stride, group, row, live, col, k, BY_EXPERT)
     added = ()
     for half in tl.static_range(len(accs)):
         w = _weight_tile(W, half * n_out + first_w, half * n_out + end_w, col, k, BLOCK_N, SPAN, EVEN, TMA)
@@ -281,13 +284,11 @@ def tile_kernel(
     accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if GATED else (acc,)
     for step in tl.range(begin, end, num_stages=STAGES):
         for part in tl.static_range(BLOCK_K // SPAN):
-            group = step * (BLOCK_K // SPAN) + part
-            col = group * SPAN
-            x = _load_rows(x_ptrs, first_row, live, col, k, SPAN, EVEN_K, TILES is not None)
-            x_scale = None if X_SCALE is None else _load_scales(scale_ptrs, scale_stride, group, row, live, col, k,
-                                                                TILES is not None)  # fmt: skip
-            accs = _add_step(accs, x, x_scale, W, first_w, end_w, scales_of_w, first_col, n_out, col, k, group, groups,
-                             BLOCK_N, SPAN, ROWS_EACH, IN_BLOCKS, X_LEFT, EVEN_K, TMA)  # fmt: skip
+            accs = _add_step(
+                accs, x_ptrs, scale_ptrs, scale_stride, first_row, row, live, W, first_w, end_w, scales_of_w, first_col,
+                n_out, k, step * (BLOCK_K // SPAN) + part, groups, BLOCK_N, SPAN, ROWS_EACH, IN_BLOCKS, X_LEFT, EVEN_K,
+                TMA, TILES is not None,
+            )  # fmt: skip
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
