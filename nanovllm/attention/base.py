@@ -20,7 +20,7 @@ class KVCache:
     k: torch.Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]; the last dimension is contiguous."""
     v: torch.Tensor
-    """As k; the same tensor where values are keys."""
+    """Values, of the same shape but maybe for head_dim; k itself where values are keys."""
     scales: torch.Tensor | None = None
     """bfloat16 [num_blocks, num_kv_heads, block_size, 2]: what each token's key and value are multiplied with, where
     they are e4m3."""
