@@ -1,6 +1,5 @@
 """The user's front: text and chats in, finished requests out."""
 
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
-from nanovllm.terminal import ProgressBar, interrupt_between_steps
+from nanovllm.terminal import Interrupt, ProgressBar, interrupt_between_steps
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.turns import Turns
 
@@ -111,17 +110,17 @@ class LLM:
                 raise ValueError(f"prompts[{index}]: {error}") from None
         numbers = self.engine.book.reserve_ids(params)
         ids: list[int] = []
-        with interrupt_between_steps() as interrupted:
+        with interrupt_between_steps() as interrupt:
             try:
                 with self._turns.step_lock:
                     self.engine.notice_new_weights()
                     for index in self._queueing_order(token_ids, params):
                         ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
-                        if interrupted.is_set():
+                        if interrupt.has_come:
                             break
                     self._turns.generating.update(ids)
-                self._run_until_finished(ids, use_tqdm, interrupted)
-                if interrupted.is_set():
+                self._run_until_finished(ids, use_tqdm, interrupt)
+                if interrupt.has_come:
                     return []  # never reached by the caller: the `with` raises
                 texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
                 return [self.engine.book.take(*each) for each in zip(numbers, texts, strict=True)]
@@ -175,10 +174,10 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return self.engine.tokenizer.own.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
-    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupted: threading.Event) -> None:
+    def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)
         with ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
-            while unfinished and not interrupted.is_set():
+            while unfinished and not interrupt.has_come:
                 with self._turns.step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us

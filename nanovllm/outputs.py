@@ -139,17 +139,18 @@ class StepColumns:
     def outputs(self) -> "list[StepOutput]":
         """Returns the results as one StepOutput for each completion that has entries one after another."""
         outputs: list[StepOutput] = []
-        for entry, token_id in enumerate(self.token_ids):
-            request_id, index = self.request_ids[entry], self.indices[entry]
-            if not outputs or (output := outputs[-1]).request_id != request_id or output.index != index:
-                output = StepOutput(request_id, [], index=index)
+        before = None
+        for entry, row in enumerate(zip(self.request_ids, self.indices, strict=True)):
+            if row != before:
+                output, before = StepOutput(row[0], [], index=row[1]), row
                 outputs.append(output)
-            if token_id >= 0:
+            if (token_id := self.token_ids[entry]) >= 0:
                 output.new_token_ids.append(token_id)
-            if (ending := self.endings.get(entry)) is not None:
+            if entry in self.endings:
+                ending = self.endings[entry]
                 output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
-            if (found := self.logprobs.get(entry)) is not None:
-                rows, last = found
+            if entry in self.logprobs:
+                rows, last = self.logprobs[entry]
                 output.logprobs = rows.view(range(last + 1 - len(output.new_token_ids), last + 1))
         return outputs
 

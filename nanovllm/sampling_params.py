@@ -5,7 +5,7 @@ then allowed_token_ids, bad_words, the grammar of `structured_outputs`, min_toke
 temperature, min_p, top_k, top_p, then sampling.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
@@ -98,6 +98,7 @@ def _number(low: float, high: float, bound: str) -> Bound:
     return lambda value: is_number(value) and low <= value <= high, bound
 
 
+_COUNT = integer(0)
 _LOGPROBS: Bound = (integer(-1)[0], "None or an integer >= -1 (-1: the whole vocabulary)")
 _BOUNDS: dict[str, Bound] = {
     "n": integer(1, MAX_N),
@@ -109,12 +110,12 @@ _BOUNDS: dict[str, Bound] = {
     "frequency_penalty": _number(-2, 2, "a number in [-2, 2]"),
     "repetition_penalty": _number(1e-6, 1e6, "a number > 0 (in [1e-6, 1e6])"),
     "seed": (integer(-(2**63), 2**63 - 1)[0], "None or a 64-bit integer"),
-    "min_tokens": integer(0),
-    "max_tokens": (lambda value: value is None or integer(0)[0](value), "None or an integer >= 0"),
+    "min_tokens": _COUNT,
+    "max_tokens": (lambda value: value is None or _COUNT[0](value), "None or an integer >= 0"),
     "logprobs": _LOGPROBS,
     "logprobs_mode": (one_of("raw", "processed")[0], "None, 'raw' or 'processed'"),
     "prompt_logprobs": _LOGPROBS,
-    "prompt_logprob_start": integer(0),
+    "prompt_logprob_start": _COUNT,
     "structured_outputs": (
         lambda value: isinstance(value, (StructuredOutput, Mapping)),
         "None, a StructuredOutput or a dict of its fields",
@@ -208,14 +209,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         defaults = SamplingParams.__dict__
-        given = [(name, value) for name, value in vars(self).items() if value is not defaults.get(name)]
-        for name, value in given:
+        given = {name: value for name, value in vars(self).items() if value is not defaults.get(name)}
+        for name, value in given.items():
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, plain)
             holds, bound = _BOUNDS.get(name, _ANY)
             if not holds(plain):
                 _refuse(name, plain, bound)
-        self._check_lists({name for name, _ in given})
+        self._check_lists(given)
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutput(**self.structured_outputs))
         if self.min_tokens > self.most_tokens:
@@ -223,7 +224,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "empty with detokenize=False: stop strings are looked for in the text")
 
-    def _check_lists(self, given: set[str]) -> None:
+    def _check_lists(self, given: Collection[str]) -> None:
         """Lists become tuples: a frozen object whose lists can change is not frozen. `given`: fields that are not the
         default."""
         for name, most in (("stop", MAX_STOP), ("bad_words", MAX_BAD_WORDS)):
@@ -241,7 +242,7 @@ class SamplingParams:
             if not ids:
                 _refuse("allowed_token_ids", ids, "a list of token ids, not empty")
             object.__setattr__(self, "allowed_token_ids", ids)
-        object.__setattr__(self, "logit_bias", self._bias())
+        object.__setattr__(self, "logit_bias", {} if self.logit_bias == {} else self._bias())
 
     def _ids(self, name: str, most: int) -> tuple[int, ...]:
         bound = "a list of token ids"

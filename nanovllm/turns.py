@@ -65,8 +65,8 @@ class Turns:
                 if request_id in generating and book.knows(request_id) and book.is_finished(request_id):
                     self.ended.add(request_id)
         # Unknown are those whose generate() was interrupted.
-        knows = book.knows
-        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and knows(number)]
+        known = book.rows
+        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and number in known]
         self.foreign.extend(gained, None if len(foreign) == len(gained) else foreign)
         if foreign and generating:
             self.engine.wake()

@@ -66,13 +66,13 @@ class EngineLoop:
         with self._work:
             self._num_sampling += sum(seq.sampling is not None for seq in seqs)
             self._inbox.append(("add", seqs))
-        self.wake()
+            self._work.notify_all()
 
     def abort(self, requests: Iterable[list[Sequence]]) -> None:
         """Ends the unfinished rows of some requests. From any thread."""
         with self._work:
             self._inbox += [("abort", seqs) for seqs in requests]
-        self.wake()
+            self._work.notify_all()
 
     @property
     def num_waiting(self) -> int:
@@ -150,12 +150,15 @@ class EngineLoop:
         if self._trace is not None:
             self._trace.collected(now, self.stats())
         self._num_generated += len(gained)
-        finished, ended = SequenceStatus.FINISHED, {}
-        for seq, token_id in gained:
-            if seq.metrics.first_token_time is None:
-                seq.metrics.first_token_time = now
-            seq.metrics.token_times.append(now)
-            entry = columns.add(seq.request_id, seq.index, token_id)
+        finished, ended, begin = SequenceStatus.FINISHED, {}, len(columns)
+        columns.request_ids += [seq.request_id for seq, _ in gained]
+        columns.indices += [seq.index for seq, _ in gained]
+        columns.token_ids += [token_id for _, token_id in gained]
+        for entry, (seq, _) in enumerate(gained, begin):
+            metrics = seq.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            metrics.token_times.append(now)
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
                 columns.logprobs[entry] = rows, scored[seq]
                 scored[seq] += 1

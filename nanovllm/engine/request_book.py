@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -37,7 +36,7 @@ class RequestBook:
     ) -> None:
         """`config`: with nothing left open. `capacity_tokens`: of the KV cache that one request can have."""
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
-        self._capacity_tokens = capacity_tokens
+        self._capacity_tokens, self._eos = capacity_tokens, frozenset(model_config.eos_token_ids)
         self._sampling = RequestSampling(tokenizer, model_config, config)
         self._lock = threading.Lock()
         self.rows: dict[int, list[Sequence]] = {}
@@ -103,10 +102,13 @@ class RequestBook:
 
     def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
         """Ids of requests with these parameters, ascending, for add_request to bring in any order."""
+        return [self._reserve(param.n) for param in params]
+
+    def _reserve(self, num_rows: int) -> int:
         with self._lock:
-            ids = [*accumulate((param.n for param in params), initial=self.num_requests)]
-            self.num_requests = ids.pop()
-        return ids
+            request_id = self.num_requests
+            self.num_requests += num_rows
+        return request_id
 
     def open(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
@@ -120,22 +122,23 @@ class RequestBook:
             self.check(prompt_token_ids, params, output_token_ids or [])
         if params.max_tokens == 0:
             params = _only_prompt(params)
-        eos = frozenset() if params.ignore_eos else frozenset(self.model_config.eos_token_ids)
-        stop_ids = eos | frozenset(params.stop_token_ids)
+        eos = frozenset() if params.ignore_eos else self._eos
+        given_ids = frozenset(params.stop_token_ids)
+        stop_ids, num_prompt_tokens = eos | given_ids, len(prompt_token_ids)
         rows = self._sampling.rows(params, stop_ids, prompt_token_ids, output_token_ids or [])
         extras = extras_of(params.cache_salt)
+        max_total_tokens = self._max_total_tokens(num_prompt_tokens, params.most_tokens)
         now = time.perf_counter()
         if request_id is None:
             admit()
-            [request_id] = self.reserve_ids([params])
+            request_id = self._reserve(params.n)
         seqs = [
             Sequence(
                 request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
-                num_prompt_tokens=len(prompt_token_ids), seed=self._seed(params, request_id, index),
-                stop_token_ids=stop_ids,
-                max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params.most_tokens),
+                num_prompt_tokens=num_prompt_tokens, seed=self._seed(params, request_id, index),
+                stop_token_ids=stop_ids, max_total_tokens=max_total_tokens,
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
-                reported_stop_ids=frozenset(params.stop_token_ids) - eos, extras=extras,
+                reported_stop_ids=given_ids - eos, extras=extras,
             )
             for index, row in enumerate(rows)
         ]  # fmt: skip
