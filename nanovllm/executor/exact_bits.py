@@ -21,6 +21,8 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple
         refuse("attention_backend", config.attention_backend, " or ".join(map(repr, backends)) + where)
     if model.implementation == "transformers":
         refuse("model_impl", config.model_impl, "of a model that our layers have" + where)
+    if any(layer.mixer != "attention" or layer.mlp not in ("dense", "moe") for layer in model.layers):
+        refuse("model", config.model, "without mixers and MLPs that its family alone has" + where)
     for option in ("kernel_choices", "quantization"):
         if getattr(config, option) is not None:
             refuse(option, getattr(config, option), "None" + where)

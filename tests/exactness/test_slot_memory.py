@@ -145,6 +145,12 @@ def test_on_two_ranks(model: Model) -> None:
         assert llm.engine_info()["slot_bytes"] % 256 == 0
 
 
+def test_exact_bits_are_not_promised(model: Model) -> None:
+    """Nobody knows whether a part from outside the package adds up in one order."""
+    with pytest.raises(ValueError, match=r"^model=.*: must be without mixers .*exact_bits='batch'"):
+        LLM(model[0], **OPTIONS, exact_bits="batch")
+
+
 def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU the blocks have what the slots leave."""
     own = {name: value for name, value in OPTIONS.items() if name != "num_kvcache_blocks"}
