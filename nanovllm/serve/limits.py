@@ -29,8 +29,8 @@ JSON_ITEMS = 250_000
 """Lists and objects of one body, and texts of one body, names among them."""
 JSON_COMMAS = 1_500_000
 """Outside of texts: as many token ids as all prompts of one request may have."""
-SMALL_BODY = 1 << 20
-"""Bytes that are read in some milliseconds, whatever they are."""
+SMALL_BODY = 32 << 10
+"""Bytes that are read in less than a millisecond, whatever they are."""
 TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
 """Most bytes of all that a chat prompt is made of, and bytes more for each token of the context: messages with
 reasoning and calls, tools, template variables, as JSON."""
@@ -64,7 +64,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """The object in a request's body. Raises ApiError (400): no NaN or Infinity, no deep nesting, nothing that takes
     seconds to read."""
     structure = b""
-    if len(body) > SMALL_BODY or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
+    if len(body) > _PIECE or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
         structure = _structure(body)
     try:
         value = msgspec.json.decode(body)
@@ -81,17 +81,27 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}",'))
+_PIECE = 1 << 20
+"""Bytes that are looked at in one go, between which the interpreter lets other threads run."""
 
 
 def _structure(body: bytes) -> bytes:
     """A bracket for each end of a list or object; those in texts are left out. Raises ApiError where there are too many
     of either, or of commas outside of texts."""
-    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_ONE_KIND, _NO_MARKS)
-    if marks.count(b'"') <= 2 * JSON_ITEMS:
-        outside = b"".join(marks.split(b'"')[::2])
-        brackets = outside.translate(None, b",")
-        if len(brackets) <= 2 * JSON_ITEMS:
-            if len(outside) - len(brackets) > JSON_COMMAS:
-                raise bad_request(f"the body has more than {JSON_COMMAS:,} values", code="invalid_json")
-            return brackets
-    raise bad_request(f"the body has more than {JSON_ITEMS:,} lists, objects or texts", code="invalid_json")
+    brackets, cut, in_text = bytearray(), b"", False
+    num_quotes = num_commas = 0
+    for begin in range(0, len(body), _PIECE):
+        piece = cut + body[begin : begin + _PIECE]
+        cut = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
+        piece = piece.removesuffix(cut).replace(b"\\\\", b"").replace(b'\\"', b"")
+        marks = piece.translate(_ONE_KIND, _NO_MARKS).split(b'"')
+        outside = b"".join(marks[in_text::2])
+        in_text ^= len(marks) % 2 == 0
+        brackets += outside.translate(None, b",")
+        num_quotes += len(marks) - 1
+        num_commas += outside.count(b",")
+        if max(num_quotes, len(brackets)) > 2 * JSON_ITEMS:
+            raise bad_request(f"the body has more than {JSON_ITEMS:,} lists, objects or texts", code="invalid_json")
+        if num_commas > JSON_COMMAS:
+            raise bad_request(f"the body has more than {JSON_COMMAS:,} values", code="invalid_json")
+    return bytes(brackets)

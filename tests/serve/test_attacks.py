@@ -1,8 +1,13 @@
 """Every known attack, beside a stream of another user: it goes on, /health answers, the front's memory stays."""
 
+import itertools
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,10 +26,15 @@ COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detoke
 GENERATE = "/inference/v1/generate"
 JSON = {"content-type": "application/json"}
 GAP = 0.1
-"""CPU seconds in which the event loop, or the engine, may do nothing for others."""
+"""CPU seconds in which the event loop, or the engine, may do nothing for others, on a machine that is not slow."""
+TRIES = 3
+"""Times that an attack may be tried: what holds others up does so each time, a machine that others use too does not."""
+NONCE = b"once0000"
+"""Bytes of a body that are others in each try, so that nothing is known from the one before."""
 MEMORY = 100
 """MiB that the front may grow by, over what it had when it was ready."""
 PLAIN = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+_tries = itertools.count()
 OBJECT = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json_object": True}}
 
 
@@ -47,6 +57,16 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         assert httpx.post(server.url + COMPLETIONS, json=OBJECT, timeout=60).status_code == 200
         yield Watched(server, watch, peak(server))
         assert "Traceback" not in server.log
+
+
+def gap() -> float:
+    """GAP, and more where this machine takes more than 80 ms of its CPU for some work on 16 MB."""
+    taken = []
+    for _ in range(TRIES):
+        begin = time.thread_time()
+        (b"a,b," * (4 << 20)).translate(None, b",").split(b"a")
+        taken.append(time.thread_time() - begin)
+    return max(GAP, GAP * min(taken) / 0.08)
 
 
 def peak(server: Server) -> float:
@@ -104,7 +124,8 @@ def post(path: str, *statuses: int, **fields: Any) -> Attack:
 
 def send(path: str, *statuses: int, body: bytes, computes: bool = False) -> Attack:
     def run(server: Server) -> None:
-        answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
+        content = body.replace(NONCE, b"%08d" % next(_tries)) if NONCE in body else body
+        answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
         assert answer.status_code in statuses, answer.text[:500]
         assert answer.status_code == 200 or len(answer.content) < 1400
 
@@ -136,14 +157,14 @@ def generate(**params: Any) -> Attack:
 
 
 def hard(**constraint: Any) -> Attack:
-    """A constraint that is served or refused."""
+    """A constraint that is served or refused; it is not known from before where it holds NONCE."""
     return post(COMPLETIONS, 200, 400, prompt="a", max_tokens=10, structured_outputs=constraint)
 
 
 def chained(count: int) -> dict[str, Any]:
     """Objects, each of which refers to the next."""
     chain = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count)}
-    return {"$defs": {**chain, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    return {"title": NONCE.decode(), "$defs": {**chain, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
 
 
 def echo_read_late(server: Server) -> None:
@@ -177,10 +198,10 @@ def pipeline(server: Server, reads: bool = False) -> None:
 
 def slow_schemas(server: Server) -> None:
     """60 of them, and another user who asks for JSON, which is known."""
-    url = server.url + COMPLETIONS
+    url, part = server.url + COMPLETIONS, next(_tries)
 
     def schema(number: int) -> int:
-        properties = {f"a{number}_{i}": {"type": "integer"} for i in range(400)}
+        properties = {f"a{part}_{number}_{i}": {"type": "integer"} for i in range(400)}
         wanted = {"json": {"type": "object", "properties": properties}}
         body = {"prompt": "a", "max_tokens": 1, "structured_outputs": wanted}
         return httpx.post(url, json=body, timeout=60).status_code
@@ -216,10 +237,12 @@ ATTACKS = {
     "a grammar of newlines": post(COMPLETIONS, 400, prompt="a", structured_outputs={"grammar": "\n" * 131_000}),
     "a deep schema beside tools": chat(tools=[tool("f")], structured_outputs={"json": DEEP}),
     "a schema as long a chain as may be": hard(json=chained(498)),
-    "a schema of many properties": hard(json={"properties": {f"p{i}": {"type": "integer"} for i in range(990)}}),
-    "an expression with two repeats": hard(regex="(a+)+b"),
-    "an expression with overlaps": hard(regex="(a|aa)*c"),
-    "an expression that counts": hard(regex="(x{1,50}){1,50}"),
+    "a schema of many properties": hard(
+        json={"title": NONCE.decode(), "properties": {f"p{i}": {"type": "integer"} for i in range(990)}}
+    ),
+    "an expression with two repeats": hard(regex="(a+)+b" + NONCE.decode()),
+    "an expression with overlaps": hard(regex="(a|aa)*c" + NONCE.decode()),
+    "an expression that counts": hard(regex="(x{1,50}){1,50}" + NONCE.decode()),
     "60 slow schemas": Attack(slow_schemas),
     # lists of words and ids
     "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
@@ -266,10 +289,44 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 def test_others_are_served_meanwhile(watched: Watched, attack: Attack) -> None:
     server, watch, memory = watched
-    with another_user(server):
-        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-        watch.reset()
-        attack.run(server)
-    assert watch[watching.CALLBACK] < GAP and watch[watching.LOOP] < GAP
-    assert watch[watching.ENGINE] < GAP or attack.computes
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+    fields = (watching.CALLBACK, watching.LOOP, *(() if attack.computes else (watching.ENGINE,)))
+    for attempt in range(TRIES):
+        with another_user(server):
+            watch.reset()
+            attack.run(server)
+        seconds = [watch[field] for field in fields]
+        if max(seconds) < GAP:
+            break
+        assert attempt + 1 < TRIES or max(seconds) < gap(), seconds
     assert peak(server) - memory < MEMORY
+
+
+STALL = """
+import asyncio, sys, time, watching
+watching.watch_front()
+
+def stall(seconds: float) -> None:
+    number, taken = 1 << 20, 0.0
+    while taken < seconds:
+        begin = time.thread_time()
+        sum(range(number))  # lets no other thread run
+        number, taken = 2 * number, time.thread_time() - begin
+
+async def main(where: str, seconds: str) -> None:
+    await asyncio.sleep(0.1)
+    stall(float(seconds)) if where == "callback" else await asyncio.to_thread(stall, float(seconds))
+    await asyncio.sleep(0.1)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("where", ["callback", "thread"])
+def test_a_stall_is_seen(tmp_path: Path, where: str) -> None:
+    most = gap()
+    env = {**os.environ, watching.FILE: str(tmp_path / "watch"), "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", STALL, where, str(1.5 * most)], env=env, check=True, timeout=60)
+    watch = watching.Watch(tmp_path / "watch")
+    assert watch[watching.LOOP] > most
+    assert (watch[watching.CALLBACK] > most) == (where == "callback")

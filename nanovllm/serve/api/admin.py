@@ -41,7 +41,9 @@ async def _options(front: Front, call: Call, kind: type[Struct]) -> Struct:
     query = parse_qs(call.query, keep_blank_values=True)
     values: dict[str, Any] = {name: found if name == "tags" else found[-1] for name, found in query.items()}
     if call.method == "POST":
-        values = {**await front.pool.json(call, or_empty=True), **values}
+        await call.receive(or_empty=True)
+        if call.size:
+            values = await front.pool.read(call, lambda body: {**body, **values})
     return convert(kind, values, strict=False)
 
 

@@ -251,12 +251,13 @@ def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: 
     return prompt, room if asked is None else min(asked, room)
 
 
-def check_size(model: ServedModel, call: Call, name: str) -> None:
-    """Raises ApiError where a chat's body is longer than the context is worth, before anything is made of it."""
+def check_size(model: ServedModel, size: int, name: str) -> None:
+    """Raises ApiError where a body of `size` bytes is longer than the context is worth, before anything is made of
+    it."""
     limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
-    if call.size > most:
-        what = f"{call.size} bytes of text, tools and template variables, at most {most} are taken"
+    if size > most:
+        what = f"{size} bytes of text, tools and template variables, at most {most} are taken"
         raise _too_long(limit, what, name)
 
 

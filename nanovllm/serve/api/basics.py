@@ -3,14 +3,17 @@
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 import nanovllm
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_characters
-from nanovllm.serve.api.chat import encode
+from nanovllm.serve.api.chat import encode, work_on_chat
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.text_pool import SHORT
 
 _SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
 _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -70,30 +73,36 @@ def _require_tokenizer(front: Front) -> None:
 async def tokenize(front: Front, call: Call) -> None:
     """Token ids of a text ("prompt") or of a chat ("messages"), as vLLM's endpoint of this name."""
     _require_tokenizer(front)
-    body = await front.pool.json(call)
-    fields: api.TokenizeChatFields | api.TokenizeFields
-    if "messages" in body:
-        fields = chat = read(front, call, api.TokenizeChatFields, body)
-        _, ids = await encode(front, call, chat)
-    else:
-        fields = read(front, call, api.TokenizeFields, body)
-        text, special = fields.prompt, fields.add_special_tokens is not False
-        check_characters(front.model, len(text), "prompt")
-        ids = await front.pool.run(call, lambda: front.model.tokenizer.encode(text, special), len(text))
-    names = None
-    if fields.return_token_strs:
-        names = [front.model.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
-    about = {"count": len(ids), "max_model_len": front.model.info["max_model_len"]}
-    await call.respond_json({**about, "tokens": ids, "token_strs": names})
+
+    def work(body: dict[str, Any]) -> bytes:
+        fields: api.TokenizeChatFields | api.TokenizeFields
+        if "messages" in body:
+            fields = chat = read(front, call, api.TokenizeChatFields, body)
+            _, ids = encode(front, chat)
+        else:
+            fields = read(front, call, api.TokenizeFields, body)
+            check_characters(front.model, len(fields.prompt), "prompt")
+            ids = front.model.tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
+        names = None
+        if fields.return_token_strs:
+            names = [front.model.tokenizer.backend_tokenizer.id_to_token(each) or "" for each in ids]
+        about = {"count": len(ids), "max_model_len": front.model.info["max_model_len"]}
+        return msgspec.json.encode({**about, "tokens": ids, "token_strs": names})
+
+    await call.respond(await work_on_chat(front, call, work, "prompt"))
 
 
 async def detokenize(front: Front, call: Call) -> None:
     _require_tokenizer(front)
-    fields = read(front, call, api.DetokenizeFields, await front.pool.json(call))
     most, vocab = front.model.info["max_model_len"], front.model.info["vocab_size"]
-    if len(fields.tokens) > most:
-        raise bad_request(f"tokens: must have at most {most} items")
-    if max(fields.tokens, default=0) >= vocab:
-        raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
-    text = await front.pool.run(call, lambda: front.model.tokenizer.decode(fields.tokens, False), len(fields.tokens))
-    await call.respond_json({"prompt": text})
+
+    def work(body: dict[str, Any]) -> str:
+        tokens = read(front, call, api.DetokenizeFields, body).tokens
+        if len(tokens) > most:
+            raise bad_request(f"tokens: must have at most {most} items")
+        if max(tokens, default=0) >= vocab:
+            raise bad_request(f"tokens: must be a list of token ids in 0..{vocab - 1}")
+        return front.model.tokenizer.decode(tokens, False)
+
+    await call.receive()
+    await call.respond_json({"prompt": await front.pool.read(call, work, lambda _: call.size <= 2 * SHORT)})

@@ -1,10 +1,10 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, answer, check_characters, check_size, fit
@@ -17,11 +17,10 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
-from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.request import Completion
+from nanovllm.serve.text_pool import SHORT
 
-_CHECKED_FASTER = 32
-"""Times that tools are checked faster than a text of their size is rendered and tokenized."""
+Result = TypeVar("Result")
 
 
 class ChatAnswer(Answer):
@@ -115,9 +114,6 @@ class ChatAnswer(Answer):
         return chat_entries(lines, self.k or 0, self.show, self.front.model.tokenizer.token_bytes)
 
 
-Answered = TypeVar("Answered", bound=ChatAnswer)
-
-
 def _delta(found: Delta) -> dict[str, Any]:
     """A reader's piece as a chunk's delta. Reasoning goes out under both names that clients know."""
     if found.kind == "reasoning":
@@ -162,18 +158,15 @@ def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str,
     return kwargs
 
 
-async def encode(front: Front, call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
+def encode(front: Front, fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError."""
-    if fields.chat_template is not None and not front.options.trust_request_chat_template:
+    source, continues = fields.chat_template, bool(fields.continue_final_message)
+    if source is not None and not front.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
-    check_size(front.model, call, "messages")
-    size = len(msgspec.json.encode((fields.messages, fields.tools, fields.chat_template_kwargs)))
-
-    def work() -> tuple[str, list[int]]:
-        messages = template_values(fields.messages)
-        check_characters(front.model, sum(_characters(message["content"]) for message in messages), "messages")
-        tokenizer, source = front.model.tokenizer, fields.chat_template
-        continues = bool(fields.continue_final_message)
+    messages = template_values(fields.messages)
+    check_characters(front.model, sum(_characters(message["content"]) for message in messages), "messages")
+    tokenizer = front.model.tokenizer
+    with refusing():
         return (tokenizer if source is None else tokenizer.with_template(source)).encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
@@ -183,48 +176,52 @@ async def encode(front: Front, call: Call, fields: api.ChatFields) -> tuple[str,
             trust_special_tokens=front.options.trust_special_tokens,
         )
 
-    with refusing():
-        return await front.pool.run(call, work, size, is_short=not fields.tools and fields.chat_template is None)
-
 
 def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-async def prepare(front: Front, call: Call, body: dict[str, Any], kind: type[Answered]) -> Answered:
-    """Turns a request's body into the request in flight, which `kind` turns into a response. Raises ApiError."""
-    check_size(front.model, call, "messages")
+async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]], Result], text: str) -> Result:
+    """Returns what `work`, which renders and tokenizes, makes of the body of a chat. Raises ApiError. `text`: the field
+    that is too long where the body is."""
+    await call.receive()
+    check_size(front.model, call.size, text)
+    return await front.pool.read(
+        call, work, lambda body: call.size <= 2 * SHORT and not {"tools", "chat_template"} & body.keys()
+    )
+
+
+class Prepared(NamedTuple):
+    """A chat request, checked and tokenized: what `ChatAnswer` is made of."""
+
+    fields: api.ChatFields
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    max_tokens: list[int]
+    plan: Plan
+
+
+def prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
+    """Checks and tokenizes a request. Raises ApiError."""
     model, fields = front.model, read(front, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
+    most = max(asked or 1, fields.min_tokens or 0)
     k = None if not fields.logprobs else fields.top_logprobs or 0
-    size = len(msgspec.json.encode(fields.tools))
-
-    def check() -> tuple[ToolChoice | None, StructuredOutput | None, dict[str, Any]]:
+    with refusing():
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         wanted = api.structured(fields)
-        most = max(asked or 1, fields.min_tokens or 0)
-        return choice, wanted, api.sampling_fields(fields, model.defaults, most, k, wanted)
-
-    with refusing():
-        choice, wanted, params = await front.pool.run(call, check, size // _CHECKED_FASTER)
-    text, prompt = await encode(front, call, fields)
-    prompt, max_tokens = fit(
-        front.model, prompt, fields, asked if asked is not None else model.default_max_tokens
-    )
-    if choice is None and wanted is None:
-        plan = model.parser.plan(text)
-    else:  # a grammar is written, of schemas that may be large
-        with refusing():
-            plan = await front.pool.run(
-                call, lambda: model.parser.plan(text, choice, wanted), size, is_short=False
-            )
+        params = api.sampling_fields(fields, model.defaults, most, k, wanted)
+        text, prompt = encode(front, fields)
+        prompt, room = fit(model, prompt, fields, asked if asked is not None else model.default_max_tokens)
+        plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
-    return kind(front, call, fields, [prompt], params, [max_tokens], plan)
+    return Prepared(fields, [prompt], params, [room], plan)
 
 
 async def chat(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
-    await answer(call, await prepare(front, call, await front.pool.json(call), ChatAnswer))
+    prepared = await work_on_chat(front, call, lambda body: prepare(front, call, body), "messages")
+    await answer(call, ChatAnswer(front, call, *prepared))

@@ -1,9 +1,9 @@
 """POST /v1/completions."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
@@ -16,6 +16,7 @@ from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
 from nanovllm.serve.served_model import ServedModel
+from nanovllm.serve.text_pool import SHORT
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -94,28 +95,22 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
 
-async def _prompts(front: Front, call: Call, fields: api.CompletionFields) -> list[list[int]]:
+def _prompts(model: ServedModel, fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
     given = _as_list(fields.prompt)
     count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    check_characters(
-        front.model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt"
-    )
+    check_characters(model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
     if (total := sum(map(len, texts))) > limits.PROMPTS_TEXT:
         raise bad_request(f"prompt: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     special = fields.add_special_tokens is not False
-    ids: Iterator[list[int]] = iter(())
-    if texts:
-        size = sum(map(len, texts)) + 32 * len(texts)
-        with refusing():  # without a tokenizer
-            found = await front.pool.run(
-                call, lambda: [front.model.tokenizer.encode(text, special) for text in texts], size
-            )
-        ids = iter(found)
-    return [next(ids) if isinstance(prompt, str) else token_ids(front.model, prompt) for prompt in given]
+    with refusing():  # without a tokenizer
+        return [
+            model.tokenizer.encode(prompt, special) if isinstance(prompt, str) else token_ids(model, prompt)
+            for prompt in given
+        ]
 
 
 def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
@@ -126,25 +121,50 @@ def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
     return prompt
 
 
-async def completions(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    fields = read(front, call, api.CompletionFields, await front.pool.json(call))
+class _Prepared(NamedTuple):
+    """A request, checked and tokenized: what `CompletionAnswer` is made of."""
+
+    fields: api.CompletionFields
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    max_tokens: list[int]
+    echoes: list[str] | None
+
+
+def _prepare(front: Front, call: Call, body: dict[str, Any]) -> _Prepared:
+    """Checks and tokenizes a request. Raises ApiError."""
+    model, fields = front.model, read(front, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
     longest = max(asked, 1, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.model.defaults, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, model.defaults, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
-    given = await _prompts(front, call, fields)
-    prompts, counts = zip(*[fit(front.model, prompt, fields, asked) for prompt in given], strict=True)
-    request = CompletionAnswer(front, call, fields, [*prompts], params, [*counts])
+    given = _prompts(model, fields)
+    prompts, counts = zip(*[fit(model, prompt, fields, asked) for prompt in given], strict=True)
+    echoes = None
     if fields.echo:
         whole = fields.truncate_prompt_tokens is None
-        both = zip(_as_list(fields.prompt), request.prompts, strict=True)
-        decode = partial(front.model.tokenizer.decode, skip_special_tokens=False)
-        echoes = (text if whole and isinstance(text, str) else decode(ids) for text, ids in both)
-        request.echoes = await front.pool.run(call, lambda: [*echoes], request.num_prompt_tokens)
+        both = zip(_as_list(fields.prompt), prompts, strict=True)
+        decode = partial(model.tokenizer.decode, skip_special_tokens=False)
+        echoes = [text if whole and isinstance(text, str) else decode(ids) for text, ids in both]
+    return _Prepared(fields, [*prompts], params, [*counts], echoes)
+
+
+def _is_short(body: dict[str, Any]) -> bool:
+    """Whether there is little to tokenize."""
+    given = body.get("prompt")
+    texts = [text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str)]
+    return not body.get("echo") and sum(map(len, texts)) <= SHORT
+
+
+async def completions(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    await call.receive()
+    *prepared, echoes = await front.pool.read(call, lambda body: _prepare(front, call, body), _is_short)
+    request = CompletionAnswer(front, call, *prepared)
+    request.echoes = echoes
     await answer(call, request)
 
 

@@ -8,8 +8,8 @@ import msgspec
 
 from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, check_size
-from nanovllm.serve.api.chat import ChatAnswer, encode, prepare
+from nanovllm.serve.api.answer import answer
+from nanovllm.serve.api.chat import ChatAnswer, Prepared, encode, prepare, work_on_chat
 from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.api.writer import Event
@@ -69,35 +69,42 @@ class MessagesAnswer(DialectAnswer):
     writer: anthropic.MessageWriter
 
 
-async def _read(front: Front, call: Call, kind: type[api.Given], prompt: str) -> tuple[api.Given, dict[str, Any]]:
-    """A request's fields, and its body. `prompt`: the field whose text is bounded by the context."""
-    front.admission.admit(call.key)
-    body = await front.pool.json(call)
-    check_size(front.model, call, prompt)
-    return read(front, call, kind, body), body
-
-
 async def create_response(front: Front, call: Call) -> None:
-    fields, body = await _read(front, call, responses.ResponsesFields, "input")
-    tools = ResponsesTools(fields.tools or ())
-    note_ignored(front.options, call, tools.ignored)
-    request = await prepare(front, call, responses.chat_request(fields, tools), ResponsesAnswer)
+    front.admission.admit(call.key)
+
+    def work(body: dict[str, Any]) -> tuple[Prepared, dict[str, Any], ResponsesTools]:
+        fields = read(front, call, responses.ResponsesFields, body)
+        tools = ResponsesTools(fields.tools or ())
+        note_ignored(front.options, call, tools.ignored)
+        return prepare(front, call, responses.chat_request(fields, tools)), body, tools
+
+    prepared, body, tools = await work_on_chat(front, call, work, "input")
+    request = ResponsesAnswer(front, call, *prepared)
     about = request.id, request.model, request.created
     request.writer = responses.ResponseWriter(*about, body, request.params, tools)
     await answer(call, request)
 
 
 async def create_message(front: Front, call: Call) -> None:
-    fields, _ = await _read(front, call, anthropic.MessagesFields, "messages")
-    request = await prepare(front, call, anthropic.chat_request(fields), MessagesAnswer)
+    front.admission.admit(call.key)
+
+    def work(body: dict[str, Any]) -> Prepared:
+        return prepare(front, call, anthropic.chat_request(read(front, call, anthropic.MessagesFields, body)))
+
+    request = MessagesAnswer(front, call, *await work_on_chat(front, call, work, "messages"))
     request.writer = anthropic.MessageWriter(request.id, request.model)
     await answer(call, request)
 
 
 async def count_tokens(front: Front, call: Call) -> None:
-    counted, _ = await _read(front, call, anthropic.CountFields, "messages")
-    _, ids = await encode(front, call, read(front, call, api.ChatFields, anthropic.chat_request(counted)))
-    await call.respond_json({"input_tokens": len(ids)})
+    front.admission.admit(call.key)
+
+    def work(body: dict[str, Any]) -> int:
+        request = anthropic.chat_request(read(front, call, anthropic.CountFields, body))
+        _, ids = encode(front, read(front, call, api.ChatFields, request))
+        return len(ids)
+
+    await call.respond_json({"input_tokens": await work_on_chat(front, call, work, "messages")})
 
 
 def message_error(error: ApiError) -> bytes:

@@ -60,16 +60,16 @@ def _written(ids: bytes) -> list[int]:
     return shapes.written(memoryview(ids).cast("i").tolist())
 
 
-async def generate(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    given = read(front, call, api.GenerateFields, await front.pool.json(call))
+def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Any, ...]:
+    """Checks a request; what `GenerateAnswer` is made of. Raises ApiError."""
+    given = read(front, call, api.GenerateFields, body)
     wanted = dict(given.sampling_params)
     masked = wanted.pop("sampling_mask", False)
     if masked is not False and (masked is not True or given.stream):
         raise bad_request("sampling_mask: must be true or false, and not with stream=true")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
-    body = wanted | {name: value for name in names if (value := getattr(given, name)) is not None}
-    fields = read(front, call, api.CompletionFields, body | {"prompt": given.token_ids})
+    wanted |= {name: value for name in names if (value := getattr(given, name)) is not None}
+    fields = read(front, call, api.CompletionFields, wanted | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
     prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked)
@@ -81,4 +81,11 @@ async def generate(front: Front, call: Call) -> None:
         params["sampling_mask"] = True
     if given.request_id is not None:
         call.name(given.request_id)
-    await answer(call, GenerateAnswer(front, call, fields, [prompt], params, [room]))
+    return fields, [prompt], params, [room]
+
+
+async def generate(front: Front, call: Call) -> None:
+    front.admission.admit(call.key)
+    await call.receive()
+    prepared = await front.pool.read(call, lambda body: _prepare(front, call, body))
+    await answer(call, GenerateAnswer(front, call, *prepared))

@@ -65,7 +65,7 @@ class Call:
         self.given_id = given if given is not None and _GIVEN_ID.fullmatch(given) else None
         self.request_id = self.given_id or uuid4().hex
         self.size = 0
-        """Bytes of the body, once it was read."""
+        """Bytes of the body, once it is whole."""
         self._pieces: list[bytes] = []
         self._came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set when the body is whole; an error, where the client has left before."""
@@ -105,8 +105,8 @@ class Call:
             self._came.set_exception(ConnectionResetError())
             self._came.exception()  # seen: nobody may be waiting for it
 
-    async def body(self, or_empty: bool = False) -> bytes:
-        """The body, once it is whole; `or_empty`: there may be none. Raises ApiError: 415 where it is not said to be
+    async def receive(self, or_empty: bool = False) -> None:
+        """Waits until the body is whole; `or_empty`: there may be none. Raises ApiError: 415 where it is not said to be
         JSON. A page of another origin can send any other type without asking."""
         given = self.header(b"content-type") or ""
         if not _JSON_TYPE.match(given) and not (or_empty and not self._announces_body):
@@ -115,8 +115,12 @@ class Call:
         if not self._came.done() and (self.header(b"expect") or "").lower() == "100-continue":
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._came
-        body, self._pieces = b"".join(self._pieces), []
-        self.size = len(body)
+        self.size = sum(map(len, self._pieces))
+
+    def body(self) -> bytes:
+        """The body that was received, once; to join a large one takes a while."""
+        body = b"".join(self._pieces)
+        self._pieces.clear()
         return body
 
     @property
