@@ -343,7 +343,7 @@ def test_the_official_client_reads_streamed_responses() -> None:
 # --- Tools of coding agents
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits", "format": {
-    "type": "grammar", "syntax": "lark", "definition": "start: PATCH"}}
+    "type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
 PICK = {"type": "custom", "name": "pick", "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}
 SPACE = {"type": "namespace", "name": "mcp__shop", "description": "Shop", "tools": [
     {"type": "function", "name": "buy", "parameters": SCHEMA}, {"type": "custom", "name": "say"}]}
@@ -364,14 +364,16 @@ AGENT_BODY = {
 def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
     fields = api.read(responses.ResponsesFields, AGENT_BODY)[0]
     tools = ResponsesTools(fields.tools or ())
-    assert tools.ignored == ["tools.apply_patch.format", "tools.web_search"]
+    assert tools.ignored == ["tools.web_search"]
+    assert tools.text_grammars == {"apply_patch": "start: /.+/", "pick": "start: /a|b/"}
     request = responses.chat_request(fields, tools)
-    choice = check_tools(request["tools"], request["tool_choice"])
-    assert choice is not None and [tool.name for tool in choice.tools] == ["apply_patch"]
+    choice = check_tools(request["tools"], request["tool_choice"], text_grammars=tools.text_grammars)
+    assert choice is not None
+    assert [(tool.name, tool.text_grammar) for tool in choice.tools] == [("apply_patch", "start: /.+/")]
     functions = {tool["function"]["name"]: tool["function"] for tool in request["tools"]}
     assert [*functions] == ["get_weather", "apply_patch", "pick", "mcp__shop__buy", "mcp__shop__say"]
-    assert functions["pick"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
-    assert "start: PATCH" in functions["apply_patch"]["description"]
+    assert functions["pick"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert "start: /.+/" in functions["apply_patch"]["description"]
     calls = [call["function"] for one in request["messages"] for call in one.get("tool_calls", ())]
     assert calls == [
         {"name": "apply_patch", "arguments": '{"input": "*** \\"x\\""}'},

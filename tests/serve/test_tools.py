@@ -1,6 +1,7 @@
 """Tool calls and reasoning over HTTP: forced by a grammar, streamed as they are unstreamed, with any weights."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,27 @@ def test_tools_that_cannot_be(hermes: httpx.Client, wrong: dict[str, Any]) -> No
     answer = hermes.post(CHAT, json=ASK | NO_THINKING | {"tool_choice": "required"} | wrong)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "edit"}], ids=["required", "named"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tools_text_is_held_to_its_grammar(hermes: httpx.Client, choice: Any, stream: bool) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: part{1,4} "x"\npart: "a\\n" | "\\"b"'}
+    tool = {"type": "custom", "name": "edit", "format": form}
+    body = {"input": "Edit", "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, **NO_THINKING}
+    answer = hermes.post("/v1/responses", json=body | {"stream": stream, "max_output_tokens": 200})
+    assert answer.status_code == 200, answer.text
+    assert "x-ignored-fields" not in answer.headers
+    found = answer.json() if not stream else json.loads(answer.text.rpartition("data: ")[2])["response"]
+    [call] = found["output"]
+    assert (call["type"], call["name"]) == ("custom_tool_call", "edit")
+    assert re.fullmatch(r'(a\n|"b){1,4}x', call["input"])
+
+
+def test_a_custom_tools_grammar_that_is_none_is_refused(hermes: httpx.Client) -> None:
+    for definition, said in (("start: nothing", "nothing"), ('start: "(" start? /.*/', "contain themselves")):
+        form = {"type": "grammar", "syntax": "lark", "definition": definition}
+        body = {"input": "Edit", "tools": [{"type": "custom", "name": "edit", "format": form}], "max_output_tokens": 9}
+        answer = hermes.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
+        assert said in answer.json()["error"]["message"].lower()

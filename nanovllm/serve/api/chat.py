@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -201,8 +201,10 @@ class Prepared(NamedTuple):
     plan: Plan
 
 
-def prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
-    """Checks and tokenizes a request. Raises ApiError."""
+def prepare(
+    front: Front, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
+) -> Prepared:
+    """Checks and tokenizes a request. Raises ApiError. `text_grammars`: see check_tools."""
     model, fields = front.model, read(front, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
@@ -210,7 +212,7 @@ def prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
     most = max(asked or 1, fields.min_tokens or 0)
     k = None if not fields.logprobs else fields.top_logprobs or 0
     with refusing():
-        choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
         params = api.sampling_fields(fields, model.defaults, most, k, wanted)
         text, prompt = encode(front, fields)

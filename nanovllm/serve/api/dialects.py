@@ -76,7 +76,8 @@ async def create_response(front: Front, call: Call) -> None:
         fields = read(front, call, responses.ResponsesFields, body)
         tools = ResponsesTools(fields.tools or ())
         note_ignored(front.options, call, tools.ignored)
-        return prepare(front, call, responses.chat_request(fields, tools)), body, tools
+        request = responses.chat_request(fields, tools)
+        return prepare(front, call, request, tools.text_grammars), body, tools
 
     prepared, body, tools = await work_on_chat(front, call, work, "input")
     request = ResponsesAnswer(front, call, *prepared)

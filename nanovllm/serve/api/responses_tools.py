@@ -8,8 +8,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from nanovllm.errors import shown
 from nanovllm.serve.api.messages import function
 from nanovllm.serve.errors import bad_request
+from nanovllm.serve.parsers.text_grammar import lark_of
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
 
@@ -41,8 +43,9 @@ class ResponsesTools:
         self.functions: list[dict[str, Any]] = []
         """Functions in the form of a chat completion request."""
         self.ignored: list[str] = []
-        """Tools, or parts of them, that are ignored: kinds that a provider runs itself, and Lark grammars of an
-        input."""
+        """Kinds of tools that are ignored: those that a provider runs itself."""
+        self.text_grammars: dict[str, str] = {}
+        """Lark grammars of the inputs of custom tools, by the names of their functions."""
         self._called: dict[str, Called] = {}
         for i, tool in enumerate(tools):
             self._add(tool, f"tools[{i}]", None)
@@ -60,23 +63,23 @@ class ResponsesTools:
         flat = flat_name(tool.name, namespace)
         self._called[flat] = Called(tool.name, namespace, tool.type == "custom")
         if tool.type == "custom":
-            self.functions.append(self._custom(flat, tool))
+            self.functions.append(self._custom(flat, tool, f"{where}.format"))
         else:
             about = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
             self.functions.append(function(name=flat, **about))
 
-    def _custom(self, flat: str, tool: Tool) -> dict[str, Any]:
+    def _custom(self, flat: str, tool: Tool, where: str) -> dict[str, Any]:
         """A function of one text."""
-        form, text = tool.format or {}, tool.description or ""
-        wanted: dict[str, Any] = {"type": "string"}
+        form, text = tool.format or {"type": "text"}, tool.description or ""
         if form.get("type") == "grammar":
-            definition = str(form.get("definition"))
-            if form.get("syntax") == "regex":
-                wanted["pattern"] = f"^(?:{definition})$"
-            else:  # the text is inside of JSON, which no such grammar describes
-                self.ignored.append(f"tools.{tool.name}.format"[:100])
-            text += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{definition}"
-        schema = {"type": "object", "properties": {"input": wanted}, "required": ["input"]}
+            try:
+                self.text_grammars[flat] = lark_of(form)
+            except ValueError as error:
+                raise bad_request(f"{where}: {error}") from None
+            text += f"\n\nThe input follows this grammar ({form['syntax']}):\n{form['definition']}"
+        elif form.get("type") != "text":
+            raise bad_request(f"{where}.type={shown(form.get('type'))}: must be 'text' or 'grammar'")
+        schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
         return function(name=flat, description=text.strip(), parameters={**schema, "additionalProperties": False})
 
     def item(self, number: str, call_id: str, flat: str) -> dict[str, Any]:

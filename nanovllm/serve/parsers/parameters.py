@@ -30,6 +30,8 @@ def parameters(tool: Tool, any_one: str, one: Callable[[str, Any], str]) -> str:
 
 def value_term(value: Any, tool: Tool, begin: str, end: str) -> str:
     """A parameter's value between two terms, or the rule `words`, which has its own end."""
+    if tool.text_grammar is not None:
+        return f"{begin} {tool.text_term(end)}"
     value = resolved(value, tool.parameters)
     if not _is_words(value):
         outer = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}

@@ -1,7 +1,6 @@
 """The plan for one answer: what it is held to, and how its text is read."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ from nanovllm.errors import short
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
+from nanovllm.serve.parsers.text_grammar import regex_term
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
@@ -64,6 +64,5 @@ def term(wanted: StructuredOutput) -> str:
     if wanted.choice is not None:
         return "(" + " | ".join(json.dumps(each) for each in wanted.choice) + ")"
     if wanted.regex is not None:
-        escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], wanted.regex, flags=re.DOTALL)
-        return f"/{escaped}/"
+        return regex_term(wanted.regex)
     raise ValueError("structured_outputs.grammar: cannot go with reasoning or tools")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, check_text
+from nanovllm.serve.parsers.text_grammar import before, in_json
 
 MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
@@ -23,10 +24,23 @@ class Tool:
     """A JSON schema of its arguments."""
     strict: bool | None = None
     """False: its arguments may be any JSON object. None: by the schema, but for what of it no grammar can say."""
+    text_grammar: str | None = None
+    """Lark grammar of its text, where that is all that it takes: {"input": text}."""
 
     def arguments(self) -> str:
-        """The arguments as a term of a Lark grammar."""
+        """The arguments as a term of a Lark grammar. Raises ValueError where there is none."""
+        if self.text_grammar is not None:
+            return f'/\\{{ ?"input" ?: ?"/ {self.text_term()} /" ?\\}}/'
         return json_term({"type": "object"} if self.strict is False else self.parameters, lenient=self.strict is None)
+
+    def text_term(self, end: str | None = None) -> str:
+        """The term of the tool's text: with the term `end` behind it, or as JSON writes it. Raises ValueError where
+        there is none."""
+        assert self.text_grammar is not None
+        try:
+            return in_json(self.text_grammar) if end is None else before(end, self.text_grammar)
+        except ValueError as error:
+            raise ValueError(f"tools: the format of {self.name!r}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -47,10 +61,13 @@ def json_term(schema: Mapping[str, Any], lenient: bool = False) -> str:
 
 
 def check_tools(
-    tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: Any = None,
+    parallel_tool_calls: bool | None = None,
+    text_grammars: Mapping[str, str] | None = None,
 ) -> ToolChoice | None:
     """The tools that an answer may call; None for none (no tools, or tool_choice "none"). Raises ValueError naming the
-    field and its bound."""
+    field and its bound. `text_grammars`: Lark grammars of tools that take one text, by their names."""
     if tools is None:
         if tool_choice not in (None, "none"):
             raise ValueError("tool_choice: must be absent or 'none' where no tools are given")
@@ -58,14 +75,15 @@ def check_tools(
     if not isinstance(tools, Sequence) or not 1 <= len(tools) <= MAX_TOOLS:
         raise ValueError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
     checked = tuple(_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    checked = tuple(replace(tool, text_grammar=(text_grammars or {}).get(tool.name)) for tool in checked)
     names = [tool.name for tool in checked]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ValueError(f"tools: must have different names, {twice!r} is there twice")
     mode, checked = _chosen(tool_choice, checked)
     if mode == "none":
         return None
-    if sum(len(tool.arguments()) for tool in checked) > MAX_GRAMMAR_BYTES:
-        checked = tuple(replace(tool, strict=bool(tool.strict)) for tool in checked)
+    if sum(len(tool.text_grammar or tool.arguments()) for tool in checked) > MAX_GRAMMAR_BYTES:
+        checked = tuple(replace(tool, strict=bool(tool.strict or tool.text_grammar)) for tool in checked)
     return ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
 
 

@@ -1,0 +1,127 @@
+"""Custom tools: their text is held to its grammar in every family's calls, and read back as it was."""
+
+import json
+import random
+from collections.abc import Iterator
+
+import llguidance
+import pytest
+from parsing import MODELS, Message, Model, message_of, read
+
+from nanovllm.serve.parsers import check_tools
+from nanovllm.serve.parsers.text_grammar import in_json, lark_of
+
+PATCH = r"""
+start: begin hunk+ end?
+begin: "*** Begin" LF   // of all
+?end: "*** End" LF
+hunk: add | ("*** Delete " NAME LF) -> delete
+add.2: "*** Add " NAME LF (("+" | "-") /(.*)/ LF -> line)+
+NAME: /[^\/\n]+/i ("a".."z")
+%import common.LF
+"""
+SUM = r"""
+start: one (" + " one)*
+one: INT | "(" start ")"
+%import common.INT
+"""
+ANYTHING = lark_of({"syntax": "regex", "definition": r"[\s\S]{1,40}"})
+TEXTS = {
+    PATCH: [
+        '*** Begin\n*** Add a "b".py\n+print("\\n")\t# ü 🐱\n-\n*** Delete a\\b\n*** End\n',
+        "*** Begin\n*** Delete <parameter>x\n",
+    ],
+    SUM: ["1", "(1 + 22) + 3"],
+    ANYTHING: ['"', "\n", "\\n\r\n\t", "\x01\x1f\x7f", "</arg", "ü/"],
+}
+OTHERS = {
+    PATCH: ["", "*** Begin\n", "x", "*** Begin\n*** Delete a/b\n", "*** Begin\n*** Delete B\n"],
+    SUM: ["(1", "1 +"],
+    ANYTHING: ["", "a" * 41, "\n" * 41],
+}
+
+
+def tools_of(grammar: str) -> tuple[list[dict[str, object]], dict[str, str]]:
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    function = {"name": "edit", "parameters": {**schema, "additionalProperties": False}}
+    return [{"type": "function", "function": function}], {"edit": grammar}
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda key: key[0] + ("" if key[1] else "-text"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    family, has_tokens = request.param
+    yield Model(family, has_tokens, tmp_path_factory.mktemp(family))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("grammar", TEXTS, ids=["regular", "recursive", "anything"])
+def test_a_text_is_held_to_its_grammar(model: Model, grammar: str, choice: str) -> None:
+    tools, grammars = tools_of(grammar)
+    plan = model.parser.plan("", check_tools(tools, choice, text_grammars=grammars))
+    for text in TEXTS[grammar]:
+        message = Message(calls=[("edit", {"input": text})])
+        written = model.write(message)
+        assert model.admits(plan, written), text
+        assert message_of(read(plan, model.tokenizer.encode(written, add_special_tokens=False))) == message
+    for text in OTHERS[grammar]:
+        assert not model.admits(plan, model.write(Message(calls=[("edit", {"input": text})]))), text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_json_writes_what_the_grammar_of_a_text_admits(models_library: "Library", seed: int) -> None:
+    """An expression, and the one of what JSON writes for its texts, agree on every text."""
+    rng = random.Random(seed)
+    atoms = ["a", r"\n", r"\\", '"', "/", ".", r"\s", r"\S", r"[^a\n]", r'[\\"b-d]', r"[^\]]", r"\x0a", r"\x{1f}", "é"]
+    alphabet = ["a", "b", "\n", "\\", '"', "/", "\t", "\x1f", "é", "]", " "]
+    for _ in range(12):
+        parts = [rng.choice(atoms) + rng.choice(["", "", "*", "?", "{1,2}"]) for _ in range(rng.randint(1, 4))]
+        regex = "|".join(("".join(parts), "".join(parts[1:]) or "b"))
+        grammar = lark_of({"syntax": "regex", "definition": regex})
+        for _ in range(12):
+            text = "".join(rng.choices(alphabet, k=rng.randint(0, 5)))
+            written = json.dumps(text, ensure_ascii=False)[1:-1]
+            admitted = models_library.admits(grammar, text)
+            assert models_library.admits(f"start: {in_json(grammar)}", written) == admitted, (regex, text)
+
+
+class Library:
+    """Grammars over single bytes."""
+
+    def __init__(self) -> None:
+        self._tokenizer = llguidance.LLTokenizer("byte")
+
+    def admits(self, grammar: str, text: str) -> bool:
+        matcher = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self._tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.fixture(scope="module")
+def models_library() -> Library:
+    return Library()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "(" start? ")" /.*/', 'start: /a b/\n%ignore /\\s+/', "start: %json {}", "start: <think>",
+        "start: ~/a/", "start: /a b/x", r"start: /\p{L}/", r"start: /[[a-z]&&[^b]]/", r"start: /(?x: a)/",
+        r"start: /\q/",
+    ],
+)  # fmt: skip
+def test_what_json_cannot_hold_to_is_refused(grammar: str) -> None:
+    tools, grammars = tools_of(grammar)
+    choice = check_tools(tools, text_grammars=grammars)
+    assert choice is not None
+    with pytest.raises(ValueError, match="tools: the format of 'edit': "):
+        choice.tools[0].arguments()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"syntax": "lark"}, {"syntax": "ebnf", "definition": "a"}, {"syntax": "regex", "definition": "a" * 20_000}],
+)
+def test_formats_that_are_none(form: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"must have the syntax|at most 16384"):
+        lark_of(form)
