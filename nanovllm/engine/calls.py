@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from nanovllm.engine.engine_state import Relay, Tag
+from nanovllm.engine.engine_state import Tag
 from nanovllm.errors import ReplicaError, refuse, shown
 
 if TYPE_CHECKING:
     from nanovllm.engine.control import EngineControl
     from nanovllm.engine.loop import EngineLoop
-    from nanovllm.transfer.receiver import WeightReceiver
+    from nanovllm.transfer.receiver import Relay, WeightReceiver
 
 Steps = Generator[None, None, Any]
 Mode = Literal["abort", "wait", "keep"]
@@ -143,15 +143,14 @@ class Receive(msgspec.Struct):
     update_info: dict[str, Any]
 
 
-def _receive(engine: CalledEngine, update_info: dict[str, Any], relay: Relay | None = None) -> Any:
+def _receive(engine: CalledEngine, update_info: dict[str, Any], relay: "Relay" = iter) -> Any:
     """Weights from a trainer, or from a folder."""
     if not engine.control.lacks_weights:
         raise RuntimeError("update_weights: start_weight_update was not called")
     if (folder := update_info.get("weight_dir")) is not None:
         engine.control.update(_folder(folder))
     else:
-        with engine.control.relaying(relay):
-            _receiver(engine).update(update_info)
+        _receiver(engine).update(update_info, relay)
     return {"message": "weights updated"}
 
 

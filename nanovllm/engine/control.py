@@ -1,11 +1,10 @@
 """Control of a live engine by a trainer: new weights, sleep, pauses, abort of everything."""
 
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.engine_state import TAGS, Relay
+from nanovllm.engine.engine_state import TAGS
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse
@@ -34,7 +33,6 @@ class EngineControl:
         """Level of the last `sleep`."""
         self.receiver: WeightReceiver | None = None
         """Receiver of a trainer's calls, once there were any."""
-        self._relay: Relay | None = None
 
     @property
     def weight_version(self) -> int:
@@ -91,22 +89,7 @@ class EngineControl:
         if isinstance(weights, (str, Path)):
             self._executor.load_folder(Path(weights))
         else:
-            self._executor.update_weights(weights if self._relay is None else self._relayed(weights))
-
-    @contextmanager
-    def relaying(self, relay: "Relay | None") -> "Iterator[None]":
-        """Context in which `relay` gets each weight of `update` too."""
-        self._relay = relay
-        try:
-            yield
-        finally:
-            self._relay = None
-
-    def _relayed(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
-        assert self._relay is not None
-        for name, tensor in weights:
-            self._relay(name, tensor)
-            yield name, tensor
+            self._executor.update_weights(weights)
 
     def finish_update(self, version: int | None) -> None:
         """All are there: LLM.finish_update."""

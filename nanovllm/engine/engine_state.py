@@ -1,18 +1,13 @@
 """State of an engine that calls change, and the kinds of its memory that can sleep."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    import torch
 
 Tag = Literal["weights", "kv_cache"]
 TAGS = ("weights", "kv_cache")
 """Kinds of memory that can sleep."""
-Relay = Callable[[str, "torch.Tensor"], None]
-"""Takes each weight that a call receives, for the other engines."""
 
 
 class EngineState(msgspec.Struct, array_like=True):

@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -164,14 +165,11 @@ class EngineHost:
         if call.takes_weights:
             options["weights"] = self._weights(call.number)
         if call.relays:
-            options["relay"] = relay = _Relay(call.number, self._send)
+            from nanovllm.host.weights import sent
+
+            options["relay"] = partial(sent, send=lambda data: self._send(wire.Bucket(call.number, data)))
         made = CALLS[call.name].run(self._engine, **options)
-        value = made
-        if isinstance(made, Generator):
-            value = yield from made
-        if call.relays:
-            relay.flush()
-        return value
+        return (yield from made) if isinstance(made, Generator) else made
 
     def _go_on(self, call: wire.Call, steps: Steps) -> bool:
         """Whether the call is done."""
@@ -279,24 +277,6 @@ class EngineHost:
         words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
         frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
         self._prompts_due.discard(request_id)
-
-
-class _Relay:
-    """Sends weights up as they are received."""
-
-    def __init__(self, number: int, send: Callable[[wire.Up], None]) -> None:
-        """`number`: of the call."""
-        from nanovllm.host.weights import Bucketing
-
-        self._number, self._send, self._bucketing = number, send, Bucketing()
-
-    def __call__(self, name: str, tensor: "torch.Tensor") -> None:
-        if (full := self._bucketing.put(name, tensor)) is not None:
-            self._send(wire.Bucket(self._number, full))
-
-    def flush(self) -> None:
-        if (rest := self._bucketing.take()) is not None:
-            self._send(wire.Bucket(self._number, rest))
 
 
 def _ids(packed: bytes) -> list[int]:

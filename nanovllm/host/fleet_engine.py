@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,15 +281,10 @@ class FleetEngine:
         return pending.result()
 
     def _send_weights(self, pending: Pending, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        from nanovllm.host.weights import Bucketing
+        from nanovllm.host.weights import sent
 
-        bucketing = Bucketing()
         try:
-            for name, tensor in weights:
-                if (full := bucketing.put(name, tensor)) is not None:
-                    self._send_bucket(pending, full)
-            if (rest := bucketing.take()) is not None:
-                self._send_bucket(pending, rest)
+            deque(sent(weights, partial(self._send_bucket, pending)), 0)
         except BaseException as error:
             self._send_bucket(pending, None, f"the weights ended: {type(error).__name__}")
             while pending.waiting:

@@ -1,6 +1,7 @@
 """New weights on their way to engines elsewhere."""
 
 import pickle
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,25 +10,22 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 64 << 20  # of new weights in one frame
 
 
-class Bucketing:
-    """(name, tensor) pairs, pickled about _BUCKET_BYTES at a time."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[str, torch.Tensor]] = []
-        self._size = 0
-
-    def put(self, name: str, tensor: "torch.Tensor") -> bytes | None:
-        """Takes one; returns a bucket that it fills."""
+def sent(
+    weights: "Iterable[tuple[str, torch.Tensor]]", send: Callable[[bytes], None]
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yields the weights, and sends them on their way: pickled (name, tensor) pairs, about _BUCKET_BYTES at a time."""
+    pairs: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in weights:
         copy = _to_send(tensor)
-        full = self.take() if self._size + copy.nbytes > _BUCKET_BYTES else None
-        self._pairs.append((name, copy))
-        self._size += copy.nbytes
-        return full
-
-    def take(self) -> bytes | None:
-        """Takes the bytes that are there; None if there are none."""
-        pairs, self._pairs, self._size = self._pairs, [], 0
-        return pickle.dumps(pairs) if pairs else None
+        if pairs and size + copy.nbytes > _BUCKET_BYTES:
+            send(pickle.dumps(pairs))
+            pairs, size = [], 0
+        pairs.append((name, copy))
+        size += copy.nbytes
+        yield name, tensor
+    if pairs:
+        send(pickle.dumps(pairs))
 
 
 def _to_send(tensor: "torch.Tensor") -> "torch.Tensor":

@@ -1,6 +1,6 @@
 """New weights for an engine from a trainer elsewhere, call by call as vLLM's weight transfer has them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,8 @@ from nanovllm.transfer.buckets import as_bytes, entries_of, grouped, unpacked
 from nanovllm.transfer.group import Broadcast, open_group
 from nanovllm.transfer.shared import MappedBuckets
 
+Relay = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+"""Yields the weights that have come, and sends them to the other engines meanwhile."""
 PACKED_BYTES = 1 << 30
 """Tensors are broadcast together until their sum passes this, where neither side says otherwise."""
 
@@ -85,12 +87,12 @@ class WeightReceiver:
         """LLM.begin_update."""
         self._engine.begin_update(in_flight, partial)
 
-    def update(self, update_info: dict[str, Any]) -> None:
+    def update(self, update_info: dict[str, Any], relay: Relay = iter) -> None:
         """Takes in the tensors names, dtype_names, shapes: from a SharedBucket, where its message says so, else by
-        broadcast. Raises ValueError naming what is wrong; RuntimeError where the trainer does not send in time, or no
-        group was joined."""
+        broadcast. `relay`: see Relay. Raises ValueError naming what is wrong; RuntimeError where the trainer does not
+        send in time, or no group was joined."""
         if "ipc_handle" in update_info or "shared_memory" in update_info:
-            self._engine.update(self._buckets.tensors(update_info))
+            self._engine.update(relay(self._buckets.tensors(update_info)))
             return
         if self._group is None:
             raise RuntimeError("update_weights: no group was joined: call init_weight_transfer_engine first")
@@ -99,7 +101,7 @@ class WeightReceiver:
             memory = torch.empty(sum(entry.nbytes for entry in group), dtype=torch.uint8, device=self._device)
             if memory.numel():
                 self._group.broadcast(memory, 0)
-            self._engine.update(unpacked(memory, group))
+            self._engine.update(relay(unpacked(memory, group)))
 
     def load_folder(self, folder: str, in_flight: str = "recompute", version: int | None = None) -> int:
         """LLM.load_weights of a folder; returns the version."""
