@@ -7,11 +7,11 @@ import socket
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from nanovllm.host import wire
 from nanovllm.processes.child import end, start_linked
@@ -35,60 +35,47 @@ class Lost:
     """Exception to raise to the user for their own mistake; None for everything else."""
 
 
-class Handle(Protocol):
-    """One engine elsewhere."""
+class Handle(ABC):
+    """One engine elsewhere. One thread at a time uses it; `rouse` from any."""
 
-    number: int
-    num_unsent: int
+    num_unsent = 0
     """Bytes that wait for the engine to read."""
-    on_room: "Callable[[Handle, bool], None]"
-    """Called with True where the owner is to call `flush` once `fileno` can be written to, and with False when that is
-    over."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
+        """Called with True where the owner is to call `flush` once `fileno` can be written to, and with False when that
+        is over."""
+        self._buffer = wire.FrameBuffer()
+        self._failure: wire.Failed | None = None
+        """Failure that the engine told of."""
+        self._reason: str | None = None
+        """Reason why the engine was given up; None while it was not."""
+        self._heard = time.monotonic()
+        """Monotonic time of the last sign of life."""
 
     def send(self, frame: wire.Down) -> None:
         """Sends a frame, or keeps it until there is room; one that a lost engine does not get is answered by Lost."""
+        self.send_packed(wire.pack(frame))
 
+    @abstractmethod
     def send_packed(self, packed: bytes) -> None:
         """Sends frames that are packed already."""
 
-    def rouse(self) -> None:
-        """A request is likely to be sent in a moment. From any thread."""
+    def rouse(self) -> None:  # noqa: B027 (not each has a way)
+        """A request is likely to be sent in a moment. From any thread. Does nothing where that takes as long as the
+        request itself."""
 
+    @abstractmethod
     def fileno(self) -> int:
         """Readable when `receive` has something."""
 
+    @abstractmethod
     def receive(self) -> "list[wire.Up | Lost]":
         """The frames that have come; the last of all is Lost. Does not wait."""
 
-    def flush(self) -> None:
-        """Sends what there was no room for."""
-
-    def silent_for(self) -> float:
-        """Seconds since the last sign of life."""
-
-    def heard(self) -> None:
-        """The owner was away itself: what it did not hear meanwhile says nothing."""
-
-    def give_up(self, reason: str) -> None:
-        """Ends the engine; `receive` says Lost with this reason."""
-
-    def leave(self) -> None:
-        """Asks the engine to end in order."""
-
-    def close(self, patience: float = EXIT_GRACE) -> None:
-        """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it.
-        Does nothing the second time."""
-
-
-class UpFrames:
-    """The frames of an engine, from bytes as they come, and what its end means by the failure that it told of."""
-
-    def __init__(self) -> None:
-        self._buffer = wire.FrameBuffer()
-        self._failure: wire.Failed | None = None
-
-    def feed(self, data: bytes) -> list[wire.Up]:
-        """The frames that these bytes complete. Signs of life say nothing more, and a failure is kept for `failure`."""
+    def _complete(self, data: bytes) -> list[wire.Up]:
+        """The frames that these bytes complete. Signs of life say nothing more, and a failure is kept for `_lost`."""
         frames: list[wire.Up] = []
         for body in self._buffer.feed(data):
             frame = wire.up_decoder.decode(body)
@@ -98,31 +85,53 @@ class UpFrames:
                 frames.append(frame)
         return frames
 
-    def failure(self) -> Lost | None:
-        """The engine's end by the failure that it told of; None where it told of none."""
-        if (failure := self._failure) is None:
-            return None
-        return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
+    def _lost(self, how: Callable[[], str]) -> Lost:
+        """The engine's end: by the failure that it told of, as it was given up, or else as `how` finds out."""
+        if (failure := self._failure) is not None:
+            return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
+        return Lost(self._reason or how())
+
+    def flush(self) -> None:  # noqa: B027 (not each keeps any)
+        """Sends what there was no room for."""
+
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self._heard
+
+    def heard(self) -> None:
+        """The owner was away itself: what it did not hear meanwhile says nothing."""
+        self._heard = time.monotonic()
+
+    def give_up(self, reason: str) -> None:
+        """Ends the engine; `receive` says Lost with this reason."""
+        self._reason = reason
+        self._kill()
+
+    @abstractmethod
+    def _kill(self) -> None: ...
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Asks the engine to end in order."""
+
+    @abstractmethod
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        """Waits for an engine that was asked to leave, and kills it when its time is over. Its ranks end with it.
+        Does nothing the second time."""
 
 
-class ChildHandle:
-    """An engine in a process of this host. One thread at a time uses it; `rouse` from any."""
+class ChildHandle(Handle):
+    """An engine in a process of this host."""
 
     def __init__(self, start: wire.Start, module: str = MODULE) -> None:
         """`module`: what the process runs; a benchmark puts a simulator here."""
-        self.number = start.number
+        super().__init__(start.number)
         self.process, self._socket = start_linked(module, str(os.getpid()))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket.setblocking(False)
-        self._frames = UpFrames()
         self._sends = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        self.num_unsent, self._waits = 0, False
-        self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
-        self._heard = time.monotonic()
-        """Monotonic time of the last sign of life."""
-        self._reason: str | None = None
-        """Reason why the engine was given up; None while it was not."""
+        self._waits = False
         self._is_there = True
         self.send(start)
 
@@ -132,9 +141,6 @@ class ChildHandle:
 
     def fileno(self) -> int:
         return self._socket.fileno()
-
-    def send(self, frame: wire.Down) -> None:
-        self.send_packed(wire.pack(frame))
 
     def send_packed(self, packed: bytes) -> None:
         with self._sends:
@@ -183,23 +189,16 @@ class ChildHandle:
         if not data:
             return [self._end()]
         self._heard = time.monotonic()
-        return [*self._frames.feed(data)]
+        return [*self._complete(data)]
 
-    def silent_for(self) -> float:
-        return time.monotonic() - self._heard
-
-    def heard(self) -> None:
-        self._heard = time.monotonic()
-
-    def give_up(self, reason: str) -> None:
-        self._reason = reason
+    def _kill(self) -> None:
         self.process.kill()
 
     def _end(self) -> Lost:
         with self._sends:
             self._is_there = False
             self._unsent.clear()
-        return self._frames.failure() or Lost(self._reason or self._how_it_ended())
+        return self._lost(self._how_it_ended)
 
     def _how_it_ended(self) -> str:
         """A process may take a moment to end when its socket is closed."""

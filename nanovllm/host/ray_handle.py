@@ -5,14 +5,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
 
 from nanovllm.host import wire
-from nanovllm.host.handle import EXIT_GRACE, SILENCE, Lost, UpFrames
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, Handle, Lost
 from nanovllm.host.program import run
 from nanovllm.host.ray_cluster import Placement
 
@@ -85,15 +85,12 @@ class EngineActor:
         return None if ended and not said else b"".join(said)
 
 
-class RayHandle:
-    """An engine in an actor, on the node of its bundle. A thread listens to it and rings."""
-
-    num_unsent = 0
-    on_room: Callable[[Any, bool], None]
-    """Never called: Ray holds what the actor has not taken."""
+class RayHandle(Handle):
+    """An engine in an actor, on the node of its bundle. A thread listens to it and rings. Nothing waits here to be
+    sent: Ray holds what the actor has not taken."""
 
     def __init__(self, start: wire.Start, placement: Placement) -> None:
-        self.number = start.number
+        super().__init__(start.number)
         options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
         placed = placement.options(start.number, **placement.share())
         actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
@@ -101,23 +98,17 @@ class RayHandle:
         self._large: deque[Any] = deque()
         """Answers to large messages that the actor may not have taken in."""
         self._ended = threading.Event()
-        self._reason: str | None = None
-        """Reason why the engine was given up; None while it was not."""
-        self._frames = UpFrames()
-        self._said: queue.SimpleQueue[bytes | Lost] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[bytes | str] = queue.SimpleQueue()
+        """Frames of the engine, and at last the reason of its end."""
         self._rings, self._bell = socket.socketpair()
         self._rings.setblocking(False)
         self._bell.setblocking(False)
-        self._heard = time.monotonic()
         self.send(start)
         self._listener = threading.Thread(target=self._listen, name=f"nanovllm-ray-{self.number}", daemon=True)
         self._listener.start()
 
     def fileno(self) -> int:
         return self._rings.fileno()
-
-    def send(self, frame: wire.Down) -> None:
-        self.send_packed(wire.pack(frame))
 
     def send_packed(self, packed: bytes) -> None:
         """Frames; one large message is waited for where two are on their way."""
@@ -132,12 +123,6 @@ class RayHandle:
             if ray.wait([self._large[0]], timeout=_POLL_SECONDS)[0]:
                 self._large.popleft()
 
-    def rouse(self) -> None:
-        """Does nothing: waking the actor would take as long as the request itself."""
-
-    def flush(self) -> None:
-        """Ray holds what the actor has not taken."""
-
     def receive(self) -> "list[wire.Up | Lost]":
         with suppress(BlockingIOError):
             self._rings.recv(4096)
@@ -145,20 +130,13 @@ class RayHandle:
         with suppress(queue.Empty):
             while True:
                 said = self._said.get_nowait()
-                if isinstance(said, Lost):
-                    frames.append(self._frames.failure() or said)
+                if isinstance(said, str):
+                    frames.append(self._lost(partial(str, said)))
                     break
-                frames += self._frames.feed(said)
+                frames += self._complete(said)
         return frames
 
-    def silent_for(self) -> float:
-        return time.monotonic() - self._heard
-
-    def heard(self) -> None:
-        self._heard = time.monotonic()
-
-    def give_up(self, reason: str) -> None:
-        self._reason = reason
+    def _kill(self) -> None:
         ray.kill(self._actor)
 
     def _listen(self) -> None:
@@ -176,9 +154,9 @@ class RayHandle:
             except Exception as error:  # ActorDiedError, and what Ray raises where a node is lost
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self._ended.set()
-        self._put(Lost(self._reason or reason))
+        self._put(reason)
 
-    def _put(self, said: bytes | Lost) -> None:
+    def _put(self, said: bytes | str) -> None:
         self._said.put(said)
         with suppress(OSError):  # it rings already, or is closed
             self._bell.send(b"!")
