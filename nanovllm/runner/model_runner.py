@@ -222,7 +222,7 @@ class ModelRunner:
         with self.io.stream_context():
             self.state_memory.allocate(size)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
-            self.work.allocate(rows, config.max_num_batched_tokens + rows, self.state_memory)
+            self.work.allocate(rows, config.max_num_batched_tokens + rows, size.num_tables)
             capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
             mailbox = config.uses("mailbox") and not config.enforce_eager
             self.io.allocate(capacity, rows, mailbox)
@@ -291,7 +291,7 @@ class ModelRunner:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
             posted = shape is not None and not shape.chunk_tokens and self.io.mailbox is not None
             step = self.io.post(packed) if posted else self.io.upload(packed)
-            work.begin(step, packed)
+            self.state_memory.begin(step, packed)
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
                 first_chunk_row, hidden = shape.decode_rows, None

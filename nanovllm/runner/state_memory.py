@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from nanovllm.attention.base import KVCache
@@ -14,6 +15,7 @@ from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import StateLayout
 from nanovllm.wire.state import StateSize
+from nanovllm.wire.step import block_copies, taken_slots
 
 _SCALE = torch.bfloat16
 _KV_CACHE = "kv_cache"
@@ -115,15 +117,14 @@ class StateMemory:
         if self._sleepable is not None:
             self._sleepable.free(_KV_CACHE)
 
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """pairs: int32 [2 C] on the device, (source, destination) by (source, destination); copied in this order."""
-        if self._blocks is not None:
-            self._kernels.copy_blocks(pairs, self._blocks)
-
-    def clear_slots(self, slots: Iterable[int]) -> None:
-        """Zeros in these slots, which rows have just taken."""
-        for slot in slots:
-            self._lines[slot].zero_()
+    def begin(self, step: torch.Tensor, packed: np.ndarray) -> None:
+        """Writes zeros to the slots that rows take in a step, int32 words as `step` on the device and as `packed` on
+        the host, and copies its blocks: before all else, and outside of graphs, as most steps have neither."""
+        if self.slot_bytes:
+            for slot in taken_slots(packed, self._num_lines - 1):
+                self._lines[slot].zero_()
+        if self._blocks is not None and (where := block_copies(packed)) is not None:
+            self._kernels.copy_blocks(step[where], self._blocks)
 
     def _bind(self, memory: torch.Tensor, num_blocks: int, num_lines: int) -> None:
         slots, blocks = memory.tensor_split((num_lines * self.slot_bytes,))

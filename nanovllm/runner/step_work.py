@@ -13,10 +13,9 @@ from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.models.decoder import ModelContext
 from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.state_memory import StateMemory
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import StepCounts, block_copies, row_lengths, taken_slots
+from nanovllm.wire.step import StepCounts, row_lengths
 
 
 class StepWork:
@@ -37,22 +36,12 @@ class StepWork:
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled."""
 
-    def allocate(self, max_rows: int, max_tokens: int, memory: StateMemory) -> None:
-        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. `memory`:
-        what the layers remember, allocated."""
-        num_tables = memory.layout.num_tables
+    def allocate(self, max_rows: int, max_tokens: int, num_tables: int) -> None:
+        """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. num_tables:
+        block tables of a row."""
         width = table_width(self._max_model_len, self._block_size, num_tables)
         self.state = DeviceState.allocate(self._max_num_seqs, num_tables, width, self._device)
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
-        self._memory = memory
-
-    def begin(self, step: torch.Tensor, packed: np.ndarray) -> None:
-        """Clears the slots that rows take in this step, and copies blocks: before all else, and outside of graphs, as
-        most steps have none."""
-        if self._memory.slot_bytes:
-            self._memory.clear_slots(taken_slots(packed, self._max_num_seqs))
-        if (where := block_copies(packed)) is not None:
-            self._memory.copy_blocks(step[where])
 
     def run_exact(
         self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False

@@ -50,7 +50,7 @@ def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
     sizes = (runner.config.max_num_seqs, work.state, runner.block_size)
     buffers = work.buffers.narrow(counts.num_rows, counts.num_tokens)
     expand_rows_reference(step, *sizes, buffers, counts.num_decode_rows)
-    work.begin(step, packed)
+    runner.state_memory.begin(step, packed)
     work.run_exact(step, packed)
 
 
