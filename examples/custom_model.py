@@ -3,8 +3,8 @@
     python examples/custom_model.py                                    # a tiny one with random weights
     nanovllm serve FOLDER --plugins examples/custom_model.py           # a checkpoint of this architecture
 
-Two things are new in it. Attention is gated: what each head found is multiplied by the sigmoid of a projection of the
-token, before the output projection. And the MLP's gate is a power of one: down(sigmoid(gate(x)) ** power * up(x)).
+Two things are new in it. Its mixer is a difference: of what one attention finds, a share of what another finds is taken
+away, as noise that both hear. And the MLP's gate is a power of one: down(sigmoid(gate(x)) ** power * up(x)).
 The rest (grouped heads, rotary embeddings, paged keys and values, ranks, prefix cache, chunks) comes with the layers.
 """
 
@@ -19,34 +19,38 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams, register_model
-from nanovllm.layers.attention import Attention, ForwardStep, wanted_rows
+from nanovllm.attention.base import KVCache
+from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.weights import CheckpointWeight, WeightedModule
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.decoder import ModelContext, Place, PositionTables
+from nanovllm.models.decoder import ModelContext, Place, PositionTables, attention
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
 
 
-class GatedAttention(Attention):
-    """o_proj(sigmoid(gate_proj(x)) * attention(x)): [T, hidden] -> [T, hidden], a partial sum of this rank's heads."""
+class DifferentialAttention(WeightedModule):
+    """first(x) - share * second(x): [T, hidden] -> [wanted, hidden], a partial sum of this rank's heads."""
 
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
-        cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
-        super().__init__(
-            context, context.config, spec, cos_sin, tables.query_scale, adds_parts=place.adds_parts
-        )
-        width = self.heads.num_heads * spec.head_dim  # of all ranks; each gets the range of its own heads
-        self.gate_proj = MergedColumnParallelLinear(context, context.config.hidden_size, {"gate_proj": width})
+        super().__init__()
+        self.first, self.second = (attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
+        self.share = parameter(1, dtype=context.dtype, device=context.device)
+        self.operations = (*self.first.operations, *self.second.operations)
+        self.memory = (*self.first.memory, *self.second.memory)
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:  # type: ignore[override]
-        gated = self.attend(self.qkv_proj(x), step) * self.gate_proj(x).sigmoid()
-        return self.o_proj(wanted_rows(gated, step.wanted))
+    def bind(self, *memory: KVCache) -> None:
+        self.first.bind(memory[0])
+        self.second.bind(memory[1])
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return self.first(x, step) - self.share * self.second(x, step)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield from super().checkpoint_weights(prefix)
-        yield from self.gate_proj.checkpoint_weights(prefix)
+        yield from self.first.checkpoint_weights(f"{prefix}.first")
+        yield from self.second.checkpoint_weights(f"{prefix}.second")
+        yield whole(f"{prefix}.share", self.share)
 
 
 class PowerGate(WeightedModule):
@@ -72,7 +76,7 @@ class PowerGate(WeightedModule):
 def read(config: ConfigReader, generation: Fields) -> Fields:
     """config.json as Llama's, and `gate_power`."""
     fields, power = read_decoder(config, generation), config.integer("gate_power", 2)
-    own = {"mixer": "gated_attention", "mlp": "power_gate", "options": power}
+    own = {"mixer": "difference", "mlp": "power_gate", "options": power}
     return {**fields, "layers": tuple(replace(layer, **own) for layer in fields["layers"])}
 
 
@@ -80,12 +84,12 @@ NAMES = CheckpointNames({**PRE_NORMS, "self_attn": "mixer", "mlp": "ffn"})
 """The checkpoint says mixer and ffn where nanovllm's layers say self_attn and mlp."""
 
 register_model(
-    "GatedExampleForCausalLM",
-    Family(read, NAMES, mixers={"gated_attention": GatedAttention}, mlps={"power_gate": PowerGate}),
+    "ExampleForCausalLM",
+    Family(read, NAMES, mixers={"difference": DifferentialAttention}, mlps={"power_gate": PowerGate}),
 )
 
 TINY: dict[str, Any] = {
-    "architectures": ["GatedExampleForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
+    "architectures": ["ExampleForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "gate_power": 3,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
     "eos_token_id": 149,
@@ -102,9 +106,10 @@ def save_random(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> d
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}.mixer.{name}.weight": (heads, hidden) for name in ("q_proj", "gate_proj")}
-        shapes |= {f"{at}.mixer.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
-        shapes |= {f"{at}.mixer.o_proj.weight": (hidden, heads), f"{at}.ffn.down_proj.weight": (hidden, width)}
+        for each in (f"{at}.mixer.first", f"{at}.mixer.second"):
+            shapes |= {f"{each}.q_proj.weight": (heads, hidden), f"{each}.o_proj.weight": (hidden, heads)}
+            shapes |= {f"{each}.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
+        shapes |= {f"{at}.mixer.share": (1,), f"{at}.ffn.down_proj.weight": (hidden, width)}
         shapes |= {f"{at}.ffn.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
     tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -324,8 +324,9 @@ class DecoderForCausalLM(WeightedModule):
         return [layer.self_attn for layer in self.layers]
 
     def attention_layers(self) -> list[PagedAttention]:
-        """Mixers that ask the attention backend."""
-        return [mixer for mixer in self.mixers() if isinstance(mixer, PagedAttention)]
+        """Mixers, and parts of mixers, that ask the attention backend."""
+        parts = (part for layer in self.layers for part in layer.self_attn.modules())
+        return [part for part in parts if isinstance(part, PagedAttention)]
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

@@ -40,22 +40,26 @@ class Twin:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """float64 [T, vocab]"""
         config, get = self.config, self.tensors.__getitem__
-        x, dim = get("model.embed_tokens.weight")[ids], config["head_dim"]
+        x = get("model.embed_tokens.weight")[ids]
         for layer in range(config["num_hidden_layers"]):
             at = f"model.layers.{layer}"
             y = self.norm(x, f"{at}.input_layernorm")
-            q, k, v, gate = (y @ get(f"{at}.mixer.{name}_proj.weight").T for name in ("q", "k", "v", "gate"))
-            q, k = (self.rotated(each.view(len(ids), -1, dim)) for each in (q, k))
-            each = config["num_attention_heads"] // config["num_key_value_heads"]
-            k, v = (kept.repeat_interleave(each, 1) for kept in (k, v.view(len(ids), -1, dim)))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
-            scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-            found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(ids), -1)
-            x = x + (found * gate.sigmoid()) @ get(f"{at}.mixer.o_proj.weight").T
+            first, second = (self.attention(y, f"{at}.mixer.{name}") for name in ("first", "second"))
+            x = x + first - get(f"{at}.mixer.share") * second
             y = self.norm(x, f"{at}.post_attention_layernorm")
             gate, up = (y @ get(f"{at}.ffn.{name}_proj.weight").T for name in ("gate", "up"))
             x = x + (gate.sigmoid() ** config["gate_power"] * up) @ get(f"{at}.ffn.down_proj.weight").T
         return self.norm(x, "model.norm") @ get("lm_head.weight").T
+
+    def attention(self, y: torch.Tensor, at: str) -> torch.Tensor:
+        dim = self.config["head_dim"]
+        q, k, v = ((y @ self.tensors[f"{at}.{name}_proj.weight"].T).view(len(y), -1, dim) for name in "qkv")
+        each = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        k, v = (kept.repeat_interleave(each, 1) for kept in (self.rotated(k), v))
+        scores = torch.einsum("qhd,khd->hqk", self.rotated(q), k) * dim**-0.5
+        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(y), -1)
+        return found @ self.tensors[f"{at}.o_proj.weight"].T
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])

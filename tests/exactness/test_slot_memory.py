@@ -34,7 +34,7 @@ class RecurrentTwin(Twin):
         for layer, mixer in enumerate(self.config["mixers"]):
             at = f"model.layers.{layer}"
             y = self.norm(x, f"{at}.input_layernorm")
-            x = x + (self.recurrence(y, at) if mixer == "recurrence" else self.attention(y, at))
+            x = x + (self.recurrence(y, at) if mixer == "recurrence" else self.attention(y, f"{at}.self_attn"))
             y = self.norm(x, f"{at}.post_attention_layernorm")
             gate, up = (y @ get(f"{at}.mlp.{name}_proj.weight").T for name in ("gate", "up"))
             x = x + (torch.nn.functional.silu(gate) * up) @ get(f"{at}.mlp.down_proj.weight").T
@@ -49,18 +49,6 @@ class RecurrentTwin(Twin):
             state = keep * state + (1 - keep) * (value + before / 2)
             states.append(state)
         return (torch.stack(states) * (y @ z.T).sigmoid()) @ o.T
-
-    def attention(self, y: torch.Tensor, at: str) -> torch.Tensor:
-        dim = self.config["head_dim"]
-        q, k, v = (
-            (y @ self.tensors[f"{at}.self_attn.{name}_proj.weight"].T).view(len(y), -1, dim) for name in "qkv"
-        )
-        each = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
-        k, v = (kept.repeat_interleave(each, 1) for kept in (self.rotated(k), v))
-        scores = torch.einsum("qhd,khd->hqk", self.rotated(q), k) * dim**-0.5
-        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(y), -1)
-        return found @ self.tensors[f"{at}.self_attn.o_proj.weight"].T
 
 
 def save_random(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
