@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -41,10 +40,6 @@ class Updatable(Protocol):
 
     def finish_update(self, version: int | None) -> None: ...
 
-    def load_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path, in_flight: str, version: int | None
-    ) -> None: ...
-
 
 class WeightReceiver:
     """The calls of vLLM's weight-transfer protocol on one engine. A server maps its routes to them:
@@ -54,15 +49,11 @@ class WeightReceiver:
     | POST /init_weight_transfer_engine {"init_info": info} | `init(info)` |
     | POST /start_weight_update | `start()` |
     | POST /update_weights {"update_info": info} | `update(info)`, which returns when all has come |
-    | POST /update_weights {"weight_dir": folder} | `load_folder(folder)` |
     | POST /finish_weight_update | `finish()`, returns the version |
-    | GET /get_world_size | `world_size` |
 
     One thread at a time calls, the one that steps the engine or, for an LLM, any. The whole engine is one rank of the
     trainer's group: its ranks and replicas get the weights from it.
     """
-
-    world_size = 1
 
     def __init__(self, engine: Updatable, device: torch.device | str, timeout: float = 300.0) -> None:
         """`device`: of the engine's rank 0. `timeout`: seconds that a wait for the trainer may take."""
@@ -102,11 +93,6 @@ class WeightReceiver:
             if memory.numel():
                 self._group.broadcast(memory, 0)
             self._engine.update(relay(unpacked(memory, group)))
-
-    def load_folder(self, folder: str, in_flight: str = "recompute", version: int | None = None) -> int:
-        """LLM.load_weights of a folder; returns the version."""
-        self._engine.load_weights(Path(folder), in_flight, version)
-        return int(self._engine.weight_version)
 
     def finish(self, version: int | None = None) -> int:
         """LLM.finish_update; returns the version."""
