@@ -10,6 +10,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.memory import Pages, Slot, pages_of
 from nanovllm.runner.state_layout import one_group
 from nanovllm.runner.state_memory import StateMemory
+from nanovllm.wire.step import pack_step
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 5, 16
@@ -52,13 +53,21 @@ def test_each_tensor_is_its_own(dtype: torch.dtype, token_major: bool) -> None:
         assert (cache.v is cache.k) == (len(pages.widths) == 1)
 
 
-def test_blocks_are_copied_in_all_tensors() -> None:
-    mixers = [Mixer(Pages(2, (8, 8))), Mixer(Pages(1, (12,)))]
+def test_a_step_begins_with_copied_blocks_and_slots_of_zeros() -> None:
+    """In all tensors of a block; in the slots that rows take, and no other."""
+    mixers = [Mixer(Pages(2, (8, 8))), Mixer(Pages(1, (12,)), Slot((3,)))]
     memory = StateMemory(CONFIG, mixers, one_group(pages_of(mixers)), torch.float8_e4m3fn, CPU, select_kernels(CPU))
     memory.allocate(memory.size(NUM_BLOCKS))
     parts = [tensor for mixer in mixers for tensor in mixer.bound[0].tensors]
     for part in parts:
         part[1] = 7
-    memory.copy_blocks(torch.tensor([1, 3, 3, 4], dtype=torch.int32))
+    [slots] = [one for one in mixers[1].bound if isinstance(one, torch.Tensor)]
+    slots[:] = 5
+    packed = pack_step(
+        3, slots=[1], starts=[0], counts=[1], num_decode_rows=0, num_sample_rows=1, num_tokens=1, block_updates=[],
+        slot_records=[(1, 0.0, 0, 9, 0)], token_ids=[9], block_copies=[1, 3, 3, 4],
+    )  # fmt: skip
+    memory.begin(torch.from_numpy(packed), packed)
+    assert slots.sum(1).tolist() == [15, 0, 15, 15]
     for part in parts:
         assert [bool((part[block].float() == 7).all()) for block in range(NUM_BLOCKS)] == [0, 1, 0, 1, 1]
