@@ -167,10 +167,9 @@ class AsyncLLM:
         tokenizer = self.llm.engine.tokenizer
         if not params.detokenize or not tokenizer.is_there:
             return None
-        include = params.include_stop_str_in_output
         eos = () if params.ignore_eos else self.llm.model_config.eos_token_ids
-        hidden = frozenset() if include else frozenset([*eos, *params.stop_token_ids])
-        return VisibleText(tokenizer.own.detokenizer(params.skip_special_tokens), [*params.stop], include, hidden)
+        detokenizer, stop_ids = tokenizer.own.detokenizer(params.skip_special_tokens), [*eos, *params.stop_token_ids]
+        return VisibleText(detokenizer, [*params.stop], params.include_stop_str_in_output, stop_ids)
 
     def _delta(self, gained: StepOutput, text: VisibleText | None) -> TextDelta:
         ids, pieces = gained.new_token_ids, []

@@ -60,27 +60,26 @@ class Engines:
 
     def _read(self, handle: Handle) -> None:
         """All frames that are there are taken in first, so that each stream gets one chunk of them."""
-        fleet, now = self.fleet, self._loop.time()
         for frame in handle.receive():
-            if fleet is None:
+            if self.fleet is None:
                 self._take_start(handle, frame)
-                fleet = self.fleet
                 continue
             self._handles.take(handle, frame)
-            if fleet.ended is not None:
-                self._end(Lost(fleet.ended))
-        self._hand_out(now)
-        self._streams.flush(now)
+            if self.fleet.ended is not None:
+                self._end(Lost(self.fleet.ended))
+        self._hand_out()
 
-    def _hand_out(self, now: float) -> None:
+    def _hand_out(self) -> None:
         if self.fleet is None or not self.fleet.out:
             return
+        now = self._loop.time()
         frames, self.fleet.out = self.fleet.out, []
         for frame in frames:
             if isinstance(frame, wire.Step):
                 self._streams.take(frame, now)
             else:
                 self._on_frame(frame)
+        self._streams.flush(now)
 
     def _take_start(self, handle: Handle, frame: wire.Up | Lost) -> None:
         number = handle.number
@@ -124,18 +123,13 @@ class Engines:
         if self.fleet is not None:
             self.fleet.abort(request_id)
             if self.fleet.out:  # it was with no engine
-                self._loop.call_soon(self._hand_out_late)
-
-    def _hand_out_late(self) -> None:
-        now = self._loop.time()
-        self._hand_out(now)
-        self._streams.flush(now)
+                self._loop.call_soon(self._hand_out)
 
     async def call(self, name: str, **options: Any) -> Any:
         """Runs a call of engine/calls.py and returns the engines' answer. Raises as they do, or as `fail` says."""
         assert self.fleet is not None
         pending = self.fleet.call(name, options)
-        self._loop.call_soon(self._hand_out_late)
+        self._loop.call_soon(self._hand_out)
         if pending.waiting:
             answered: asyncio.Future[None] = self._loop.create_future()
             self._calls.add(answered)

@@ -1,7 +1,7 @@
 """The text of one output and the strings that stop it: in the engine, which decides where it ends, and for its clients,
 who see nothing that may yet turn out to begin a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nanovllm.text.detokenizer import Detokenizer
 
@@ -25,11 +25,11 @@ class VisibleText:
 
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False,
-        hidden_ids: frozenset[int] = frozenset(),
+        stop_ids: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """`hidden_ids`: tokens that end the text before themselves."""
+        """`stop_ids`: tokens that end the text, before themselves unless `include_stop`."""
         self._detokenizer, self._stops, self._include = detokenizer, stops, include_stop
-        self._hidden = hidden_ids
+        self._hidden = frozenset(() if include_stop else stop_ids)
         self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
         self._longest = max(map(len, self._prefixes), default=0)
         self._ends = {stop[-1] for stop in stops}

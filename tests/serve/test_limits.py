@@ -364,7 +364,7 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytes
         with patch.object(front, "submit"), patch.object(front.log, "end_request"):
             connection.data_received(b"POST / HTTP/1.1\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n")
             await asyncio.gather(*connection.shared.tasks)
-        return b"".join(each.args[0] for each in transport.write.call_args_list)
+        return b"".join(piece for each in transport.writelines.call_args_list for piece in each.args[0])
 
     status, error = refusal(asyncio.run(ask()))
     assert (status, error["code"]) == (500, "internal_error")

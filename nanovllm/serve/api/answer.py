@@ -53,12 +53,12 @@ class Answer(Request):
         self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['
         includes = params.get("include_stop_str_in_output", False)
         eos = () if params.get("ignore_eos") else front.model.info["eos_token_ids"]
-        hidden = frozenset(() if includes else [*params.get("stop_token_ids", ()), *eos])
+        stop_ids = [*params.get("stop_token_ids", ()), *eos]
         stop = params.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
         for index in range(len(prompts) * params.get("n", 1)):
             detokenizer = self.detokenizer(params.get("skip_special_tokens", True))
-            text = VisibleText(detokenizer, stops, includes, hidden)
+            text = VisibleText(detokenizer, stops, includes, stop_ids)
             self.completions.append(self._completion(index, index // params.get("n", 1), text))
 
     def _completion(self, index: int, prompt_index: int, text: VisibleText) -> Completion:

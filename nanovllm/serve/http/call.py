@@ -133,17 +133,18 @@ class Call:
     def begin(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Sends status and headers of a body that follows in chunks. Raises ConnectionError where the client is gone,
         as `end` and `respond`."""
-        self._write_head(status, content_type, [*headers, (b"transfer-encoding", b"chunked")])
+        head = self._head(status, content_type, [*headers, (b"transfer-encoding", b"chunked")])
+        self.connection.transport.write(head)
 
     def end(self) -> None:
         """Sends the end of the chunks."""
-        self._write_end(b"0\r\n\r\n")
+        self._end([b"0\r\n\r\n"])
 
     async def respond(
         self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Sequence[tuple[bytes, bytes]] = ()
     ) -> None:
-        self._write_head(status, content_type, [(b"content-length", b"%d" % len(body)), *headers])
-        self._write_end(b"" if self.method == "HEAD" else body)
+        head = self._head(status, content_type, [(b"content-length", b"%d" % len(body)), *headers])
+        self._end([head, body] if body and self.method != "HEAD" else [head])
 
     async def respond_json(self, value: Any, status: int = 200) -> None:
         await self.respond(msgspec.json.encode(value), status)
@@ -153,18 +154,17 @@ class Call:
         if self.is_gone:
             raise ConnectionResetError
 
-    def _write_head(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    def _head(self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.require_client()
         own = [(b"content-type", content_type), (b"x-request-id", self.request_id.encode())]
         lines = [b"%b: %b\r\n" % header for header in (*own, *self.notes, *headers)]
         if not self.stays:
             lines.append(b"connection: close\r\n")
-        self.connection.transport.write(b"".join([STATUS_LINES[status], self.connection.date, *lines, b"\r\n"]))
         self.status = status
+        return b"".join([STATUS_LINES[status], self.connection.date, *lines, b"\r\n"])
 
-    def _write_end(self, data: bytes) -> None:
+    def _end(self, pieces: list[bytes]) -> None:
         self.require_client()
-        if data:
-            self.connection.transport.write(data)
+        self.connection.transport.writelines(pieces)
         self.is_over = True
         self.connection.end_answer(self)
