@@ -153,7 +153,7 @@ class EngineControl:
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
         """Lets memory sleep: see LLM.sleep."""
         wanted = self.check_sleep(level, tags)
-        if self._loop.has_begun() and not self._loop.is_paused:
+        if self._loop.scheduler.has_begun() and not self._loop.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         self._loop.settle(self._scheduler.preempt_all)
         freed = self._executor.sleep(wanted, keep_weights=level == 1)
@@ -190,7 +190,7 @@ class EngineControl:
             self.abort_all()
         elif mode != "wait":
             return
-        elif self._loop.is_paused and self._loop.has_begun():
+        elif self._loop.is_paused and self._loop.scheduler.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
         self._scheduler.holds_new = True
         try:

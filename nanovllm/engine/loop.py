@@ -77,7 +77,7 @@ class EngineLoop:
     @property
     def num_waiting(self) -> int:
         """Rows that wait, and calls of other threads that the next step takes in: about so many requests do not run."""
-        return self.scheduler.num_waiting + len(self._inbox)
+        return len(self.scheduler.waiting) + len(self._inbox)
 
     def hold(self, is_paused: bool) -> None:
         """Pauses the launching of steps, or ends the pause: requests then begin again. Callable from any thread."""
@@ -231,10 +231,6 @@ class EngineLoop:
     def has_unfinished_requests(self) -> bool:
         return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())
 
-    def has_begun(self) -> bool:
-        """Whether any unfinished request was computed in part."""
-        return self.scheduler.has_begun()
-
     def is_busy(self) -> bool:
         """Whether a step now has something to do or to report: also while requests are held back, or all are."""
         if self._inbox or self._launched or self._unreported.request_ids:
@@ -258,7 +254,7 @@ class EngineLoop:
         scheduler = self.scheduler
         memory = scheduler.memory
         return EngineStats(
-            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
             kv_cache_usage=1 - memory.num_free_blocks / memory.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,

@@ -30,10 +30,8 @@ class CachedPrefix(NamedTuple):
 
     num_blocks: int
     """Whole blocks, to be shared."""
-    num_copied: int
-    """Tokens after them that the row has in common with the pages of `source`, to be copied."""
     source: tuple[Page, ...]
-    """Pages to copy from, by group; empty where nothing is copied."""
+    """Pages that have tokens after them in common with the row, to be copied, by group; empty: none are."""
     num_tokens: int
     """Tokens of the shared blocks and copied ones together."""
     pages: list[list[Page]]
@@ -116,7 +114,7 @@ class PrefixCache:
             else [pages[key] for key in seq.block_keys[self.first_kept(number, num_tokens) : num_blocks]]
             for number, (group, pages) in enumerate(zip(self.groups, self._pages, strict=True))
         ]
-        return CachedPrefix(num_blocks, num_copied, source, num_tokens, shared)
+        return CachedPrefix(num_blocks, source, num_tokens, shared)
 
     def num_hits(self, seq: Sequence, most_tokens: int) -> int:
         """Blocks of the longest cached prefix of `seq` within its first `most_tokens`.

@@ -57,10 +57,6 @@ class Scheduler:
     # -- queues -------------------------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
     def capacity_tokens(self) -> int:
         """Tokens that one request can hold when it has the whole KV cache."""
         return self.memory.capacity_tokens
@@ -74,7 +70,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues `seq`."""
-        assert seq.status is SequenceStatus.WAITING and seq.arrival is None, seq
+        assert seq.status is SequenceStatus.WAITING and seq.arrival < 0, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
         if seq.sampling is None or not seq.sampling.depends_on_output:
             seq.most_gained = self._tokens_per_step

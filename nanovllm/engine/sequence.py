@@ -57,8 +57,8 @@ class Sequence:
     """Inputs beside the tokens that keys and values depend on."""
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
-    arrival: int | None = field(default=None, init=False)
-    """The scheduler's number for it, in order of arrival; None until it is queued."""
+    arrival: int = field(default=-1, init=False)
+    """The scheduler's number for it, in order of arrival; -1 until it is queued."""
     ending: Ending | None = field(default=None, init=False)
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""

@@ -1,7 +1,9 @@
 """Requests that have not begun, or were preempted: those with short prompts, and those with long ones."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from operator import attrgetter
 
 from nanovllm.engine.sequence import Sequence
 
@@ -42,10 +44,7 @@ class WaitingQueues:
 
     def put_back(self, seq: Sequence) -> None:
         """Puts a row that was taken out before those that came after it."""
-        queue, at = self._queue_of(seq), 0
-        while at < len(queue) and _arrival(queue[at]) < _arrival(seq):
-            at += 1
-        queue.insert(at, seq)
+        insort(self._queue_of(seq), seq, key=attrgetter("arrival"))
         self.num_tokens += seq.num_tokens
 
     def remove(self, seq: Sequence) -> None:
@@ -75,7 +74,7 @@ class WaitingQueues:
         short, long = _first(self.short, holds_new), _first(self.long, holds_new)
         if short is None or long is None:
             return short or long
-        return long if long_allowed and _arrival(long) < _arrival(short) else short
+        return long if long_allowed and long.arrival < short.arrival else short
 
 
 def _first(queue: deque[Sequence], holds_new: bool) -> Sequence | None:
@@ -87,8 +86,3 @@ def _first(queue: deque[Sequence], holds_new: bool) -> Sequence | None:
 def has_begun(seq: Sequence) -> bool:
     """Whether it was admitted once."""
     return seq.num_prompt_cached_tokens is not None
-
-
-def _arrival(seq: Sequence) -> int:
-    assert seq.arrival is not None, seq
-    return seq.arrival

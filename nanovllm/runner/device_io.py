@@ -94,13 +94,14 @@ class DeviceIO:
         if mailbox:
             line = torch.zeros(1, dtype=torch.int32, device=self.device)
             self.mailbox = Mailbox(on_host(capacity), on_host(max_rows), line)
-            self._mailbox_lines = self.mailbox.steps.numpy()
+            self._posts, self._answers = self.mailbox.steps.unbind(), self.mailbox.tokens.unbind()
+            self._post_words = self.mailbox.steps.numpy()
             self.begin_mailbox()
         if not self.is_cuda:
             return
         self._index = 0
-        self._staging, self._results = on_host(capacity), on_host(max_rows)
-        self._staging_lines = self._staging.numpy()
+        staging, self._results = on_host(capacity), on_host(max_rows).unbind()
+        self._staging, self._staging_words = staging.unbind(), staging.numpy()
         self._events = [torch.cuda.Event() for _ in range(RING)]
         self.step_buffer = torch.zeros(capacity, dtype=torch.int32, device=self.device)
         """Buffer in which a CUDA graph finds its step, unless the step comes through the mailbox."""
@@ -121,7 +122,7 @@ class DeviceIO:
             return torch.from_numpy(packed.copy())
         self._next_index()
         size = packed.shape[0]
-        self._staging_lines[self._index, :size] = packed
+        self._staging_words[self._index, :size] = packed
         self.step_buffer[:size].copy_(self._staging[self._index][:size], non_blocking=True)
         return self.step_buffer
 
@@ -132,8 +133,8 @@ class DeviceIO:
         if self.is_cuda:
             self._next_index()
         self._posted = (self._posted + 1) % RING
-        self._mailbox_lines[self._posted, : packed.shape[0]] = packed
-        return self.mailbox.steps[self._posted]
+        self._post_words[self._posted, : packed.shape[0]] = packed
+        return self._posts[self._posted]
 
     def receive(
         self, tokens: torch.Tensor, padding: slice, scores: StepScores | None = None, posted: bool = False
@@ -143,8 +144,7 @@ class DeviceIO:
         copied. `scores`: on their way to the host too."""
         rows, event = tokens.shape[0], None
         if posted:
-            assert self.mailbox is not None
-            result = self.mailbox.tokens[self._posted][:rows]
+            result = self._answers[self._posted][:rows]
         elif self.is_cuda:
             result = self._results[self._index][:rows].copy_(tokens, non_blocking=True)
         else:

@@ -80,7 +80,7 @@ def test_scheduling_where_memory_is_short() -> None:
             begin = time.thread_time()
             plan = scheduler.schedule()
             cpu_seconds.append(time.thread_time() - begin)
-            num_tight += scheduler.num_waiting > 0 and len(scheduler.running) < num_rows
+            num_tight += len(scheduler.waiting) > 0 and len(scheduler.running) < num_rows
             if plan is not None:
                 launched.append(plan)
             while len(launched) > 1 or (launched and plan is None):

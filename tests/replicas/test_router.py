@@ -51,7 +51,7 @@ class Fleet:
             for replica, scheduler in enumerate(self.schedulers):
                 if (plan := scheduler.schedule()) is None:
                     continue
-                self.most_waiting = max(self.most_waiting, scheduler.num_waiting)
+                self.most_waiting = max(self.most_waiting, len(scheduler.waiting))
                 self.work[replica] += plan.num_tokens
                 self.computed[replica] += plan.num_prefill_tokens
                 for seq, _ in scheduler.apply(plan, [7] * plan.num_sample_rows):
