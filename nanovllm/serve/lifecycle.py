@@ -24,7 +24,7 @@ from nanovllm.serve.options import ServeOptions
 
 logger = logging.getLogger("nanovllm.serve")
 _DESCRIPTORS = 65536
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 _LARGE_BYTES = 1 << 20
 _LOOK = 0.02  # seconds between two looks at what still runs
 
@@ -131,9 +131,12 @@ def _allow_descriptors() -> None:
 
 
 def _return_memory() -> None:
-    """The C library gives memory of large bodies back when they are freed: its own rule keeps up to 32 MiB of each."""
+    """The C library gives memory of large bodies back when they are freed: its own rule keeps up to 32 MiB of each, and
+    has memory of its own for each thread."""
     with suppress(AttributeError, OSError):  # another library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.mallopt(_M_ARENA_MAX, 1)
 
 
 class _Life:
