@@ -303,11 +303,14 @@ def test_the_callers_default_device_is_not_ours(llm: LLM) -> None:
 def test_what_cannot_be_captured_runs_without_graphs_and_says_so() -> None:
     gpu, fused = torch.device("cuda"), select_kernels("cuda")
     able, unable = SimpleNamespace(name="able", can_capture=True), SimpleNamespace(name="unable", can_capture=False)
-    assert why_no_graphs(gpu, False, fused, able) is None
-    assert why_no_graphs(gpu, False, fused, unable) == "attention backend 'unable' cannot be captured"
-    assert why_no_graphs(gpu, True, fused, able) == "enforce_eager=True"
-    assert "plain kernels" in str(why_no_graphs(gpu, False, select_kernels("cuda", fused=False), able))
-    assert "cpu" in str(why_no_graphs(torch.device("cpu"), False, fused, able))
+    assert why_no_graphs(gpu, False, fused, able, []) is None
+    assert why_no_graphs(gpu, False, fused, unable, []) == "attention backend 'unable' cannot be captured"
+    mixers = [SimpleNamespace(can_capture=can_capture) for can_capture in (True, False)]
+    assert why_no_graphs(gpu, False, fused, able, mixers[:1]) is None
+    assert why_no_graphs(gpu, False, fused, able, mixers) == "mixer SimpleNamespace cannot be captured"
+    assert why_no_graphs(gpu, True, fused, able, []) == "enforce_eager=True"
+    assert "plain kernels" in str(why_no_graphs(gpu, False, select_kernels("cuda", fused=False), able, []))
+    assert "cpu" in str(why_no_graphs(torch.device("cpu"), False, fused, able, []))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])

@@ -78,6 +78,8 @@ class GateParallelLinear(ParallelLinear):
 class PagedAttention:
     """Attention that a layer asks of the backend, over keys and values of its own."""
 
+    can_capture = True
+
     spec: AttentionSpec
     cache: KVCache
 

@@ -44,6 +44,9 @@ class Slot:
 class Mixer(Protocol):
     """Module that mixes tokens in a layer, and remembers something of them for later steps."""
 
+    can_capture: bool
+    """Whether its work can be captured in CUDA graphs: it reads no tensor on the host."""
+
     @property
     def memory(self) -> tuple[Pages | Slot, ...]:
         """Declarations of all that it remembers."""

@@ -1,7 +1,7 @@
 """CUDA graphs of whole steps, from the packed input to the sampled tokens, by padded shape."""
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.kernels import Kernels
+from nanovllm.layers.memory import Mixer
 from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
 
 _GRAPH, _FIRST_GRAPH = 8 << 20, 64 << 20
@@ -20,7 +21,7 @@ _HIDES_LAUNCHES = 5.5e12
 
 
 def why_no_graphs(
-    device: torch.device, enforce_eager: bool, kernels: Kernels, backend: AttentionBackend
+    device: torch.device, enforce_eager: bool, kernels: Kernels, backend: AttentionBackend, mixers: Iterable[Mixer]
 ) -> str | None:
     """Reason why steps are not captured in CUDA graphs; None where they are."""
     if device.type != "cuda":
@@ -31,6 +32,9 @@ def why_no_graphs(
         return "plain kernels read a step's header on the host"
     if not backend.can_capture:
         return f"attention backend {backend.name!r} cannot be captured"
+    for mixer in mixers:
+        if not mixer.can_capture:
+            return f"mixer {type(mixer).__name__} cannot be captured"
     return None
 
 

@@ -163,9 +163,10 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     else:
         kv_dtype = dtype
     rows = config.max_num_seqs
+    captures = not config.enforce_eager and all(mixer.can_capture for mixer in layers.mixers())
     reserved = {
         "step": _step_bytes(layers, rules, config.max_num_batched_tokens, dtype),
-        "graphs": 0 if config.enforce_eager else _graph_bytes(layers, rules, config, dtype),
+        "graphs": _graph_bytes(layers, rules, config, dtype) if captures else 0,
         "filters": option_bytes(model.vocab_size, config.tensor_parallel_size, rows, dtype),
     }
     by_layer = zip(layers.mixers(), counts, strict=True)

@@ -113,7 +113,8 @@ class ModelRunner:
         )
         self.model: Any = foreign or DecoderForCausalLM(context)
         self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self.model.attention_layers())))
-        self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend)
+        mixers = self.model.mixers()
+        self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend, mixers)
         if foreign:
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
@@ -123,7 +124,6 @@ class ModelRunner:
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
         self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress)
-        mixers = self.model.mixers()
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, self.weights.sleepable,

@@ -23,6 +23,8 @@ class Recurrence(WeightedModule):
     """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + v of the token before / 2), a = sigmoid(a_proj(x)):
     [T, hidden] -> [wanted, hidden], a partial sum of this rank's columns."""
 
+    can_capture = False
+
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
         super().__init__()
         width = context.config.hidden_size

@@ -20,6 +20,8 @@ CONFIG = EngineConfig("model", kvcache_block_size=BLOCK_SIZE, max_num_seqs=3, ma
 class Mixer:
     """Keeps what it is given."""
 
+    can_capture = True
+
     def __init__(self, *memory: Pages | Slot) -> None:
         self.memory = memory
 
