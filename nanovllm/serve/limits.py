@@ -43,7 +43,7 @@ COMPLETIONS = 1024
 PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of prompts in one answer; each takes some 100 bytes of it."""
 LOGPROBS = 8 << 20
-"""Log-probabilities of all completions of an unstreamed answer, where there are several."""
+"""Log-probabilities of all completions of an unstreamed answer."""
 MASK_IDS = 4 << 20
 """Ids in the sampling masks of one answer."""
 TOOL_CALLS = 128

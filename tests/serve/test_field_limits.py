@@ -1,5 +1,6 @@
 """Attacks by the fields of a request: each is answered by a bound, and the server goes on."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ from serving import user
 
 from nanovllm.engine import calls
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.answer import check_details, fit
 from nanovllm.serve.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -116,6 +118,20 @@ def test_prompt_longer_than_the_context(client: httpx.Client) -> None:
         error = answer.json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "maximum context length is 2048 tokens" in error["message"]
+
+
+def test_log_probabilities_of_an_answer_are_bounded() -> None:
+    """Those of one completion, too: a context of a million tokens has 21 million of them."""
+    model = SimpleNamespace(info={"max_model_len": 1_000_000})
+    fields = {"messages": user("a"), "logprobs": True, "top_logprobs": 20}
+    for n, stream, most in ((1, False, 399_457), (2, False, 199_728), (1, True, 999_999)):
+        chat = api.read(api.ChatFields, fields | {"n": n, "stream": stream})[0]
+        assert fit(model, [5], chat, None, 20) == ([5], most)  # type: ignore[arg-type]
+        assert fit(model, [5], chat, 500_000, 20) == ([5], 500_000)  # type: ignore[arg-type]
+        assert fit(model, [5], chat, None, None) == ([5], 999_999)  # type: ignore[arg-type]
+        check_details(1030, {"logprobs": 20, "n": n}, [[5]], 0 if stream else most)
+    with pytest.raises(ApiError, match="logprobs: 21 ids for each of 399458 tokens"):
+        check_details(1030, {"logprobs": 20}, [[5]], 399_458)
 
 
 def test_max_tokens_beyond_the_context_is_cut(client: httpx.Client) -> None:

@@ -35,7 +35,7 @@ class Answer(Request):
     ) -> None:  # fmt: skip
         """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each. Raises ApiError where more may be
         said about tokens than an answer holds."""
-        _check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
+        check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call, self.call_id, self.key = call, call.request_id, call.key
         self.fields, self.front, self.params, self.max_tokens = fields, front, params, max_tokens
@@ -221,14 +221,14 @@ async def answer(call: Call, request: Answer) -> None:
         front.log.end_request(request)
 
 
-def _check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> None:
-    """`max_tokens`: of all prompts, that are kept up to the end of the answer."""
+def check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> None:
+    """Raises ApiError where an answer may name more ids than it holds. `max_tokens`: of all prompts, kept up to its
+    end."""
     n = params.get("n", 1)
     num_kept = min(top_k, vocab) if (top_k := params.get("top_k", 0)) > 0 else vocab
-    num_several = max_tokens if n * len(prompts) > 1 else 0
     for name, count, num_each, most in (
         ("prompt_logprobs", sum(map(len, prompts)), params.get("prompt_logprobs", -1) + 1, limits.PROMPT_LOGPROBS),
-        ("logprobs", num_several, params.get("logprobs", -1) + 1, limits.LOGPROBS),
+        ("logprobs", max_tokens, params.get("logprobs", -1) + 1, limits.LOGPROBS),
         ("sampling_mask", max_tokens, num_kept if params.get("sampling_mask") else 0, limits.MASK_IDS),
     ):
         if (total := n * count * num_each) > most:
@@ -236,8 +236,12 @@ def _check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]],
             raise bad_request(f"{name}: {num_each} ids for each of {tokens}, n={n} times, is {total}, at most {most}")
 
 
-def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: int | None) -> tuple[list[int], int]:
-    """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError."""
+def fit(
+    model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: int | None, k: int | None
+) -> tuple[list[int], int]:
+    """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError.
+    `k`: likeliest ids of each token that the answer names, None where it names none. If no number of tokens is asked
+    for, the most is as many as one answer may name them of."""
     limit = model.info["max_model_len"]
     if (keep := fields.truncate_prompt_tokens) is not None:
         prompt = prompt[-(limit - 1 if keep == -1 else max(1, keep)) :]
@@ -248,6 +252,8 @@ def fit(model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: 
         what = f"{len(prompt)} tokens in the prompt and asks for {more} in the completion"
         raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt")
     room = limit - len(prompt)
+    if asked is None and k is not None and not fields.stream:
+        asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))
     return prompt, room if asked is None else min(asked, room)
 
 

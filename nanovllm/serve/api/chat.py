@@ -216,7 +216,7 @@ def prepare(
         wanted = api.structured(fields)
         params = api.sampling_fields(fields, model.defaults, most, k, wanted)
         text, prompt = encode(front, fields)
-        prompt, room = fit(model, prompt, fields, asked if asked is not None else model.default_max_tokens)
+        prompt, room = fit(model, prompt, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given

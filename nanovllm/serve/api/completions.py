@@ -142,7 +142,7 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> _Prepared:
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = _prompts(model, fields)
-    prompts, counts = zip(*[fit(model, prompt, fields, asked) for prompt in given], strict=True)
+    prompts, counts = zip(*[fit(model, prompt, fields, asked, fields.logprobs) for prompt in given], strict=True)
     echoes = None
     if fields.echo:
         whole = fields.truncate_prompt_tokens is None

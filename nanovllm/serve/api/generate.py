@@ -72,7 +72,7 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Any, ...]:
     fields = read(front, call, api.CompletionFields, wanted | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
-    prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked)
+    prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked, fields.logprobs)
     longest = max(room, fields.min_tokens or 0)
     params = api.sampling_fields(fields, front.model.defaults, longest, fields.logprobs, api.structured(fields))
     if masked:
