@@ -97,7 +97,8 @@ class RankPlan:
     def blocks(self) -> int:
         """Raises ValueError as an engine does that has no room for one."""
         room = kv_room(self.share, self.used, self.share - self.used, self.reserved)
-        return blocks_that_fit(room, self.block_bytes, self.layout.num_tables, self.option)
+        least = self.layout.num_tables
+        return blocks_that_fit(room + self.slots, self.block_bytes, least, self.option, slots=self.slots)
 
     @property
     def used(self) -> int:

@@ -176,10 +176,14 @@ class ModelRunner:
         if self.device.type == "cpu":
             share, gib = host_share(config), config.cpu_kvcache_gib
             if config.num_kvcache_blocks is not None:
-                return int((share - fixed) / max(1, per_block))
+                return blocks_that_fit(int(share), per_block, 0, "a rank's share of the memory here", slots=fixed)
             if gib * GIB > share:
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of the memory here")
-            return blocks_that_fit(int(gib * GIB) - fixed, per_block, least, f"cpu_kvcache_gib={gib}")
+            return blocks_that_fit(int(gib * GIB), per_block, least, f"cpu_kvcache_gib={gib}", slots=fixed)
+        option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        if fixed:  # before anything is allocated
+            budget = self.memory.kv_budget(config.gpu_memory_utilization)
+            blocks_that_fit(budget, per_block, least, option, self.memory.crowded, fixed)
         with self.io.stream_context():
             with self.memory.libraries():
                 self.allocate_state(self.state_memory.size(1))
@@ -196,7 +200,6 @@ class ModelRunner:
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
-        option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         return blocks_that_fit(budget, per_block, least, option, self.memory.crowded)
 
     def warm_up_attention(self) -> None:

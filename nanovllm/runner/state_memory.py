@@ -29,12 +29,18 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def blocks_that_fit(budget_bytes: int, bytes_per_block: int, least: int, option: str, because: str = "") -> int:
-    """Blocks within `budget_bytes`. Raises ValueError naming `option` (written out with its value), and `because` of
-    what the budget is so small, where there is no room for the `least`, with one for each table of a row."""
-    blocks = budget_bytes // max(1, bytes_per_block)  # no bytes: nothing is kept by token
+def blocks_that_fit(
+    budget_bytes: int, bytes_per_block: int, least: int, option: str, because: str = "", slots: int = 0
+) -> int:
+    """Blocks within `budget_bytes`, beside `slots`, the bytes of memory of fixed size of all rows. Raises ValueError
+    naming `option` (written out with its value), and `because` of what the budget is so small, where there is no room
+    for the `least`, with one for each table of a row."""
+    blocks = (budget_bytes - slots) // max(1, bytes_per_block)  # no bytes: nothing is kept by token
     if blocks < least:
-        needed = f"{_size(least * bytes_per_block)} ({'one block' if least == 1 else f'{least} blocks'})"
+        parts = "one block" if least == 1 else f"{least} blocks"
+        if slots:
+            parts = f"{_size(slots)} in slots of max_num_seqs requests" + (f", {parts}" if bytes_per_block else "")
+        needed = f"{_size(slots + least * bytes_per_block)} ({parts})"
         raise ValueError(
             f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {needed}"
             f"{because and f': {because}'}"

@@ -2,6 +2,7 @@
 in a crowd that takes its slots in turn, and on two ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from test_custom_model import COUNT, Twin
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
+from nanovllm.config import EngineConfig
+from nanovllm.executor.resolve import resolve
+from nanovllm.models.registry import read_model_config, resolve_model_folder
+from nanovllm.runner.memory_plan import GPUS, plan_rank
 
 SHARED = [(11 * i) % 140 for i in range(35)]
 PROMPTS = [[5], [*SHARED, 9, 8, 7], [*SHARED, 30], [*range(20, 45)], [(3 * i) % 140 for i in range(60)], [7, 7], SHARED]
@@ -154,3 +159,50 @@ def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> 
     assert found["slots"] == 9 * info["slot_bytes"] and found["graphs"] == 0  # the recurrence cannot be captured
     assert main(["plan", model[0], *options]) == 0
     assert "MiB a request" in capsys.readouterr().out
+
+
+def test_slots_that_do_not_fit_are_refused(model: Model) -> None:
+    """Nine slots, the last for padding, of which the message has the bytes."""
+    own = {name: value for name, value in OPTIONS.items() if name != "num_kvcache_blocks"}
+    with LLM(model[0], **own, cpu_kvcache_gib=0.001) as llm:
+        slots = 9 * llm.engine_info()["slot_bytes"]
+    has, needs = f"leaves {slots // 2} bytes for the KV cache", rf"{slots} bytes in slots of max_num_seqs requests"
+    with pytest.raises(ValueError, match=rf"^cpu_kvcache_gib=.*: {has}, must leave at least .*\({needs}"):
+        LLM(model[0], **own, cpu_kvcache_gib=slots / 2 / (1 << 30))
+
+
+def test_the_plan_refuses_slots_that_do_not_fit(model: Model) -> None:
+    own = {name: OPTIONS[name] for name in ("plugins", "device", "skip_tokenizer_init")}
+    config = resolve_model_folder(EngineConfig.from_options(model[0], **own))
+    family = read_model_config(config)
+    few, many = (resolve(replace(config, max_num_seqs=rows), family) for rows in (8, 1 << 24))
+    assert plan_rank(few, family, GPUS["L4"]).blocks > 0
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.* GiB in slots of max_num_seqs requests"):
+        plan_rank(many, family, GPUS["L4"]).blocks  # noqa: B018 (raises)
+
+
+def test_rows_that_have_begun_sleep(model: Model) -> None:
+    """Their slots are lost with the cache: they begin anew, from zeros."""
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    with LLM(model[0], **OPTIONS, enable_sleep=True) as llm:
+        ids = [llm.add_request(prompt, params) for prompt in PROMPTS]
+        gained: dict[int, list[int]] = {number: [] for number in ids}
+
+        def step() -> None:
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+
+        while not all(gained.values()):
+            step()
+        llm.pause()
+        llm.sleep()
+        with torch.inference_mode():  # a CPU's memory stays where it is
+            for mixer in llm.engine.executor.runner.model.mixers():
+                for state in (getattr(mixer, name) for name in ("states", "last_values") if hasattr(mixer, name)):
+                    state.fill_(float("nan"))
+        llm.wake_up()
+        llm.resume()
+        while llm.has_unfinished_requests():
+            step()
+        for number, one in zip(ids, model[1], strict=True):
+            assert_same(gained[number], one)

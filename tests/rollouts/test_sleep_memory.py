@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from nanovllm.config import EngineConfig
 from nanovllm.errors import OutOfMemory
+from nanovllm.kernels import select_kernels
+from nanovllm.layers.memory import Pages, Slot, pages_of
 from nanovllm.runner import pinned_memory, sleep, virtual_memory
 from nanovllm.runner.sleep import SleepableMemory
+from nanovllm.runner.state_layout import one_group
+from nanovllm.runner.state_memory import StateMemory
 
 PAGE = 2 << 20
 
@@ -109,3 +114,36 @@ def test_no_memory_changes_nothing(memory: SleepableMemory, monkeypatch: pytest.
     memory.take_again(both)
     memory.wake(both)
     assert torch.equal(model[0], expected) and memory.nbytes >= mapped
+
+
+class Mixer:
+    """A mixer that remembers pages and a slot."""
+
+    def __init__(self) -> None:
+        self.memory = (Pages(2, (16, 16)), Slot((5,)))
+
+    def bind(self, *memory: Any) -> None:
+        self.bound = memory
+
+
+def test_slots_sleep_beside_blocks(memory: SleepableMemory) -> None:
+    """What layers were given is at its addresses afterwards, and zeros."""
+    cpu, mixer = torch.device("cpu"), Mixer()
+    config = EngineConfig.from_options("model", max_num_seqs=3, kvcache_block_size=16)
+    layout = one_group(pages_of([mixer]))
+    state = StateMemory(config, [mixer], layout, torch.float32, cpu, select_kernels(cpu), sleepable=memory)
+    state.allocate(state.size(7))
+    pages, slots = mixer.bound
+    every = [*pages.tensors, slots]
+    addresses = [tensor.data_ptr() for tensor in every]
+    assert slots.shape == (4, 5) and memory.nbytes >= state.fixed_bytes + 7 * state.block_bytes
+    for tensor in every:
+        assert not tensor.any()
+        tensor.fill_(3)
+    memory.sleep(("kv_cache",), keep_weights=False)
+    assert memory.nbytes == 0
+    memory.take_again(("kv_cache",))
+    memory.wake(("kv_cache",))
+    assert [tensor.data_ptr() for tensor in every] == addresses and not any(tensor.any() for tensor in every)
+    state.free()
+    assert memory.nbytes == 0 and not memory._driver.mappings  # type: ignore[attr-defined]
