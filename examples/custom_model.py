@@ -33,6 +33,8 @@ from nanovllm.models.names import PRE_NORMS, CheckpointNames
 class DifferentialAttention(WeightedModule):
     """first(x) - share * second(x): [T, hidden] -> [wanted, hidden], a partial sum of this rank's heads."""
 
+    can_capture = True
+
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
         super().__init__()
         self.first, self.second = (attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))

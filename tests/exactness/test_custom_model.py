@@ -13,6 +13,7 @@ from observing import StepWitness
 from programs import load
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "custom_model.py"
@@ -126,6 +127,13 @@ def test_on_two_ranks(model: tuple[str, list[Expected]]) -> None:
     """The other rank's process loads the file by itself."""
     with LLM(model[0], **OPTIONS, tensor_parallel_size=2) as llm:
         check(llm, model[1])
+
+
+def test_the_plan_counts_both_attentions_of_a_layer(
+    model: tuple[str, list[Expected]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model[0], "--plugins", str(FILE), "-tp", "1"]) == 0
+    assert "KV cache: 6 layers that see all keys" in capsys.readouterr().out
 
 
 def test_as_a_program() -> None:
