@@ -52,7 +52,7 @@ class ReduceAddNorm(WeightedModule):
         self.group, self.kernels = context.group, context.kernels
         self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
-        self.nodes = context.group.exact_bits == "tp"
+        self.round_sums = context.group.exact_bits == "tp"
         """Sums over parts of K are rounded, and so is the sum of any two (kernels/plan/order.py)."""
 
     @property
@@ -77,7 +77,7 @@ class ReduceAddNorm(WeightedModule):
             )
         if self.group.size > 1 and partial.dim() == 3:
             assert residual is not None
-            partial = add_up(partial, residual.dtype, self.nodes)
+            partial = add_up(partial, residual.dtype, self.round_sums)
         if self.group.size > 1:
             return self.add_norm(self.group.all_reduce(partial), residual)
         return self._add_norm(partial, residual)
@@ -101,4 +101,4 @@ class ReduceAddNorm(WeightedModule):
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
         zeros."""
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
-        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.nodes)
+        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums)

@@ -72,7 +72,8 @@ class TensorParallelGroup:
         layout = Layout.for_limits(self.size, hidden_size, dtype, max_rows, max_keys, half_rows)
         try:
             memory = PeerMemory(self._store, self.rank, self.device, layout, allow_shared_device=self._share_gpus)
-            self._peer = PeerAllReduce(memory, one_order=self.exact_bits is not None, nodes=self.exact_bits == "tp")
+            one_order, round_sums = self.exact_bits is not None, self.exact_bits == "tp"
+            self._peer = PeerAllReduce(memory, one_order=one_order, round_sums=round_sums)
             if self._overlaps:
                 self.overlap = Overlap(CopyEngineSums(memory))
         except PeerMemoryUnavailable as reason:

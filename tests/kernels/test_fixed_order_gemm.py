@@ -36,12 +36,12 @@ def test_a_rank_holds_a_node_of_the_one_tree(size: int) -> None:
     x, weight = torch.randn(5, 512).bfloat16(), torch.randn(24, 512).bfloat16()
 
     def node(begin: int, end: int) -> torch.Tensor:
-        config = GemmConfig("blocks", split_k=(end - begin) // (512 // LEAVES), nodes=True)
+        config = GemmConfig("blocks", split_k=(end - begin) // (512 // LEAVES), round_sums=True)
         parts = linear_in_blocks(x[:, begin:end], weight[:, begin:end], config)
-        return parts if parts.dim() == 2 else add_up(parts, x.dtype, nodes=True)
+        return parts if parts.dim() == 2 else add_up(parts, x.dtype, round_sums=True)
 
     nodes = [node(rank * 512 // size, (rank + 1) * 512 // size) for rank in range(size)]
-    assert torch.equal(add_up(torch.stack(nodes), x.dtype, nodes=True), node(0, 512))
+    assert torch.equal(add_up(torch.stack(nodes), x.dtype, round_sums=True), node(0, 512))
 
 
 def test_parts_of_the_decode_kernel_are_rounded() -> None:
@@ -49,7 +49,7 @@ def test_parts_of_the_decode_kernel_are_rounded() -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     x, weight = (torch.randn(rows, 512).to(DEVICE, dtype) for rows in (5, 64))
     for kernel in ("tile", "split"):
-        config = GemmConfig(kernel, 64, 16, 32, 3, split_k=4, nodes=True)
+        config = GemmConfig(kernel, 64, 16, 32, 3, split_k=4, round_sums=True)
         got, want = matmul(x, weight, config), tile.linear_reference(x, weight, config)
         assert got.dtype == want.dtype == dtype
         torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-2)
@@ -96,5 +96,5 @@ def test_k_is_cut_alike_for_all_numbers_of_rows(kind: str, n: int, k: int) -> No
         if kind in ("o", "down") and leaves:
             part = gemm._replace(k=k // size)
             for _, config in fixed_ranges(part, TABLE, True, leaves, False):
-                assert config.parts == leaves and config.nodes
+                assert config.parts == leaves and config.round_sums
                 assert leaves == 1 or not config.block_k or part.k % (leaves * config.block_k) == 0

@@ -195,7 +195,7 @@ TILES = {"kernel": "tile", "block_n": 64, "block_m": 16, "block_k": 128, "stages
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [["16", {}]]}]}),
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"block_m": 0}]]}]}),
         json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"split_k": 0}]]}]}),
-        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"split_k": 2, "nodes": True}]]}]}),
+        json.dumps({"devices": ["x"], "gemms": [ENTRY | {"rows": [[16, TILES | {"split_k": 2, "round_sums": True}]]}]}),
     ],
 )
 def test_spoilt_files_are_refused_by_their_path(tmp_path: Path, content: str) -> None:

@@ -259,13 +259,13 @@ def parts_rank(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(got[0], same[0]) and torch.equal(got[1][own], same[1][own])
             assert torch.equal(got[1][own], want[1][own])
             torch.testing.assert_close(got[0], want[0], rtol=2e-3, atol=1e-5)
-    tree = module.PeerAllReduce(memory, one_order=True, nodes=True)  # type: ignore[arg-type]
+    tree = module.PeerAllReduce(memory, one_order=True, round_sums=True)  # type: ignore[arg-type]
     for path, rows in itertools.product(("one_shot", "two_shot"), (1, CAPACITY)):
         generator = torch.Generator().manual_seed(rows)
         leaves = torch.randn(2 * world_size, rows, HIDDEN, generator=generator).to(dtype)
         residual, gain = (torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (rows, 1))
         norm = Norm(gain[0], EPS)
-        of_one = [each.clone() for each in add_norms(leaves, residual.clone(), norm, nodes=True)]
+        of_one = [each.clone() for each in add_norms(leaves, residual.clone(), norm, round_sums=True)]
         got = tree.all_reduce_add_rms_norm(leaves[2 * rank : 2 * rank + 2], residual, norm, path=path)
         own = slice(None) if path == "one_shot" else slice(rank, None, world_size)
         assert torch.equal(got[0], of_one[0]) and torch.equal(got[1][own], of_one[1][own])

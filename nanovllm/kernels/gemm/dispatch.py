@@ -24,5 +24,5 @@ _BY_KERNEL: dict[Kernel, Callable[[Tensor, Tensor, GemmConfig], Tensor]] = {
 
 def matmul(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
-    float32 but for config.nodes."""
+    float32 but for config.round_sums."""
     return _BY_KERNEL[config.kernel](x, weight, config)

@@ -15,13 +15,13 @@ from nanovllm.kernels.plan.config import GemmConfig
 
 
 def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], with config.nodes in x's dtype, a sum over each of
+    """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], with config.round_sums in x's dtype, a sum over each of
     config.split_k equal parts of K, by cuBLAS."""
     (rows, k), n, splits = x.shape, weight.shape[0], config.split_k
     part = k // splits
     x_parts = x.view(rows, splits, part).transpose(0, 1)
     weight_parts = weight.view(n, splits, part).permute(1, 2, 0)
-    if config.nodes:
+    if config.round_sums:
         return torch.bmm(x_parts, weight_parts)
     if x.is_cuda:
         return torch.bmm(x_parts, weight_parts, out_dtype=torch.float32)

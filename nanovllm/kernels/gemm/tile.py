@@ -303,7 +303,7 @@ def tile_kernel(
 
 def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
-    config.nodes in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
+    config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
     silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; then K cannot be split."""
     rows, k = x.shape
     n_out = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -315,7 +315,7 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     if config.split_k > triton.cdiv(k, config.block_k):
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
-    part_dtype = x.dtype if config.nodes else torch.float32
+    part_dtype = x.dtype if config.round_sums else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
     return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64, pdl=pdl)
 
@@ -376,4 +376,4 @@ def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bo
     steps = -(-x.shape[1] // config.block_k)
     ends = [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)]
     sums = sums_over_parts(x, weight, ends)
-    return (sums.to(x.dtype) if config.nodes else sums) if config.split_k > 1 else sums[0].to(x.dtype)
+    return (sums.to(x.dtype) if config.round_sums else sums) if config.split_k > 1 else sums[0].to(x.dtype)

@@ -42,9 +42,9 @@ KERNELS: dict[Kernel, Traits] = {
     "fma": Traits(WIDE, SKINNY_ROWS),  # gemm/skinny.py
     "stream": Traits(("bfloat16", "float16", FP8, INT4), STREAM_ROWS),  # gemm/stream.py; one row by int4: int4_row.py
     "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
-    "roles": Traits((FP8,)),  # gemm/roles.py; likewise
-    "int4": Traits((INT4,), INT4_ROWS),  # gemm/int4.py; likewise
-    "int4_whole": Traits((INT4,), INT4_ROWS),  # the same, which adds up the parts itself
+    "roles": Traits((FP8,)),  # gemm/roles.py; it hands on sums over parts too
+    "int4": Traits((INT4,), INT4_ROWS),  # gemm/int4.py; it hands on sums over parts too
+    "int4_whole": Traits((INT4,), INT4_ROWS),  # int4.py, with the parts added up inside
 }
 """Kernels that a table may name. Plans have others for "library" where it cannot multiply. "scaled": cuBLAS over groups
 of e4m3 with their scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of
@@ -83,7 +83,7 @@ class GemmConfig:
     stages: int = 0
     split_k: int = 1
     num_warps: int = 4
-    nodes: bool = False
+    round_sums: bool = False
     """Sums over parts of K are rounded to x's dtype, for "split", "tile" and "blocks" (fixed_order.py)."""
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class GemmConfig:
 
     @property
     def parts(self) -> int:
-        """Sums over parts of K that the consumer gets as [parts, rows, n], float32 but for `nodes`; 1: the result
+        """Sums over parts of K that the consumer gets as [parts, rows, n], float32 but for `round_sums`; 1: the result
         [rows, n]."""
         return 1 if self.is_skinny or self.kernel == "int4_whole" else self.split_k
 

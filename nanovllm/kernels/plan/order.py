@@ -29,7 +29,7 @@ def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, o
     K, in mode "tp"; 0: mode "batch"."""
     is_tree = leaves > 0 and gemm.kind in SUMMED
     if on_cpu:
-        return ((ANY_ROWS, GemmConfig("blocks", split_k=leaves if is_tree else 1, nodes=is_tree)),)
+        return ((ANY_ROWS, GemmConfig("blocks", split_k=leaves if is_tree else 1, round_sums=is_tree)),)
     parts = leaves if is_tree else _parts_of(gemm.k) if gemm.kind in SUMMED and takes_parts else 1
     if gemm.k % 8:
         raise ValueError(f"exact_bits: {gemm.k} inputs of {gemm.kind}: must be a multiple of 8")
@@ -37,7 +37,8 @@ def fixed_ranges(gemm: Gemm, table: GemmTable, takes_parts: bool, leaves: int, o
     measured, own = table.measured(gemm), _OWN if parts == 1 else _OWN_IN_PARTS
     ends = sorted({1} | {most for most, _ in (*measured, *own) if most <= TILE_ROWS})
     by_rows = {rows: _for_rows(gemm, rows, measured, parts, many) for rows in ends}
-    return ranges_of((most, replace(config, nodes=is_tree)) for most, config in [*by_rows.items(), (ANY_ROWS, many)])
+    all_rows = [*by_rows.items(), (ANY_ROWS, many)]
+    return ranges_of((most, replace(config, round_sums=is_tree)) for most, config in all_rows)
 
 
 def _parts_of(k: int) -> int:
@@ -47,7 +48,7 @@ def _parts_of(k: int) -> int:
 
 def without_library(by_rows: Ranges, k: int) -> Ranges:
     """Replaces the library by a kernel of our own in these ranges."""
-    return tuple((most, replace(_cut(k, _ANY_TILES, config.parts), nodes=config.nodes)
+    return tuple((most, replace(_cut(k, _ANY_TILES, config.parts), round_sums=config.round_sums)
                   if config.kernel in ("library", "split") else config) for most, config in by_rows)  # fmt: skip
 
 

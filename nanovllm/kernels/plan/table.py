@@ -103,9 +103,9 @@ def _parse(raw: dict[str, Any]) -> GemmTable:
 
 def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     """`config`; ValueError where it cannot multiply `most` rows by this weight."""
-    if config.kernel not in KERNELS or config.nodes:
-        raise ValueError(f"{gemm}: {config}: must have one of the kernels {list(KERNELS)}, and no nodes")
-    numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "nodes")]
+    if config.kernel not in KERNELS or config.round_sums:
+        raise ValueError(f"{gemm}: {config}: must have one of the kernels {list(KERNELS)}, and no round_sums")
+    numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "round_sums")]
     sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
     sizes += [config.block_m] if sizes and not config.is_skinny else []
     sizes += [config.split_k, config.num_warps]

@@ -113,7 +113,7 @@ def norm_row(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexp
 def _norm_kernel(
     X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, x_stride, scale_stride, eps, after_eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
-    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, ROUND_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. X [rows, HIDDEN], rows x_stride apart, or
     PARTS contiguous matrices to add up; RESIDUAL and OUT [rows, HIDDEN], contiguous; weights and biases [HIDDEN]. What
@@ -129,7 +129,7 @@ def _norm_kernel(
         tl.extra.cuda.gdc_wait()
     part_stride = tl.num_programs(0).to(tl.int64) * HIDDEN
     dtype: tl.constexpr = RESIDUAL.dtype.element_ty
-    x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, dtype, dtype if NODES else tl.float32)
+    x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, dtype, dtype if ROUND_SUMS else tl.float32)
     if AFTER_WEIGHT is not None:
         x = norm_row(x, after_weight, after_bias, after_eps, mask, HIDDEN, AFTER_KIND, AFTER_BIAS is not None)
     if ADD:
@@ -148,7 +148,7 @@ def _norm_kernel(
 
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor, after: Norm | None = None,
-    multiplier: float = 1.0, scales: torch.Tensor | None = None, nodes: bool = False,
+    multiplier: float = 1.0, scales: torch.Tensor | None = None, round_sums: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     num_rows, hidden = x.shape[-2:]
     block = triton.next_power_of_2(hidden if scales is None else max(hidden, GROUP))
@@ -160,7 +160,7 @@ def _launch(
             x, x if residual is None else residual, norm.weight, norm.bias, out, scales, after.weight, after.bias,
             x.stride(-2), 0 if scales is None else scales.stride(1), norm.eps, after.eps,
             HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier, PARTS=parts, NODES=nodes,
+            MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
@@ -170,20 +170,20 @@ def _launch(
 
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, nodes: bool = False,
+    multiplier: float = 1.0, round_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
     the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/parts.py) or
-    the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with `nodes`
-    so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are contiguous as
-    residual is.
+    the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with
+    `round_sums` so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are
+    contiguous as residual is.
     """
     like = x if residual is None else residual
     out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
     if norm is not None or residual is not None:
-        _launch(x, residual, norm, out, after, multiplier, nodes=nodes)
+        _launch(x, residual, norm, out, after, multiplier, round_sums=round_sums)
     return out, like
 
 
@@ -197,10 +197,10 @@ def add_norms_fp8(
     return found, like
 
 
-def add_up(parts: torch.Tensor, dtype: torch.dtype, nodes: bool = False) -> torch.Tensor:
-    """[parts, T, hidden] -> their float32 sum, rounded once, or with `nodes` the sum of any two to the parts' dtype,
-    [T, hidden]; added in pairs, as in_pairs does."""
-    sums = list(parts if nodes else parts.float())
+def add_up(parts: torch.Tensor, dtype: torch.dtype, round_sums: bool = False) -> torch.Tensor:
+    """[parts, T, hidden] -> their float32 sum, rounded once, or with `round_sums` the sum of any two to the parts'
+    dtype, [T, hidden]; added in pairs, as in_pairs does."""
+    sums = list(parts if round_sums else parts.float())
     while len(sums) > 1:
         sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
     return sums[0].to(dtype)
@@ -220,14 +220,14 @@ def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def add_norms_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, nodes: bool = False,
+    multiplier: float = 1.0, round_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain twin of `add_norms`."""
     if residual is None:
         residual = x
     else:
         if x.dim() == 3:
-            x = add_up(x, residual.dtype, nodes)
+            x = add_up(x, residual.dtype, round_sums)
         y = x if after is None else norm_reference(x, after)
         residual.add_(y if multiplier == 1.0 else y * multiplier)
     return residual if norm is None else norm_reference(residual, norm), residual

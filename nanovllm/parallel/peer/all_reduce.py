@@ -9,8 +9,8 @@ ahead of its first look at a slot.
 
 Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come as sums over parts of
 K (kernels/gemm/parts.py): a rank adds up its own, in pairs, and rounds once before it sends. Sums are float32 in a
-fixed order, so all ranks hold the same bits. Where they are to be those of other numbers of ranks too (`nodes`), a sum
-of any two addends is rounded.
+fixed order, so all ranks hold the same bits. Where they are to be those of other numbers of ranks too (`round_sums`),
+a sum of any two addends is rounded.
 
 A wait looks at `abort` in local device memory each time round and is bounded by `max_spins`. After either the outputs
 are garbage and the block must not be used again.
@@ -53,13 +53,13 @@ class PeerAllReduce:
     """
 
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS, one_order: bool = False,
-                 nodes: bool = False) -> None:  # fmt: skip
+                 round_sums: bool = False) -> None:  # fmt: skip
         """one_order: a row's bits do not depend on how many there are. Then no row is cut, whose squares would be
-        summed in parts, and sums that are too large for the block go through it in pieces. nodes, with one_order: nor
-        do they on the ranks."""
+        summed in parts, and sums that are too large for the block go through it in pieces. round_sums, with
+        one_order: nor do they on the ranks."""
         self.memory = memory
         self.one_order = one_order
-        self.nodes = nodes
+        self.round_sums = round_sums
         self.max_spins = max_spins
         self._layout = layout = memory.layout
         self._hidden, self._row_bytes = layout.hidden_size, layout.hidden_size * layout.dtype.itemsize
@@ -101,7 +101,7 @@ class PeerAllReduce:
         """Sum over the ranks + residual (float32, one rounding), and the norm of that, of kind "rms".
 
         partial [T, hidden]: this rank's addend, contiguous, any memory; or [parts, T, hidden], whose sum it is, of
-        float32 or, with `nodes`, of the memory's dtype.
+        float32 or, with `round_sums`, of the memory's dtype.
         residual [T, hidden]: updated in place; None: zeros, and a new tensor is returned. Returns (normalised [T,
         hidden], residual [T, hidden]).
         The residual is for further calls with the same T alone: where two-shot is taken, each rank updates only the
@@ -154,7 +154,7 @@ class PeerAllReduce:
             raise ValueError(f"partial: shape {tuple(partial.shape)}, need [rows, {self._hidden}] or parts of that")
         shape = (partial.shape[-2], self._hidden)
         model_dtype = self._layout.dtype
-        dtypes = [torch.float32 if in_parts and not self.nodes else model_dtype, model_dtype, model_dtype]
+        dtypes = [torch.float32 if in_parts and not self.round_sums else model_dtype, model_dtype, model_dtype]
         for tensor, dtype in zip((partial, residual, weight), dtypes, strict=True):
             if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
                 raise ValueError(f"need a contiguous {dtype} tensor, got {tensor.dtype} {tensor.stride()}")
@@ -180,7 +180,7 @@ class PeerAllReduce:
         if path == "one_shot" and rows <= layout.one_shot_rows:
             one_shot_kernel[(min(rows, MAX_PROGRAMS),)](
                 *tensors, memory.parity[0], *scalars, scales, 0 if scales is None else scales.stride(1), NORM=norm,
-                NODES=self.nodes, CAPACITY=layout.one_shot_rows, **fixed,
+                ROUND_SUMS=self.round_sums, CAPACITY=layout.one_shot_rows, **fixed,
             )  # fmt: skip
         elif path == "two_shot" and rows <= layout.two_shot_rows:
             split = self.split(rows) if norm else 1
@@ -190,8 +190,8 @@ class PeerAllReduce:
             regions = (layout.regions[name] for name in ("scatter", "gather", "squares"))
             starts = (region.offset // region.dtype.itemsize for region in regions)
             two_shot_kernel[(programs,)](
-                *tensors, memory.parity[1], *scalars, *starts, NORM=norm, NODES=self.nodes, UNITS=layout.units,
-                SPLIT=split, **{**fixed, "BLOCK": block, "num_warps": num_warps(block)},
+                *tensors, memory.parity[1], *scalars, *starts, NORM=norm, ROUND_SUMS=self.round_sums,
+                UNITS=layout.units, SPLIT=split, **{**fixed, "BLOCK": block, "num_warps": num_warps(block)},
             )  # fmt: skip
         else:
             raise ValueError(f"{rows} rows by {path}: the block was laid out for {layout}")

@@ -63,9 +63,9 @@ def rounded(x, out, INT: tl.constexpr, SENTINEL: tl.constexpr):
 
 @triton.jit
 def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.constexpr, INT: tl.constexpr,
-            SENTINEL: tl.constexpr, NODES: tl.constexpr = False):  # fmt: skip
+            SENTINEL: tl.constexpr, ROUND_SUMS: tl.constexpr = False):  # fmt: skip
     """Bits that this rank sends of the elements `at`: those of `partial`; if that has several parts their sum, with
-    NODES each sum of two rounded."""
+    ROUND_SUMS each sum of two rounded."""
     if PARTS == 1:
         return _without_sentinel(tl.load(partial + at, mask=mask, other=0), SENTINEL, 0)
     else:
@@ -73,7 +73,7 @@ def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.co
         for part in tl.static_range(PARTS):
             addend = tl.load(partial + part * (rows.to(tl.int64) * HIDDEN) + at, mask=mask, other=0.0)
             parts = parts + (addend.to(tl.float32),)
-        return rounded(in_pairs(parts, out.dtype.element_ty if NODES else tl.float32), out, INT, SENTINEL)
+        return rounded(in_pairs(parts, out.dtype.element_ty if ROUND_SUMS else tl.float32), out, INT, SENTINEL)
 
 
 @triton.jit
@@ -88,19 +88,19 @@ def _node(addends, dtype: tl.constexpr):
 
 @triton.jit
 def finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN: tl.constexpr, NORM: tl.constexpr,
-                 NODES: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
+                 ROUND_SUMS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, stores that at `at` of
-    residual_out, normalises; returns the bits. Without NORM those of the sum itself, and nothing is stored. NODES: with
-    the bits of norm.py."""
+    residual_out, normalises; returns the bits. Without NORM those of the sum itself, and nothing is stored. ROUND_SUMS:
+    with the bits of norm.py."""
     dtype: tl.constexpr = residual_out.dtype.element_ty
     addends = arrived.to(dtype, bitcast=True).to(tl.float32)
-    total = _node(addends, dtype) if NODES else tl.sum(addends, 0)
+    total = _node(addends, dtype) if ROUND_SUMS else tl.sum(addends, 0)
     result = rounded(total + kept_before, residual_out, INT, SENTINEL)
     if NORM:
         x = result.to(dtype, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
         x32 = x.to(tl.float32)
-        squares = sum_in_pairs(x32 * x32) if NODES else tl.sum(x32 * x32, 0)
+        squares = sum_in_pairs(x32 * x32) if ROUND_SUMS else tl.sum(x32 * x32, 0)
         normed = (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(dtype)
         result = rounded(normed.to(tl.float32) * gain, residual_out, INT, SENTINEL)
     return result
@@ -119,11 +119,11 @@ def float_or_zeros(pointers, mask, WANTED: tl.constexpr):
 def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, SCALES, scale_stride, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
                     CAPACITY: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
-                    NORM: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr,
+                    NORM: tl.constexpr, PARTS: tl.constexpr, ROUND_SUMS: tl.constexpr, INT: tl.constexpr,
                     SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every rank sends its rows to all ranks (itself too, which keeps the code one) and sums all that arrive.
 
-    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 or with NODES that dtype [PARTS, rows,
+    partial INT [rows, HIDDEN] (the bits of the model's dtype), or float32 or with ROUND_SUMS that dtype [PARTS, rows,
     HIDDEN], which are added up and rounded before they are sent. residual, residual_out, out [rows, HIDDEN]; weight
     [HIDDEN]; without NORM out is the sum, and residual_out and weight are not touched. Places: [2, WORLD (source),
     CAPACITY, HIDDEN], where the block begins. Program p takes rows p, p + programs, ... Where there are SCALES [groups,
@@ -140,7 +140,7 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     row = pid
     while row < rows:
         at = row.to(tl.int64) * HIDDEN + cols
-        bits = load_addend(partial, at, rows, mask, residual_out, PARTS, HIDDEN, INT, SENTINEL, NODES)
+        bits = load_addend(partial, at, rows, mask, residual_out, PARTS, HIDDEN, INT, SENTINEL, ROUND_SUMS)
         place = half + (rank * CAPACITY + row).to(tl.int64) * HIDDEN
         for step in tl.static_range(WORLD):
             tl.store(blocks[step] + place + cols, bits, mask=mask)
@@ -154,7 +154,8 @@ def one_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         at = row.to(tl.int64) * HIDDEN
         kept = float_or_zeros(residual + at + cols, mask, RESIDUAL)
         arrived = receive(blocks[WORLD - 1] + half + at + tile, tile_mask, abort, max_spins, SENTINEL)
-        bits = finished_row(arrived, kept, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, NODES, INT, SENTINEL)
+        bits = finished_row(arrived, kept, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, ROUND_SUMS, INT,
+                            SENTINEL)  # fmt: skip
         result = bits.to(residual_out.dtype.element_ty, bitcast=True)
         if SCALES is not None:
             result = tl.where(mask, result.to(tl.float32), 0.0)

@@ -68,7 +68,7 @@ def _item(item, first_row, WORLD: tl.constexpr, SPLIT: tl.constexpr, HIDDEN: tl.
 def _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs, scatter_half, gather_half,
               squares_half, abort, eps, max_spins, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
               UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-              RESIDUAL: tl.constexpr, NORM: tl.constexpr, NODES: tl.constexpr, INT: tl.constexpr,
+              RESIDUAL: tl.constexpr, NORM: tl.constexpr, ROUND_SUMS: tl.constexpr, INT: tl.constexpr,
               SENTINEL: tl.constexpr):  # fmt: skip
     """Computes this rank's part of an item, if the row is there: waits for all ranks' addends, then sends a whole row's
     result to the others, or a part's sum to all and, once for each reader, its sum of squares."""
@@ -85,8 +85,8 @@ def _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs
         tile = place + (source * UNITS * HIDDEN)[:, None] + cols[None, :]
         arrived = receive(tile, tile_mask, abort, max_spins, SENTINEL)
         if SPLIT == 1:
-            result = finished_row(arrived, kept_before, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM, NODES,
-                                  INT, SENTINEL)  # fmt: skip
+            result = finished_row(arrived, kept_before, gain, at + cols, residual_out, mask, eps, HIDDEN, NORM,
+                                  ROUND_SUMS, INT, SENTINEL)  # fmt: skip
             tl.store(out + at + cols, result.to(out.dtype.element_ty, bitcast=True), mask=mask)
             to = tile_mask & (source < WORLD - 1)[:, None]  # this rank comes last
         else:
@@ -140,14 +140,14 @@ def _take_item(item, rank, rows, weight, out, own, gather_half, squares_half, ab
 def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_state, abort, rows, rank, eps,
                     max_spins, scatter, gather, squares, WORLD: tl.constexpr, WORLD_BLOCK: tl.constexpr,
                     UNITS: tl.constexpr, HIDDEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-                    RESIDUAL: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, NODES: tl.constexpr,
+                    RESIDUAL: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, ROUND_SUMS: tl.constexpr,
                     INT: tl.constexpr, SENTINEL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row unit * WORLD + r is summed by rank r and sent to everyone. Item unit * SPLIT + s is part s of a unit's rows,
     the columns from s * (HIDDEN // SPLIT) on; program p takes items p, p + programs, ...
 
     Operands as in one_shot_kernel, but `residual_out` is written at this rank's own rows only, and rows that are cut
-    have a NORM and no NODES. Places: scatter + [2, WORLD (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD, HIDDEN];
-    squares (an offset in int32) + [2, UNITS * WORLD, _SPLITS (part), _SPLITS (reader)] float32.
+    have a NORM and no ROUND_SUMS. Places: scatter + [2, WORLD (source), UNITS, HIDDEN], gather + [2, UNITS * WORLD,
+    HIDDEN]; squares (an offset in int32) + [2, UNITS * WORLD, _SPLITS (part), _SPLITS (reader)] float32.
     The argument of all_reduce.py holds: a rank that has finished item 0 has row 0's part, made from all ranks' data.
     Programs also wait for others of the same row, but send all that does not depend on a wait before their first.
     """
@@ -171,7 +171,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
         unit, row, at, part = _item(item, to, WORLD, SPLIT, HIDDEN)
         exists = tile_mask & (row < rows)[:, None]
         bits = load_addend(partial, at[:, None] + cols[None, :], rows, exists, out, PARTS, HIDDEN, INT, SENTINEL,
-                           NODES)  # fmt: skip
+                           ROUND_SUMS)  # fmt: skip
         place = scatter + half + (rank * UNITS + unit).to(tl.int64) * HIDDEN + part * (HIDDEN // SPLIT)
         tl.store(theirs + (place + cols)[None, :], bits, mask=exists)
         item += programs
@@ -181,7 +181,7 @@ def two_shot_kernel(partial, residual, residual_out, weight, out, peers, parity_
     while item < items:
         _sum_item(item, rank, rows, residual, residual_out, weight, out, own, theirs, scatter_half, gather_half,
                   squares_half, abort, eps, max_spins, WORLD, WORLD_BLOCK, UNITS, HIDDEN, SPLIT, BLOCK, RESIDUAL, NORM,
-                  NODES, INT, SENTINEL)  # fmt: skip
+                  ROUND_SUMS, INT, SENTINEL)  # fmt: skip
         item += programs
     item = pid
     while item < items:
