@@ -1,14 +1,16 @@
 """Blocks of KV memory: what is a hit, what is reused first, and that none is lost or owned twice."""
 
 from collections import OrderedDict
-from itertools import product
+from itertools import product, takewhile
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import blocks_of, make_sequence
 
-from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.block_starts import BlockStarts, block_start
+from nanovllm.engine.prefix_keys import KEY_SIZE, prefix_keys
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
 from nanovllm.wire.state import PageGroup, StateSize
@@ -57,6 +59,22 @@ def test_an_extra_counts_from_its_position_on() -> None:
     memory.cache.publish(first, first.num_tokens)
     assert [memory.cache.num_hits(text(digest), 3 * BLOCK_SIZE) for digest in (b"one", b"two")] == [3, 1]
     assert memory.cache.lookup(text(b"two")).num_tokens == BLOCK_SIZE, "nor is the second block copied"
+
+
+@given(
+    texts=st.lists(st.lists(st.sampled_from((0, 1, 256, 1 << 24)), min_size=1, max_size=6), max_size=8),
+    text=st.lists(st.sampled_from((0, 1, 256, 1 << 24)), min_size=3, max_size=6),
+    least=st.integers(1, 3),
+)
+def test_the_nearest_start_has_most_tokens_in_common(texts: list[list[int]], text: list[int], least: int) -> None:
+    starts = BlockStarts(least)
+    for tokens in texts:
+        starts.add(block_start(bytes(KEY_SIZE), tokens))
+    lengths = [len([*takewhile(lambda pair: pair[0] == pair[1], zip(tokens, text, strict=False))]) for tokens in texts]
+    most = max((length for length in lengths if length >= least), default=0)
+    found, common = starts.nearest(block_start(bytes(KEY_SIZE), text))
+    assert common == most and starts.nearest(block_start(bytes([1] * KEY_SIZE), text)) == (b"", 0)
+    assert found in [block_start(bytes(KEY_SIZE), tokens) for tokens in texts] if most else found == b""
 
 
 @pytest.mark.parametrize("damage", ["lost", "counted twice", "dangling key"])

@@ -350,6 +350,23 @@ def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     simulation.run_to_end()
 
 
+def test_a_text_that_nobody_has_is_hashed_behind_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first chunk waits for a look at its first block alone; what is computed is found afterwards."""
+    made: list[int] = []
+    digest = prefix_keys._digest
+    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: made.append(1) or digest(*content))
+    simulation = Simulation(num_blocks=240, block_size=4)
+    text = [1, 2, 3] * 200
+    simulation.add(text, max_tokens=1)
+    simulation.launch()
+    assert len(made) <= 2
+    simulation.run_to_end()
+    again = simulation.add(text, max_tokens=1)
+    simulation.step()
+    assert again.seq.num_prompt_cached_tokens == 599 and len(made) < 310
+    simulation.run_to_end()
+
+
 @pytest.mark.parametrize(("block_size", "num_prompt_tokens"), [(32, 90), (128, 100)])
 def test_after_a_reset_nothing_computed_before_is_shared(block_size: int, num_prompt_tokens: int) -> None:
     """Neither whole blocks nor the begun one that the step before the reset wrote."""

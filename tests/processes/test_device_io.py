@@ -44,8 +44,8 @@ class Event:
 def collect(event: Event, clock: Clock, monkeypatch: pytest.MonkeyPatch, timeout: float) -> list[int]:
     monkeypatch.setattr(device_io, "time", clock)
     io = DeviceIO(torch.device("cpu"))
-    io._launched.append((torch.tensor([[7], [8]]), event, slice(0, 0), None))  # type: ignore[arg-type]
-    return io.collect(timeout, lambda: False)[0].ids
+    io._launched.append((torch.tensor([7, 8]), event, slice(0, 0), None))  # type: ignore[arg-type]
+    return io.collect(timeout, lambda: False)[0]
 
 
 @pytest.mark.parametrize("look", [1, 2, 10])
