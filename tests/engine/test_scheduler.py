@@ -1,5 +1,7 @@
 """Each documented behaviour of the scheduler in a small example; Simulation checks limits and texts throughout."""
 
+from typing import Any, ClassVar
+
 import pytest
 from simulation import Simulation, decoding, make_sequence, rows
 
@@ -327,6 +329,16 @@ def test_groups_of_one_template() -> None:
 # -- a long row at the head -----------------------------------------------------------------------------------------
 
 
+class Watched(dict[bytes, Any]):
+    """Cached pages by their keys, and which of them were asked for."""
+
+    looked_up: ClassVar[list[bytes]] = []
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        self.looked_up.append(key)
+        return super().get(key, default)
+
+
 def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long text whose prefix is cached waits for memory at the head, while others decode and end blocks: its blocks
     are hashed once, and a step that waits looks up no more of them than before."""
@@ -342,9 +354,13 @@ def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     late = simulation.add([*text, *range(10, 220)], max_tokens=200)
     simulation.step()
     assert len(late.seq.matched[0]) == 150 and len(made) <= 230
+    cache = simulation.scheduler.memory.cache
+    cache._pages = [Watched(pages) for pages in cache._pages]
     for _ in range(20):
         made.clear()
+        Watched.looked_up.clear()
         simulation.step()
+        assert len(Watched.looked_up) <= 5, "the block after those that are known, and what the others end"
         assert late.seq.status is SequenceStatus.WAITING
         assert len(made) <= 9, "blocks that the others have ended"
     simulation.run_to_end()
