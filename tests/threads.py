@@ -1,8 +1,21 @@
-"""Functions side by side."""
+"""Functions side by side, and the number of torch's threads."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread of torch, in folders whose conftest.py imports this: with tiny models on few cores the threads of one
+    matrix product would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:

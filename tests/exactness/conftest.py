@@ -1,12 +1,10 @@
-"""Tiny models on few cores: the threads of one matrix product would only wait for each other. Comparisons with
-transformers are left out where its version computes something else."""
+"""Comparisons with transformers, left out where its version computes something else."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
-import torch
 import transformers
+from threads import one_thread  # noqa: F401
 
 _SINCE = {
     r"test_families\.py.*minimax_m2": (5, 18),  # older ones pass over rotary_dim
@@ -15,14 +13,6 @@ _SINCE = {
     r"test_wrapped_models\.py.*test_sound": (5, 23),  # name its tensors otherwise than the published checkpoint
 }
 """First version of transformers that a test, by its id, can be compared with."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

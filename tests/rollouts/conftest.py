@@ -1,4 +1,4 @@
-"""Tiny models on few cores: the threads of one matrix product would only wait for each other."""
+"""Engines of tiny policies, in all forms that take new weights."""
 
 import os
 from collections.abc import Iterator
@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 from tiny_policy import OPTIONS, Policy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
 
 from nanovllm import LLM
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -10,20 +10,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
 from sampling_engines import Engines
+from threads import one_thread  # noqa: F401
 
 
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models on few cores: the threads of one matrix product would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")
