@@ -214,7 +214,7 @@ def prepare(
     with refusing():
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
-        params = api.sampling_fields(fields, model.defaults, most, k, wanted)
+        params = api.sampling_fields(fields, model, most, k, wanted)
         text, prompt = encode(front, fields)
         prompt, room = fit(model, prompt, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)

@@ -138,7 +138,7 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> _Prepared:
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
     longest = max(asked, 1, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, model.defaults, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, model, longest, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = _prompts(model, fields)

@@ -15,6 +15,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.api.messages import Messages
 from nanovllm.serve.errors import bad_request, from_value_error, refusing
 from nanovllm.serve.parsers.tools import MAX_TOOLS
+from nanovllm.serve.served_model import ServedModel
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -282,14 +283,14 @@ _SAMPLING -= {"max_tokens", "structured_outputs"}
 
 def sampling_fields(
     fields: CommonFields,
-    defaults: Mapping[str, Any],
+    model: ServedModel,
     max_tokens: int,
     logprobs: int | None,
     structured: StructuredOutput | None,
 ) -> dict[str, Any]:
-    """Fields of SamplingParams, those that are given. `defaults`: the server's, for what the request leaves open.
-    Raises ApiError (400) as SamplingParams does."""
-    found = dict(defaults)
+    """Fields of SamplingParams, those that are given, and the model's defaults for what the request leaves open. Raises
+    ApiError (400) as SamplingParams does."""
+    found = dict(model.defaults)
     for name in _SAMPLING:
         if (value := getattr(fields, name)) is not None and value != []:
             found[name] = value

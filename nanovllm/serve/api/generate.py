@@ -74,7 +74,7 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Any, ...]:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
     prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked, fields.logprobs)
     longest = max(room, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.model.defaults, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, front.model, longest, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
             raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")
