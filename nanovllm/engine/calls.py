@@ -242,20 +242,28 @@ class CallSpec:
     """The answers of several engines -> theirs."""
     by_first: bool = False
     """True: of several engines only the first runs it, since a trainer's group has one rank for all of them."""
+    empties_cache: bool = False
+    """Nothing that was cached before is a hit afterwards."""
+    brings_weights: bool = False
+    """A trainer makes it on the way to new weights."""
 
 
 CALLS: dict[str, CallSpec] = {
     "pause": CallSpec(_pause, Pause, "/pause"),
     "resume": CallSpec(_resume, Nothing, "/resume"),
-    "sleep": CallSpec(_sleep, Sleep, "/sleep", merge=_sum_of_bytes),
-    "wake_up": CallSpec(_wake_up, WakeUp, "/wake_up"),
-    "reset_prefix_cache": CallSpec(_reset_prefix_cache, Nothing, "/reset_prefix_cache"),
+    "sleep": CallSpec(_sleep, Sleep, "/sleep", merge=_sum_of_bytes, empties_cache=True),
+    "wake_up": CallSpec(_wake_up, WakeUp, "/wake_up", brings_weights=True),
+    "reset_prefix_cache": CallSpec(_reset_prefix_cache, Nothing, "/reset_prefix_cache", empties_cache=True),
     "join_transfer": CallSpec(_join_transfer, JoinTransfer, "/init_weight_transfer_engine", by_first=True),
-    "begin_update": CallSpec(_begin_update, BeginUpdate, "/start_weight_update"),
-    "receive": CallSpec(_receive, Receive),
+    "begin_update": CallSpec(
+        _begin_update, BeginUpdate, "/start_weight_update", empties_cache=True, brings_weights=True
+    ),
+    "receive": CallSpec(_receive, Receive, brings_weights=True),
     "update": CallSpec(_update, None),
-    "finish_update": CallSpec(_finish_update, FinishUpdate, "/finish_weight_update"),
-    "load_weights": CallSpec(_load_weights, LoadWeights),
+    "finish_update": CallSpec(
+        _finish_update, FinishUpdate, "/finish_weight_update", empties_cache=True, brings_weights=True
+    ),
+    "load_weights": CallSpec(_load_weights, LoadWeights, empties_cache=True, brings_weights=True),
     "checksum": CallSpec(_checksum, merge=_equal_checksums),
     "info": CallSpec(_info),
 }

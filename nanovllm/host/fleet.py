@@ -336,7 +336,7 @@ class Fleet:
         del self._calls[key]
         if states := list(self._states.values()):
             self.state = state_of_all(states)
-        if pending.name in ("reset_prefix_cache", "load_weights", "begin_update", "finish_update", "sleep"):
+        if CALLS[pending.name].empties_cache:
             self._router.forget_cached()
         if pending.name in ("sleep", "wake_up"):
             self._start_lost()

@@ -1,9 +1,7 @@
 """Wait of the server for a trainer's weights: since when, and whether that is too long."""
 
+from nanovllm.engine.calls import CALLS
 from nanovllm.engine.engine_state import EngineState
-
-_OF_UPDATES = frozenset(("begin_update", "receive", "finish_update", "load_weights", "wake_up"))
-"""Calls that a trainer makes on the way to new weights."""
 
 
 class WeightWait:
@@ -17,7 +15,7 @@ class WeightWait:
 
     def hear(self, name: str, state: EngineState, now: float) -> None:
         """A call begins or is over, and has left the engines in this state."""
-        if name in _OF_UPDATES:
+        if CALLS[name].brings_weights:
             self._heard = now
         if not state.lacks_weights or "weights" in state.asleep:
             self._since = None
