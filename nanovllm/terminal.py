@@ -1,11 +1,10 @@
 """Terminal of generate(): a progress bar, and Ctrl-C between two steps."""
 
-import _signal  # what `signal` calls, whose functions look for enum members by exceptions: 9 us of each step
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import SIGINT, default_int_handler
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -26,19 +25,19 @@ def interrupt_between_steps() -> Iterator[Interrupt]:
     interrupts at once."""
     interrupt = Interrupt()
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or _signal.getsignal(SIGINT) is not default_int_handler:
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield interrupt
         return
 
     def note(number: int, frame: Any) -> None:
         interrupt.has_come = True
-        _signal.signal(SIGINT, default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    _signal.signal(SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield interrupt
     finally:
-        _signal.signal(SIGINT, default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if interrupt.has_come:
         raise KeyboardInterrupt
 
