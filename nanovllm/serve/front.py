@@ -27,11 +27,13 @@ from nanovllm.serve.text_pool import TextPool
 class Front:
     """Server between the HTTP connections and the engines: owns the parts that handlers take."""
 
+    engines: Engines
+
     def __init__(self, path: str, options: ServeOptions, engines: FleetHandles) -> None:
         """`path`: of the model, as the command names it."""
         self.options = options
         self.model = model = ServedModel(path, options)
-        self.metrics = metrics = Metrics(model.name)
+        self.metrics = metrics = Metrics(model.name, lambda: self.engines.state)
         self.pool = TextPool(metrics)
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(options, model, self.streams, self.pool, metrics)
@@ -107,7 +109,6 @@ class Front:
         except RuntimeError as error:
             raise ApiError(409, str(error), "wrong_state") from None
         finally:
-            self.metrics.control = self.engines.state
             wait.hear(name, self.engines.state, self.now())
 
     # -- requests -----------------------------------------------------------------------------------------------

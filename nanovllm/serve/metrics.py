@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
@@ -72,7 +72,9 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
 class Metrics:
     """Counters and histograms since the start."""
 
-    def __init__(self, model_name: str = "") -> None:
+    def __init__(self, model_name: str = "", state: Callable[[], EngineState] = EngineState) -> None:
+        """`state`: of the engines, now."""
+        self._state = state
         self._labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
         self.first_token = self._histograms["time_to_first_token_seconds"]
@@ -85,7 +87,6 @@ class Metrics:
         self.http_seconds: dict[str, Histogram] = {}
         self.engine = EngineStats()
         """The engine's latest gauges and counters."""
-        self.control = EngineState()
         self.info: dict[str, Any] = {}
         """Description of the engine, once it is ready."""
 
@@ -157,8 +158,9 @@ class Metrics:
             yield self._family(CounterMetricFamily, name, {"": number})
         yield self._family(CounterMetricFamily, "request_success", self.finished, "finished_reason")
         yield self._family(CounterMetricFamily, "admission_rejections", self.rejected, "reason")
-        now = _SLEEP_STATES[self.control.level if self.control.asleep else 0]
-        states = {state: float(state == now) for state in _SLEEP_STATES}
+        state = self._state()
+        now = _SLEEP_STATES[state.level if state.asleep else 0]
+        states = {name: float(name == now) for name in _SLEEP_STATES}
         yield self._family(GaugeMetricFamily, "engine_sleep_state", states, "sleep_state")
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=[*self._labels])

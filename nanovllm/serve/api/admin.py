@@ -57,7 +57,7 @@ async def _control(front: Front, call: Call) -> None:
 
 async def _state(front: Front, call: Call) -> None:
     """Answers a GET of one value of the engines' state."""
-    state = front.metrics.control
+    state = front.engines.state
     values = {
         "/is_paused": {"is_paused": state.paused},
         "/is_sleeping": {"is_sleeping": bool(state.asleep)},
@@ -116,7 +116,7 @@ async def server_info(front: Front, call: Call) -> None:
         "parallel_config": {name: front.model.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
         "weight_transfer_config": {},
     }
-    state = msgspec.structs.asdict(front.metrics.control)
+    state = msgspec.structs.asdict(front.engines.state)
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 
