@@ -181,8 +181,11 @@ MEASURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measures", nargs="*", choices=[*MEASURES], metavar="measure")
-    for name in parser.parse_args().measures or MEASURES:
+    parser.add_argument("measures", nargs="*", metavar="measure", help=", ".join(MEASURES))
+    measures = parser.parse_args().measures or [*MEASURES]
+    if unknown := [name for name in measures if name not in MEASURES]:
+        parser.error(f"{unknown[0]}: must be one of {', '.join(MEASURES)}")
+    for name in measures:
         MEASURES[name]()
 
 
