@@ -227,7 +227,7 @@ def tune_all(llm: LLM, all_rows: list[int], budget: float) -> Choices:
     params = SamplingParams(temperature=0.6, max_tokens=512, ignore_eos=True)
     # Prompts of one token each, which no two share, so that no keys are read for two.
     running = [llm.add_request([number + 1] * (300 + 3 * number), params) for number in range(all_rows[0])]
-    while llm.engine.scheduler.num_waiting or len(llm.engine.scheduler.running) < len(running):
+    while (stats := llm.stats()).num_waiting or stats.num_running < len(running):
         llm.step()
     tuner, deadline = Tuner(llm), time.monotonic() + budget
     chosen: Choices = {
