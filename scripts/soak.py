@@ -298,7 +298,7 @@ class Soak:
         left = {
             "unfinished": self.llm.has_unfinished_requests(),
             "running": len(scheduler.running),
-            "waiting": scheduler.num_waiting,
+            "waiting": len(scheduler.waiting),
             "blocks": memory.num_blocks - memory.num_free_blocks,
             "known requests": len(engine.book.rows),
             "sampling rows": engine.loop._num_sampling,
