@@ -94,7 +94,7 @@ class FarTensor:
         self.address, self.dtype, self.shape, self._driver = address, dtype, torch.Size(shape), driver
 
     def view(self, dtype: torch.dtype) -> "FarTensor":
-        """The same bytes as another dtype of equal size."""
+        """A view of the bytes as another dtype of equal size."""
         return FarTensor(self.address, dtype, self.shape, self._driver)
 
     def whole(self) -> torch.Tensor:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import Expected, assert_mostly_sure, assert_same
+from comparing import Expected
 from observing import StepWitness
 from programs import load
+from twins import Twin, check
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,6 @@ FILE = ROOT / "examples" / "custom_model.py"
 BLOCK = 16
 SHARED = [(11 * i) % 140 for i in range(2 * BLOCK)]
 PROMPTS = [[5], [*range(20, 45)], [*SHARED, 9, 8, 7], [*SHARED, 30], [(3 * i) % 140 for i in range(60)]]
-COUNT = 20
 OPTIONS: dict[str, Any] = {
     "plugins": (str(FILE),), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128,
     "num_kvcache_blocks": 64,
@@ -32,11 +32,8 @@ def example() -> Any:
     return load(FILE)
 
 
-class Twin:
+class CustomTwin(Twin):
     """The model in plain torch, over a whole text at once."""
-
-    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """float64 [T, vocab]"""
@@ -52,66 +49,27 @@ class Twin:
             x = x + (gate.sigmoid() ** config["gate_power"] * up) @ get(f"{at}.ffn.down_proj.weight").T
         return self.norm(x, "model.norm") @ get("lm_head.weight").T
 
-    def attention(self, y: torch.Tensor, at: str) -> torch.Tensor:
-        dim = self.config["head_dim"]
-        q, k, v = ((y @ self.tensors[f"{at}.{name}_proj.weight"].T).view(len(y), -1, dim) for name in "qkv")
-        each = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
-        k, v = (kept.repeat_interleave(each, 1) for kept in (self.rotated(k), v))
-        scores = torch.einsum("qhd,khd->hqk", self.rotated(q), k) * dim**-0.5
-        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(y), -1)
-        return found @ self.tensors[f"{at}.o_proj.weight"].T
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-        return unit * self.tensors[f"{name}.weight"]
-
-    def rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, dim], halves paired."""
-        half = x.shape[-1] // 2
-        angle = torch.arange(len(x)).double()[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
-        cos, sin, (a, b) = angle.cos()[:, None], angle.sin()[:, None], x.split(half, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def greedy(self, prompt: list[int]) -> Expected:
-        ids, margins = list(prompt), []
-        for _ in range(COUNT):
-            best = self.logits(ids)[-1].topk(2)
-            ids.append(int(best.indices[0]))
-            margins.append(float(best.values[0] - best.values[1]))
-        return Expected(ids[len(prompt) :], margins)
-
 
 @pytest.fixture(scope="module")
 def model(example: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Expected]]:
     """The folder, and what the twin says."""
     folder = tmp_path_factory.mktemp("custom")
-    twin = Twin(example.TINY, example.save_random(folder))
-    expected = [twin.greedy(prompt) for prompt in PROMPTS]
-    assert_mostly_sure(expected)
-    return str(folder), expected
-
-
-def check(llm: LLM, expected: list[Expected]) -> list[Any]:
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    for output, one in zip(outputs, expected, strict=True):
-        assert_same(output.token_ids, one)
-    return outputs
+    twin = CustomTwin(example.TINY, example.save_random(folder))
+    return str(folder), twin.expected(PROMPTS)
 
 
 @pytest.mark.parametrize("disable", [(), ("fused_kernels",)])
 def test_whole(model: tuple[str, list[Expected]], disable: tuple[str, ...]) -> None:
     with LLM(model[0], **OPTIONS, disable=disable, enable_prefix_caching=False) as llm:
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
 
 
 def test_in_chunks_and_from_the_prefix_cache(model: tuple[str, list[Expected]]) -> None:
     with LLM(model[0], **OPTIONS, max_num_batched_tokens=24) as llm:
         witness = StepWitness().watch(llm)
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert witness.num_partial_chunks > 0
-        again = check(llm, model[1])
+        again = check(llm, PROMPTS, model[1])
         assert sum(output.num_cached_tokens for output in again) >= 4 * BLOCK
 
 
@@ -119,14 +77,14 @@ def test_after_a_preemption(model: tuple[str, list[Expected]]) -> None:
     options = {**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}
     with LLM(model[0], **options) as llm:
         witness = StepWitness().watch(llm)
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert witness.num_rows_after_preemption > 0
 
 
 def test_on_two_ranks(model: tuple[str, list[Expected]]) -> None:
     """The other rank's process loads the file by itself."""
     with LLM(model[0], **OPTIONS, tensor_parallel_size=2) as llm:
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
 
 
 def test_the_plan_counts_both_attentions_of_a_layer(

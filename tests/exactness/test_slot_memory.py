@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import recurrent_model
 import torch
-from comparing import Expected, assert_mostly_sure, assert_same
+from comparing import Expected, assert_same
 from observing import StepWitness
 from recurrent_model import TINY
 from safetensors.torch import save_file
-from test_custom_model import COUNT, Twin
+from twins import COUNT, Twin, check
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
@@ -87,24 +87,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     mixers = TINY["mixers"] if request.param == "hybrid" else ["recurrence"] * 3
     config = {**TINY, "mixers": mixers}
     twin = RecurrentTwin(config, save_random(folder, config))
-    expected = [twin.greedy(prompt) for prompt in PROMPTS]
-    assert_mostly_sure(expected)
-    return str(folder), expected
-
-
-def check(llm: LLM, expected: list[Expected]) -> list[Any]:
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    for output, one in zip(outputs, expected, strict=True):
-        assert_same(output.token_ids, one)
-    return outputs
+    return str(folder), twin.expected(PROMPTS)
 
 
 def test_whole_and_again(model: Model) -> None:
     """Nothing is found in a cache: the state after a prefix is not kept."""
     with LLM(model[0], **OPTIONS) as llm:
         for _ in range(2):
-            assert all(output.num_cached_tokens == 0 for output in check(llm, model[1]))
+            assert all(output.num_cached_tokens == 0 for output in check(llm, PROMPTS, model[1]))
         info = llm.engine_info()
         recurrent = 2 if info["kv_cache_groups"][0]["layers"] else 3
         assert info["slot_bytes"] == recurrent * 2 * 256  # 32 numbers each, begun at multiples of 256 bytes
@@ -113,7 +103,7 @@ def test_whole_and_again(model: Model) -> None:
 def test_in_chunks(model: Model) -> None:
     with LLM(model[0], **OPTIONS, max_num_batched_tokens=11) as llm:
         witness = StepWitness().watch(llm)
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert witness.num_partial_chunks > 0
 
 
@@ -121,20 +111,20 @@ def test_rows_take_slots_in_turn(model: Model) -> None:
     """Two slots for seven requests: each begins with zeros, whatever the one before left."""
     with LLM(model[0], **{**OPTIONS, "max_num_seqs": 2}) as llm:
         witness = StepWitness().watch(llm)
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert witness.most_rows == 2
 
 
 def test_after_preemptions(model: Model) -> None:
     with LLM(model[0], **{**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}) as llm:
         witness = StepWitness().watch(llm)
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert witness.num_rows_after_preemption > 0
 
 
 def test_on_two_ranks(model: Model) -> None:
     with LLM(model[0], **OPTIONS, tensor_parallel_size=2, max_num_batched_tokens=24) as llm:
-        check(llm, model[1])
+        check(llm, PROMPTS, model[1])
         assert llm.engine_info()["slot_bytes"] % 256 == 0
 
 

@@ -80,7 +80,7 @@ class StepBuffers:
         )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
-        """The same memory, for a step of that many rows and tokens."""
+        """A view of these buffers, for a step of that many rows and tokens."""
         rows, tokens = num_rows, num_tokens
         return StepBuffers(
             row_slot=self.row_slot[:rows], context_lens=self.context_lens[:rows],

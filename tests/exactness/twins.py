@@ -1,0 +1,67 @@
+"""Twins of models from outside the package, in plain torch over a whole text at once, and the comparison with them."""
+
+from typing import Any
+
+import torch
+from comparing import Expected, assert_mostly_sure, assert_same
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.outputs import RequestOutput
+
+COUNT = 20
+"""Output tokens of each request."""
+
+
+class Twin:
+    """A model over `tensors` by their checkpoint's names, in float64."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """float64 [T, vocab]"""
+        raise NotImplementedError
+
+    def attention(self, y: torch.Tensor, at: str) -> torch.Tensor:
+        dim = self.config["head_dim"]
+        q, k, v = ((y @ self.tensors[f"{at}.{name}_proj.weight"].T).view(len(y), -1, dim) for name in "qkv")
+        each = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        k, v = (kept.repeat_interleave(each, 1) for kept in (self.rotated(k), v))
+        scores = torch.einsum("qhd,khd->hqk", self.rotated(q), k) * dim**-0.5
+        scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        found = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(y), -1)
+        return found @ self.tensors[f"{at}.o_proj.weight"].T
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return unit * self.tensors[f"{name}.weight"]
+
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, dim], halves paired."""
+        half = x.shape[-1] // 2
+        angle = torch.arange(len(x)).double()[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
+        cos, sin, (a, b) = angle.cos()[:, None], angle.sin()[:, None], x.split(half, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def greedy(self, prompt: list[int]) -> Expected:
+        ids, margins = list(prompt), []
+        for _ in range(COUNT):
+            best = self.logits(ids)[-1].topk(2)
+            ids.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+        return Expected(ids[len(prompt) :], margins)
+
+    def expected(self, prompts: list[list[int]]) -> list[Expected]:
+        """Greedy tokens of each prompt, nearly all of them sure."""
+        expected = [self.greedy(prompt) for prompt in prompts]
+        assert_mostly_sure(expected)
+        return expected
+
+
+def check(llm: LLM, prompts: list[list[int]], expected: list[Expected]) -> list[RequestOutput]:
+    """Asserts that an engine's greedy tokens are the twin's; returns its outputs."""
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same(output.token_ids, one)
+    return outputs
