@@ -160,7 +160,7 @@ class Section:
         assert slices[-1].stop == words.size, (slices, words.size)
 
     def on(self, words: Any) -> "Section":
-        """This section over words in another array or tensor."""
+        """A section like this one over words in another array or tensor."""
         other = copy(self)
         other.words = words
         return other
