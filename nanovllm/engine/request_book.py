@@ -15,6 +15,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, Ending, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.wire.step import SlotConstants
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
 
@@ -135,7 +136,8 @@ class RequestBook:
         seqs = [
             Sequence(
                 request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
-                num_prompt_tokens=num_prompt_tokens, seed=self._seed(params, request_id, index),
+                num_prompt_tokens=num_prompt_tokens,
+                constants=SlotConstants(params.temperature, self._seed(params, request_id, index)),
                 stop_token_ids=stop_ids, max_total_tokens=max_total_tokens,
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
                 reported_stop_ids=given_ids - eos, extras=extras,

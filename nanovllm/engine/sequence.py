@@ -8,6 +8,7 @@ from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prefix_keys import Extras
 from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wire.step import SlotConstants
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.row import SamplingRow
@@ -42,7 +43,7 @@ class Sequence:
     params: SamplingParams
     _: KW_ONLY
     num_prompt_tokens: int
-    seed: int
+    constants: SlotConstants
     stop_token_ids: frozenset[int]
     """Token ids that end the output; empty where they are to be ignored."""
     max_total_tokens: int

@@ -54,8 +54,7 @@ class StepPlan:
             num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
             slot_records=[
-                (seq.slot, seq.params.temperature, seq.seed, seq.token_ids[-1], seq.num_cached_tokens)
-                for seq in self.new_slots
+                (seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens) for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies,
         )  # fmt: skip

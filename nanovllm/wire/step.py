@@ -43,6 +43,14 @@ _RECORD = struct.Struct("<ifqii8x")
 assert _RECORD.size == 4 * RECORD_SIZE
 
 
+class SlotConstants(NamedTuple):
+    """Numbers that ranks keep of a row in its slot and nothing changes. One more is a field here, a word of the slot
+    record, and what kernels/step/input.py makes of it."""
+
+    temperature: float
+    seed: int
+
+
 class StepCounts(NamedTuple):
     """The first words of a step's header."""
 
@@ -74,11 +82,14 @@ def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
-    slot_records: Iterable[tuple[int, float, int, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
+    slot_records: Iterable[tuple[int, SlotConstants, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
 ) -> np.ndarray:  # fmt: skip
-    """The int32 array of the drawing. slot_records: (slot, temperature, seed, last token id, tokens computed) of
-    each row that took a slot; block_copies: flat pairs."""
-    records = [_RECORD.pack(*record) for record in slot_records]
+    """The int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed) of each row that
+    took a slot; block_copies: flat pairs."""
+    records = [
+        _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed)
+        for slot, constants, last_token, num_computed in slot_records
+    ]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     longest = max(counts, default=0)
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)

@@ -16,7 +16,7 @@ from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.shapes import TILE
 from nanovllm.wire.state import PageGroup, StateSize, table_width
-from nanovllm.wire.step import most_block_updates, packed_capacity
+from nanovllm.wire.step import SlotConstants, most_block_updates, packed_capacity
 
 
 class Watcher:
@@ -49,9 +49,9 @@ def make_sequence(
     return Sequence(
         request_id,
         list(prompt),
-        SamplingParams(max_tokens=max_tokens, temperature=temperature),
+        SamplingParams(max_tokens=max_tokens),
         num_prompt_tokens=len(prompt),
-        seed=seed,
+        constants=SlotConstants(temperature, seed),
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
@@ -75,7 +75,7 @@ class Request:
         """The first `length` tokens of prompt and continuation, ends of text ignored."""
         while len(self._text) < length:
             at = len(self._text)
-            token = self.prompt[at] if at < len(self.prompt) else next_token(self._digest, self.seq.seed)
+            token = self.prompt[at] if at < len(self.prompt) else next_token(self._digest, self.seq.constants.seed)
             self._text.append(token)
             self._digest = extend_digest(self._digest, token)
         return self._text[:length]
@@ -162,7 +162,7 @@ class Simulation:
             length = self.device.num_computed[seq.slot]
             expected = self.requests[seq.request_id].text_alone(length)
             assert self.device.text(node) == expected, f"{seq} computed another text"
-            assert self.device.seed[seq.slot] == seq.seed
+            assert self.device.seed[seq.slot] == seq.constants.seed
             assert length <= start + count and (length == start + count or row < plan.num_old_rows)
             assert length >= seq.num_least_computed - 1 or length == seq.max_total_tokens - 1
         self.pipeline.append((plan, tokens))

@@ -27,6 +27,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import PageGroup, StateSize
+from nanovllm.wire.step import SlotConstants
 
 STOP = 7
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
@@ -125,8 +126,8 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
     )
     row.watches = False
     seq = Sequence(
-        0, [3] * 6, params, num_prompt_tokens=6, seed=0, stop_token_ids=frozenset({STOP}), max_total_tokens=15,
-        metrics=RequestMetrics(0.0), sampling=row,
+        0, [3] * 6, params, num_prompt_tokens=6, constants=SlotConstants(0, 0),
+        stop_token_ids=frozenset({STOP}), max_total_tokens=15, metrics=RequestMetrics(0.0), sampling=row,
     )  # fmt: skip
     begin(scheduler, seq)
     assert scheduler.schedule().seqs == [seq] * most

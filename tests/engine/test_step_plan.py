@@ -70,9 +70,9 @@ def test_round_trip(
         "rows": [list(row) for row in zip(slots, plan.starts, plan.counts, strict=True)],
         "updates": plan.block_updates,
         "slots": [seq.slot for seq in new],
-        "temperatures": [seq.params.temperature for seq in new],
+        "temperatures": [seq.constants.temperature for seq in new],
         "last_tokens": [seq.token_ids[-1] for seq in new],
-        "seeds": [seq.seed for seq in new],
+        "seeds": [seq.constants.seed for seq in new],
         "token_ids": token_ids,
     }
 

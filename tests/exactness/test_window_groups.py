@@ -21,6 +21,7 @@ from nanovllm.layers.memory import Pages
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.state_layout import StateLayout, layout_of
 from nanovllm.wire.state import StateSize
+from nanovllm.wire.step import SlotConstants
 
 SHARED = [(29 * i + 3) % 211 for i in range(41)]
 PROMPTS = [
@@ -165,8 +166,9 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
     scheduler = Scheduler(config, StateSize(num_bytes // per_block, 128, layout.groups))
     for number in range(80):
         seq = Sequence(
-            number, [number % 7] * length, SamplingParams(max_tokens=MORE - 1), num_prompt_tokens=length, seed=0,
-            stop_token_ids=frozenset(), max_total_tokens=length + MORE - 1, metrics=RequestMetrics(0.0),
+            number, [number % 7] * length, SamplingParams(max_tokens=MORE - 1), num_prompt_tokens=length,
+            constants=SlotConstants(0, 0), stop_token_ids=frozenset(), max_total_tokens=length + MORE - 1,
+            metrics=RequestMetrics(0.0),
         )  # fmt: skip
         scheduler.add(seq)
     most_rows = most_held = 0

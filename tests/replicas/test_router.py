@@ -12,6 +12,7 @@ from nanovllm.host.router import Load, Router
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.state import PageGroup, StateSize
+from nanovllm.wire.step import SlotConstants
 
 BLOCK = 128
 Work = list[tuple[list[int], int]]  # prompt, tokens to generate
@@ -64,8 +65,9 @@ class Fleet:
     def _start(self, replica: int, number: int, work: Work) -> tuple[int, Sequence]:
         prompt, count = work[number]
         seq = Sequence(
-            number, list(prompt), SamplingParams(max_tokens=count), num_prompt_tokens=len(prompt), seed=0,
-            stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count, metrics=RequestMetrics(0.0),
+            number, list(prompt), SamplingParams(max_tokens=count), num_prompt_tokens=len(prompt),
+            constants=SlotConstants(0, 0), stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count,
+            metrics=RequestMetrics(0.0),
         )  # fmt: skip
         self.schedulers[replica].add(seq)
         return replica, seq
