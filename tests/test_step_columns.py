@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,28 @@ def test_max_tokens_0_computes_the_prompt_and_nothing_else(llm: LLM) -> None:
     request_id = llm.add_request(prompt, params)
     [output] = [output for output in run(llm).outputs() if output.request_id == request_id]
     assert (output.new_token_ids, output.finished, output.finish_reason) == ([], True, "length")
+
+
+@dataclass(frozen=True)
+class WithMore(SamplingParams):
+    more: str = ""
+    """A field that SamplingParams may have one day."""
+
+
+def test_max_tokens_0_leaves_out_what_shapes_the_output_and_nothing_else(llm: LLM) -> None:
+    """Prompts are told apart by parameters, of which there will be more."""
+    of_output = {
+        "stop": "a", "stop_token_ids": [7], "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1.0,
+        "frequency_penalty": 1.0, "repetition_penalty": 2.0, "logprobs": 1, "sampling_mask": True,
+        "logit_bias": {3: 1.0}, "bad_words": ["b"], "allowed_token_ids": [5, 6],
+        "structured_outputs": {"choice": ["c"]},
+    }  # fmt: skip
+    of_prompt = {"n": 2, "cache_salt": "mine", "more": "yours"}
+    request_id = llm.add_request([5, 6, 7], WithMore(max_tokens=0, **of_output, **of_prompt))
+    for seq in llm.engine.book.rows[request_id]:
+        assert seq.sampling is None and not seq.may_stop and seq.constants.temperature == 0
+        assert {name: getattr(seq.params, name) for name in of_prompt} == of_prompt
+    run(llm)
 
 
 def test_max_tokens_0_takes_prompts_as_long_as_the_context(llm: LLM) -> None:

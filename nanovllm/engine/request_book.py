@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -18,14 +19,19 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.step import SlotConstants
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive request numbers land far apart
+_NO_OUTPUT = {
+    "temperature": 0, "ignore_eos": True, "stop": (), "stop_token_ids": (), "presence_penalty": 0,
+    "frequency_penalty": 0, "repetition_penalty": 1, "logprobs": None, "sampling_mask": False, "logit_bias": {},
+    "bad_words": (), "allowed_token_ids": None, "structured_outputs": None,
+}  # fmt: skip
 
 
 def _only_prompt(params: SamplingParams) -> SamplingParams:
-    """Parameters for max_tokens=0: the prompt is computed, and the one token is dropped."""
-    return SamplingParams(
-        n=params.n, temperature=0, max_tokens=0, ignore_eos=True, prompt_logprobs=params.prompt_logprobs,
-        prompt_logprob_start=params.prompt_logprob_start, cache_salt=params.cache_salt,
-    )  # fmt: skip
+    """Parameters for max_tokens=0: the prompt is computed, and the one token is dropped. What shapes the output goes;
+    all else stays, since keys of the prompt's blocks may depend on it."""
+    found = copy(params)
+    vars(found).update(_NO_OUTPUT)  # frozen, and checked: but nobody else has this one
+    return found
 
 
 class RequestBook:
