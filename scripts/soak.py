@@ -4,10 +4,11 @@
     python scripts/soak.py --minutes 5 --tensor-parallel-size 2 --model 0.6B     random weights of a published shape
 
 Rounds of traffic follow each other. A round first asks the idle engine some twenty questions, one alone at a time with
-an empty prefix cache, and keeps the answers. Then several threads ask the same questions in bursts (cut to other
-lengths, or until a token of the answer appears), abort what waits, runs or has just ended, call generate() and
-load_weights, on a KV cache that is too small for them. Every answer must equal the one that was given alone, token by
-token. Where two answers part, both tokens are scored alone: only a near tie excuses the engine.
+an empty prefix cache, and keeps the answers. Then it asks one of them for each row of the engine at once, so that rows
+are preempted however fast the machine is. Then several threads ask the same questions in bursts (cut to other lengths,
+or until a token of the answer appears), abort what waits, runs or has just ended, call generate() and load_weights, on
+a KV cache that is too small for them. Every answer must equal the one that was given alone, token by token. Where two
+answers part, both tokens are scored alone: only a near tie excuses the engine.
 """
 
 import argparse
@@ -45,6 +46,8 @@ from nanovllm.models.published import PUBLISHED_SHAPES  # noqa: E402
 
 ROUND_SECONDS = 25.0
 NUM_QUESTIONS = 20
+OF_CROWD = 0
+"""The question that is asked for all rows at once: alone it fits, and all together outgrow the KV cache."""
 NUM_CLIENTS = 2
 LOADING = -1
 DRAIN_SECONDS = 120.0
@@ -105,10 +108,13 @@ class Soak:
         """A new round's questions, and their answers from an engine that has nothing else to do."""
         shared = self._tokens(6 * self.unit)
         self.questions = []
-        for _ in range(NUM_QUESTIONS):
+        for number in range(NUM_QUESTIONS):
             params = self._params(max(1, round(3 * self.unit * self.draw.random() ** 2)))
+            if number == OF_CROWD:
+                params = replace(params, max_tokens=3 * self.unit)
             longest = self.llm.engine.book.max_total_tokens - params.max_tokens - 1
-            question = Question(self._prompt(shared, longest)[:longest], params)
+            prompt = self._tokens(self.unit) if number == OF_CROWD else self._prompt(shared, longest)[:longest]
+            question = Question(prompt, params)
             if params.seed is not None:
                 self.llm.engine.scheduler.reset_prefix_cache()
                 (output,) = self.llm.generate([question.prompt], params, use_tqdm=False)
@@ -150,13 +156,20 @@ class Soak:
             else:
                 time.sleep(0.002)
 
-    def _ask(self, draw: random.Random) -> int:
-        question, params = self._variant(draw)
+    def _ask(self, question: Question, params: SamplingParams) -> int:
         with self.ledger.lock:  # or its first output would come before we know its number
             request_id = self.llm.add_request(question.prompt, params)
             n = params.n
             self.ledger.open[request_id] = Asked(question, params, self.version, [[] for _ in range(n)], [None] * n)
         return request_id
+
+    def _crowd(self) -> None:
+        """Asks one question for every row at once, and steps until one of them has lost its blocks."""
+        question, before = self.questions[OF_CROWD], self.llm.stats().num_preemptions
+        for _ in range(self.llm.config.max_num_seqs):
+            self._ask(question, question.params)
+        while self.ledger.open and self.llm.stats().num_preemptions == before:
+            self.ledger.take(self.llm.step())
 
     def _abort(self, request_id: int) -> None:
         with self.ledger.lock:
@@ -175,9 +188,9 @@ class Soak:
             kind = draw.random()
             if len(open_ids) < most_open and kind < 0.3:
                 for _ in range(draw.choice((1, 1, 2, 3, 5, self.llm.config.max_num_seqs))):
-                    self._ask(draw)
+                    self._ask(*self._variant(draw))
             elif len(open_ids) < most_open and kind < 0.33:
-                self._abort(self._ask(draw))  # while it waits
+                self._abort(self._ask(*self._variant(draw)))  # while it waits
             elif kind > 0.98 and ended:
                 self._abort(draw.choice(ended[-3:]))
             elif kind > 0.93 and open_ids:
@@ -205,6 +218,7 @@ class Soak:
     def round(self, seconds: float) -> None:
         self._stepping.clear()
         self.ask_alone()
+        self._crowd()
         self._stepping.set()
         self._asking.set()
         stepper = self._guarded(self._step_on)
