@@ -45,6 +45,27 @@ class WeightsIncomplete(RuntimeError):
     """An update of the weights stopped half-way, or sleep has dropped them: there is no model to run."""
 
 
+def check_alive(closed: bool, error: BaseException | None) -> None:
+    """Raises RuntimeError for an engine that is closed, or has failed by this error."""
+    if closed:
+        raise RuntimeError("this engine is closed")
+    if error is not None:
+        raise RuntimeError(f"this engine has failed and cannot go on: {short(error)}") from error
+
+
+def require_awake(asleep: Iterable[str]) -> None:
+    """Raises RuntimeError where these kinds of an engine's memory are asleep, unless there are none."""
+    if asleep := sorted(asleep):
+        raise RuntimeError(f"this engine is asleep ({', '.join(asleep)}): call wake_up first")
+
+
+def require_weights(incomplete: str | None) -> None:
+    """Raises WeightsIncomplete for an engine that lacks weights. `incomplete`: why; None or "" where it has them."""
+    if incomplete:
+        until = "no step can run until load_weights, or begin_update and finish_update, succeed"
+        raise WeightsIncomplete(f"{incomplete}: {until}")
+
+
 class ReplicaError(RuntimeError):
     """No replica is left; the text says why the last one was lost."""
 

@@ -39,7 +39,7 @@ def start(replicas: int, **options: Any) -> FleetEngine:
     )  # fmt: skip
 
     handles = FleetHandles(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas}, "simulated_engine")
-    ready = await_ready(handles.all)
+    ready = await_ready(handles)
     for one in ready:
         one.info["model"], one.config = config.model, wire.config_fields(config)
     return FleetEngine(handles, ready, config, read_model_config(config), Tokenizer(config))

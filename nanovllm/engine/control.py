@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.engine_state import TAGS
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.errors import is_integer, refuse
+from nanovllm.errors import is_integer, refuse, require_awake, require_weights
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class EngineControl:
     def check_load(self, weights: Any, in_flight: str, version: int | None) -> None:
         """Raises ValueError for weights that cannot be loaded, or a version that does not go up, before anything is
         begun."""
-        self._check_version(version)
+        check_version(version, self.weight_version)
         self._check_update(in_flight)
         self._executor.check_weights(weights)
 
@@ -78,7 +78,7 @@ class EngineControl:
     def _check_update(self, in_flight: str) -> None:
         if self._executor.shares_weights:
             raise ValueError("load_weights: this engine computes with a module's weights: load them there")
-        self._loop.require_awake("weights")
+        require_awake(self.asleep & {"weights"})
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
         self._loop.raise_failure()
@@ -94,7 +94,7 @@ class EngineControl:
     def finish_update(self, version: int | None) -> None:
         """All are there: LLM.finish_update."""
         self._require_update("finish_update")
-        self._check_version(version)
+        check_version(version, self.weight_version)
         self._executor.finish_weight_update()
         self._loop.incomplete = None
         self._book.set_version(self.weight_version + 1 if version is None else version)
@@ -105,13 +105,10 @@ class EngineControl:
         return self._loop.incomplete is not None
 
     def _require_update(self, method: str) -> None:
-        self._loop.require_awake("weights")
+        require_awake(self.asleep & {"weights"})
         self._loop.raise_failure()
         if self._loop.incomplete in (None, _DROPPED):
             raise RuntimeError(f"{method}: begin_update was not called")
-
-    def _check_version(self, version: int | None) -> None:
-        check_version(version, self.weight_version)
 
     def notice_new_weights(self, surely: bool = False) -> None:
         """Checks whether a live module's weights were written to (`surely`: they were). If so, requests in flight start
@@ -123,9 +120,9 @@ class EngineControl:
 
     def checksum(self) -> dict[str, str]:
         """Checksums of the weights: see LLM.checksum."""
-        self._loop.require_awake("weights")
+        require_awake(self.asleep & {"weights"})
         self._loop.raise_failure()
-        self._loop.require_weights()
+        require_weights(self._loop.incomplete)
         self._loop.settle()
         return self._executor.checksum()
 

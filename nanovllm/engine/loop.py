@@ -13,7 +13,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import WeightsIncomplete, short
+from nanovllm.errors import check_alive, require_awake, require_weights
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import Ending, StepColumns
@@ -208,25 +208,13 @@ class EngineLoop:
         """Raises RuntimeError where a step would compute without weights or memory."""
         self.raise_failure()
         if not self.is_paused:
-            self.require_awake(*self.asleep)
-            self.require_weights()
+            require_awake(self.asleep)
+            require_weights(self.incomplete)
 
     def raise_failure(self) -> None:
         """Raises RuntimeError if this engine is closed or has failed."""
-        if self._closed:
-            raise RuntimeError("this engine is closed")
-        if self._error is not None:
-            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
+        check_alive(self._closed, self._error)
         self.executor.check()
-
-    def require_weights(self) -> None:
-        if self.incomplete is not None:
-            until = "no step can run until load_weights, or begin_update and finish_update, succeed"
-            raise WeightsIncomplete(f"{self.incomplete}: {until}")
-
-    def require_awake(self, *tags: str) -> None:
-        if asleep := self.asleep.intersection(tags):
-            raise RuntimeError(f"this engine is asleep ({', '.join(sorted(asleep))}): call wake_up first")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())

@@ -18,7 +18,7 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import QueueFull, ReplicaError, WeightsIncomplete, short
+from nanovllm.errors import QueueFull, ReplicaError, check_alive, require_awake, require_weights
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.fleet_rows import FleetRows
@@ -158,20 +158,10 @@ class FleetEngine:
                 self._rows.take(frame, self._unreported)
 
     def _check_can_step(self) -> None:
-        self._raise_failure()
-        state = self.fleet.state
+        check_alive(self._closed, self._error)
         if not self.is_paused:
-            if state.asleep:
-                raise RuntimeError(f"this engine is asleep ({', '.join(state.asleep)}): call wake_up first")
-            if state.lacks_weights:
-                until = "no step can run until load_weights, or begin_update and finish_update, succeed"
-                raise WeightsIncomplete(f"{state.incomplete}: {until}")
-
-    def _raise_failure(self) -> None:
-        if self._closed:
-            raise RuntimeError("this engine is closed")
-        if self._error is not None:
-            raise RuntimeError(f"this engine has failed and cannot go on: {short(self._error)}") from self._error
+            require_awake(self.fleet.state.asleep)
+            require_weights(self.fleet.state.incomplete)
 
     def _read(self, timeout: float) -> None:
         if (now := time.monotonic()) > self._next_look:
@@ -229,7 +219,7 @@ class FleetEngine:
 
     def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
         """See Engine.call."""
-        self._raise_failure()
+        check_alive(self._closed, self._error)
         weights = options.pop("weights", None)
         if isinstance(weights, (str, Path)):
             weights, options["folder"] = None, str(weights)

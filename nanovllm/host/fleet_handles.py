@@ -31,6 +31,7 @@ class FleetHandles:
         self.forget: Callable[[Handle], None] = lambda handle: None
         """Ends that."""
         self.all: list[Handle] = []
+        self._ready: dict[int, wire.Ready] = {}
         self._last_look = time.monotonic()
         if not self._on_ray:
             self._start_all()
@@ -51,6 +52,19 @@ class FleetHandles:
         except BaseException:
             self.close(patience=0)
             raise
+
+    def take_start(self, handle: Handle, frame: wire.Up | Lost) -> list[wire.Ready] | Lost | None:
+        """Takes in what an engine says before the fleet is formed. Returns what all have said once all are ready, in
+        the order of their numbers, and Lost where one cannot start."""
+        if isinstance(frame, wire.Ready):
+            self._ready[handle.number] = frame
+            if len(self._ready) == self.count:
+                return [self._ready[number] for number in range(self.count)]
+        elif isinstance(frame, Lost):
+            if self._has_failover and frame.kind is None:
+                return Lost(f"replica {handle.number} could not start: {frame.reason}")
+            return frame
+        return None
 
     def form(self, ready: list[wire.Ready]) -> Fleet:
         """The fleet of engines that have said this, in the order of their numbers."""

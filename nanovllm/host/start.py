@@ -8,7 +8,7 @@ from nanovllm.host import wire
 from nanovllm.host.devices import devices_of_replicas
 from nanovllm.host.fleet_engine import FleetEngine
 from nanovllm.host.fleet_handles import FleetHandles
-from nanovllm.host.handle import MODULE, Handle, Lost
+from nanovllm.host.handle import MODULE, Lost
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
     handles = FleetHandles(config.model if on_ray else here.model, options, module)
     try:
         handles.start()
-        engine = FleetEngine(handles, await_ready(handles.all), config, model_config, tokenizer)
+        engine = FleetEngine(handles, await_ready(handles), config, model_config, tokenizer)
     except BaseException:
         handles.close(patience=0)
         raise
@@ -38,17 +38,15 @@ def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
     return engine
 
 
-def await_ready(handles: list[Handle]) -> list[wire.Ready]:
-    """Waits for the first word of each engine. Raises the first error of an engine that cannot start."""
-    ready: dict[int, wire.Ready] = {}
-    while len(ready) < len(handles):
+def await_ready(handles: FleetHandles) -> list[wire.Ready]:
+    """Waits until each engine is ready. Raises the first error of an engine that cannot start."""
+    ready: list[wire.Ready] | None = None
+    while ready is None:
         time.sleep(_LOOK_SECONDS)
-        for handle in handles:
+        for handle in handles.all:
             for frame in handle.receive():
-                if isinstance(frame, wire.Ready):
-                    ready[handle.number] = frame
-                elif isinstance(frame, Lost):
-                    if frame.kind is not None:
-                        raise frame.kind(frame.reason)
-                    raise ReplicaError(f"replica {handle.number} could not start: {frame.reason}")
-    return [ready[number] for number in range(len(handles))]
+                found = handles.take_start(handle, frame)
+                if isinstance(found, Lost):
+                    raise (found.kind or ReplicaError)(found.reason)
+                ready = found or ready
+    return ready

@@ -27,7 +27,6 @@ class Engines:
         self._loop = asyncio.get_running_loop()
         self.fleet: Fleet | None = None
         """Fleet of the engines, once all are ready."""
-        self._ready: dict[int, wire.Ready] = {}
         self._percents: dict[int, int] = {}
         self._has_ended = False
         self._calls: set[asyncio.Future[None]] = set()
@@ -82,23 +81,18 @@ class Engines:
         self._streams.flush(now)
 
     def _take_start(self, handle: Handle, frame: wire.Up | Lost) -> None:
-        number = handle.number
-        if isinstance(frame, Lost):
-            self._forget(handle)
-            if self._handles.count > 1 and frame.kind is None:
-                frame = Lost(f"replica {number} could not start: {frame.reason}")
-            self._end(frame)
-        elif isinstance(frame, wire.Progress):
-            self._percents[number] = frame.percent
+        if isinstance(frame, wire.Progress):
+            self._percents[handle.number] = frame.percent
             if frame.folder or frame.percent <= min(self._percents.values()):
                 self._on_frame(frame)
-        elif isinstance(frame, wire.Ready):
-            self._ready[number] = frame
-            if len(self._ready) == self._handles.count:
-                self._become_ready()
+        found = self._handles.take_start(handle, frame)
+        if isinstance(found, Lost):
+            self._forget(handle)
+            self._end(found)
+        elif found is not None:
+            self._become_ready(found)
 
-    def _become_ready(self) -> None:
-        ready = [self._ready[number] for number in range(self._handles.count)]
+    def _become_ready(self, ready: list[wire.Ready]) -> None:
         self.fleet = self._handles.form(ready)
         infos = [one.info for one in ready]
         total = {name: sum(info[name] for info in infos) for name in ("max_num_seqs", "num_kv_tokens")}

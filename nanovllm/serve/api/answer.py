@@ -3,7 +3,7 @@ response."""
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,17 @@ SSE = b"text/event-stream; charset=utf-8"
 _SSE_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
+class Prepared(NamedTuple):
+    """A request, checked and tokenized: what its `Answer` is made of."""
+
+    fields: api.CommonFields
+    prompts: list[list[int]]
+    params: dict[str, Any]
+    """Fields of SamplingParams, for all prompts."""
+    max_tokens: list[int]
+    """Most output tokens for each prompt."""
+
+
 class Answer(Request):
     """A request whose response follows OpenAI's schema."""
 
@@ -29,12 +40,9 @@ class Answer(Request):
     id_prefix = ""
     needs_ids = False
 
-    def __init__(
-        self, front: Front, call: Call, fields: api.CommonFields, prompts: list[list[int]], params: dict[str, Any],
-        max_tokens: list[int],
-    ) -> None:  # fmt: skip
-        """`params`: fields of SamplingParams, for all prompts; `max_tokens`: of each. Raises ApiError where more may be
-        said about tokens than an answer holds."""
+    def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
+        """Raises ApiError where more may be said about tokens than an answer holds."""
+        fields, prompts, params, max_tokens = prepared
         check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call, self.call_id, self.key = call, call.request_id, call.key

@@ -1,13 +1,13 @@
 """POST /v1/chat/completions."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, answer, check_characters, check_size, fit
+from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, check_size, fit
 from nanovllm.serve.api.logprobs import chat_entries
 from nanovllm.serve.api.messages import template_values
 from nanovllm.serve.api.reading import read
@@ -27,15 +27,12 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def __init__(
-        self, front: Front, call: Call, fields: api.ChatFields, prompts: list[list[int]], params: dict[str, Any],
-        max_tokens: list[int], plan: Plan,
-    ) -> None:  # fmt: skip
+    def __init__(self, front: Front, call: Call, prepared: Prepared, plan: Plan) -> None:
         """`plan`: how reasoning and tool calls are read."""
         self.plan = plan
         self.texts: list[MarkedDetokenizer] = []
         """Detokenizers that count the tokens of reasoning."""
-        super().__init__(front, call, fields, prompts, params, max_tokens)
+        super().__init__(front, call, prepared)
         for completion in self.completions:
             completion.reader = plan.reader()
 
@@ -191,36 +188,26 @@ async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]]
     )
 
 
-class Prepared(NamedTuple):
-    """A chat request, checked and tokenized: what `ChatAnswer` is made of."""
-
-    fields: api.ChatFields
-    prompts: list[list[int]]
-    params: dict[str, Any]
-    max_tokens: list[int]
-    plan: Plan
-
-
 def prepare(
     front: Front, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
-) -> Prepared:
-    """Checks and tokenizes a request. Raises ApiError. `text_grammars`: see check_tools."""
+) -> tuple[Prepared, Plan]:
+    """Checks and tokenizes a request; what `ChatAnswer` is made of. Raises ApiError. `text_grammars`: see
+    check_tools."""
     model, fields = front.model, read(front, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
-    most = max(asked or 1, fields.min_tokens or 0)
     k = None if not fields.logprobs else fields.top_logprobs or 0
     with refusing():
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
-        params = api.sampling_fields(fields, model, most, k, wanted)
+        params = api.sampling_fields(fields, model, asked, k, wanted)
         text, prompt = encode(front, fields)
         prompt, room = fit(model, prompt, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
-    return Prepared(fields, [prompt], params, [room], plan)
+    return Prepared(fields, [prompt], params, [room]), plan
 
 
 async def chat(front: Front, call: Call) -> None:

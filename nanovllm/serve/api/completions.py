@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, answer, check_characters, fit, num_numbers
+from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_numbers
 from nanovllm.serve.api.logprobs import completion_logprobs
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
@@ -27,11 +27,11 @@ class CompletionAnswer(Answer):
     fast_suffix = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     fields: api.CompletionFields
-    echoes: list[str] | None = None
-    """The prompts' texts, where they are to be shown."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, front: Front, call: Call, prepared: Prepared, echoes: list[str] | None) -> None:
+        """`echoes`: the prompts' texts, where they are to be shown."""
+        super().__init__(front, call, prepared)
+        self.echoes = echoes
         self._heads: dict[Completion, asyncio.Task[bytes]] = {}
         """First chunks, with log-probabilities of the prompts, which are written in the pool one at a time."""
 
@@ -121,24 +121,13 @@ def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
     return prompt
 
 
-class _Prepared(NamedTuple):
-    """A request, checked and tokenized: what `CompletionAnswer` is made of."""
-
-    fields: api.CompletionFields
-    prompts: list[list[int]]
-    params: dict[str, Any]
-    max_tokens: list[int]
-    echoes: list[str] | None
-
-
-def _prepare(front: Front, call: Call, body: dict[str, Any]) -> _Prepared:
-    """Checks and tokenizes a request. Raises ApiError."""
+def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Prepared, list[str] | None]:
+    """Checks and tokenizes a request; what `CompletionAnswer` is made of. Raises ApiError."""
     model, fields = front.model, read(front, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
-    longest = max(asked, 1, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, model, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, model, asked, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = _prompts(model, fields)
@@ -149,7 +138,7 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> _Prepared:
         both = zip(_as_list(fields.prompt), prompts, strict=True)
         decode = partial(model.tokenizer.decode, skip_special_tokens=False)
         echoes = [text if whole and isinstance(text, str) else decode(ids) for text, ids in both]
-    return _Prepared(fields, [*prompts], params, [*counts], echoes)
+    return Prepared(fields, [*prompts], params, [*counts]), echoes
 
 
 def _is_short(body: dict[str, Any]) -> bool:
@@ -162,10 +151,8 @@ def _is_short(body: dict[str, Any]) -> bool:
 async def completions(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
-    *prepared, echoes = await front.pool.read(call, lambda body: _prepare(front, call, body), _is_short)
-    request = CompletionAnswer(front, call, *prepared)
-    request.echoes = echoes
-    await answer(call, request)
+    prepared = await front.pool.read(call, lambda body: _prepare(front, call, body), _is_short)
+    await answer(call, CompletionAnswer(front, call, *prepared))
 
 
 def _as_list(given: Any) -> list[Any]:

@@ -8,14 +8,15 @@ import msgspec
 
 from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer
-from nanovllm.serve.api.chat import ChatAnswer, Prepared, encode, prepare, work_on_chat
+from nanovllm.serve.api.answer import Prepared, answer
+from nanovllm.serve.api.chat import ChatAnswer, encode, prepare, work_on_chat
 from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.parsers import Plan
 from nanovllm.serve.request import Completion
 
 
@@ -72,15 +73,15 @@ class MessagesAnswer(DialectAnswer):
 async def create_response(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
-    def work(body: dict[str, Any]) -> tuple[Prepared, dict[str, Any], ResponsesTools]:
+    def work(body: dict[str, Any]) -> tuple[Prepared, Plan, dict[str, Any], ResponsesTools]:
         fields = read(front, call, responses.ResponsesFields, body)
         tools = ResponsesTools(fields.tools or ())
         note_ignored(front.options, call, tools.ignored)
         request = responses.chat_request(fields, tools)
-        return prepare(front, call, request, tools.text_grammars), body, tools
+        return *prepare(front, call, request, tools.text_grammars), body, tools
 
-    prepared, body, tools = await work_on_chat(front, call, work, "input")
-    request = ResponsesAnswer(front, call, *prepared)
+    prepared, plan, body, tools = await work_on_chat(front, call, work, "input")
+    request = ResponsesAnswer(front, call, prepared, plan)
     about = request.id, request.model, request.created
     request.writer = responses.ResponseWriter(*about, body, request.params, tools)
     await answer(call, request)
@@ -89,7 +90,7 @@ async def create_response(front: Front, call: Call) -> None:
 async def create_message(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
-    def work(body: dict[str, Any]) -> Prepared:
+    def work(body: dict[str, Any]) -> tuple[Prepared, Plan]:
         return prepare(front, call, anthropic.chat_request(read(front, call, anthropic.MessagesFields, body)))
 
     request = MessagesAnswer(front, call, *await work_on_chat(front, call, work, "messages"))

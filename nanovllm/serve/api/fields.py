@@ -284,17 +284,18 @@ _SAMPLING -= {"max_tokens", "structured_outputs"}
 def sampling_fields(
     fields: CommonFields,
     model: ServedModel,
-    max_tokens: int,
+    asked: int | None,
     logprobs: int | None,
     structured: StructuredOutput | None,
 ) -> dict[str, Any]:
-    """Fields of SamplingParams, those that are given, and the model's defaults for what the request leaves open. Raises
-    ApiError (400) as SamplingParams does."""
+    """Fields of SamplingParams, those that are given, and the model's defaults for what the request leaves open, but
+    for max_tokens, which each prompt has of its own. `asked`: tokens that are asked for. Raises ApiError (400) as
+    SamplingParams does."""
     found = dict(model.defaults)
     for name in _SAMPLING:
         if (value := getattr(fields, name)) is not None and value != []:
             found[name] = value
-    found["max_tokens"] = max_tokens
+    found["max_tokens"] = max(asked or 1, fields.min_tokens or 0)
     if logprobs is not None:
         found["logprobs"] = logprobs
     with refusing():

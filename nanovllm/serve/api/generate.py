@@ -7,7 +7,7 @@ import msgspec
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, answer, fit
+from nanovllm.serve.api.answer import Answer, Prepared, answer, fit
 from nanovllm.serve.api.completions import token_ids
 from nanovllm.serve.api.logprobs import id_entries
 from nanovllm.serve.api.reading import read
@@ -60,7 +60,7 @@ def _written(ids: bytes) -> list[int]:
     return shapes.written(memoryview(ids).cast("i").tolist())
 
 
-def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Any, ...]:
+def _prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks a request; what `GenerateAnswer` is made of. Raises ApiError."""
     given = read(front, call, api.GenerateFields, body)
     wanted = dict(given.sampling_params)
@@ -73,19 +73,18 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Any, ...]:
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
     prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked, fields.logprobs)
-    longest = max(room, fields.min_tokens or 0)
-    params = api.sampling_fields(fields, front.model, longest, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, front.model, asked, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
             raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")
         params["sampling_mask"] = True
     if given.request_id is not None:
         call.name(given.request_id)
-    return fields, [prompt], params, [room]
+    return Prepared(fields, [prompt], params, [room])
 
 
 async def generate(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
     prepared = await front.pool.read(call, lambda body: _prepare(front, call, body))
-    await answer(call, GenerateAnswer(front, call, *prepared))
+    await answer(call, GenerateAnswer(front, call, prepared))
