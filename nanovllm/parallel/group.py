@@ -120,6 +120,8 @@ class TensorParallelGroup:
         if self._peer is not None:
             return self._peer.all_reduce_max(keys)
         if isinstance(self._group, HostMemory):
+            if keys.is_cuda:  # of ranks that share a GPU
+                return keys.copy_(self.all_reduce_max(keys.cpu()))
             self._group.all_reduce_max(keys)
         elif self._group is not None:
             options = dist.AllreduceOptions()

@@ -61,6 +61,32 @@ def test_every_rank_gets_what_all_put_in(size: int, monkeypatch: pytest.MonkeyPa
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
+class _OnGpu(torch.Tensor):
+    """Stand-in for a tensor on a GPU: host memory cannot look into it."""
+
+    is_cuda = True
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+    def view(self, *_: Any) -> torch.Tensor:
+        raise AssertionError("read on the host")
+
+
+def test_ranks_that_share_a_gpu_exchange_copies() -> None:
+    """Each operation gives every rank the values, in the rank's own tensor where that is reduced in place."""
+    values = torch.tensor([[5, -2, 1 << 40], [3, 9, 7]])
+
+    def work(group: TensorParallelGroup) -> list[torch.Tensor]:
+        total, most, mine = (values[group.rank].clone().as_subclass(_OnGpu) for _ in range(3))
+        assert group.all_reduce(total) is total and group.all_reduce_max(most) is most
+        return [one.as_subclass(torch.Tensor) for one in (total, most, group.all_gather(mine))]
+
+    for found in run_ranks(2, work):
+        assert not isinstance(found, BaseException), found
+        assert all(torch.equal(a, b) for a, b in zip(found, (values.sum(0), values.amax(0), values), strict=True))
+
+
 def test_a_wait_for_a_rank_that_is_gone_ends() -> None:
     def work(group: TensorParallelGroup) -> None:
         if group.rank == 0:
