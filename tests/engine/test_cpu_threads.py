@@ -4,22 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from processes.process_checks import write_tiny_config
 
 from nanovllm.executor import cpu_threads
 from nanovllm.executor.cpu_threads import threads_for
 from nanovllm.processes import machine
 from nanovllm.processes.machine import available_memory, usable_cores, usable_memory
 
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 1024,
-    "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu", "eos_token_id": 1,
-}  # fmt: skip
+SHAPE = {"vocab_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 PROGRAM = """
 import json, sys, time
 {first}
@@ -34,10 +31,10 @@ with LLM(sys.argv[1], device="cpu", load_format="dummy", skip_tokenizer_init=Tru
 """
 
 
-def cpu_seconds(folder: Path, first: str = "", **environment: str) -> float:
+def cpu_seconds(model: str, first: str = "", **environment: str) -> float:
     """CPU seconds of generating eight short texts, in a program of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
-    command = [sys.executable, "-c", PROGRAM.format(first=first), str(folder)]
+    command = [sys.executable, "-c", PROGRAM.format(first=first), model]
     root = str(Path(__file__).resolve().parents[2])
     environment = {**clean, "PYTHONPATH": root, **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -52,9 +49,9 @@ def test_threads_that_wait_take_no_cpu_time(width: int, first: str, tmp_path: Pa
     """In CPU time, since others compute here, too: a spinning thread takes it without computing anything."""
     if usable_cores() < 2:
         pytest.skip("needs two cores")
-    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "hidden_size": width}))
-    alone = cpu_seconds(tmp_path, first, OMP_NUM_THREADS="1")
-    assert any(cpu_seconds(tmp_path, first) < 1.8 * alone + 0.1 for _ in range(3))
+    model = write_tiny_config(tmp_path, **SHAPE, hidden_size=width)
+    alone = cpu_seconds(model, first, OMP_NUM_THREADS="1")
+    assert any(cpu_seconds(model, first) < 1.8 * alone + 0.1 for _ in range(3))
 
 
 def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +64,24 @@ def test_what_the_environment_says_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_small_models_take_one_thread_and_large_ones_all_cores() -> None:
     assert [threads_for(width, 16) for width in (64, 192, 896, 1024, 2048, 8192)] == [1, 1, 1, 2, 8, 16]
     assert threads_for(8192, 0) == 1
+
+
+InGroups = Callable[[str, dict[str, str]], None]
+
+
+@pytest.fixture
+def in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InGroups:
+    """Puts the process in control groups of these files."""
+
+    def write(groups: str, files: dict[str, str]) -> None:
+        (own := tmp_path / "groups").write_text(groups)
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text + "\n")
+        monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+
+    return write
 
 
 V1, V2 = "4:memory:/here\n3:cpu,cpuacct:/box/one\n", "0::/box/one\n"
@@ -86,15 +101,10 @@ V1, V2 = "4:memory:/here\n3:cpu,cpuacct:/box/one\n", "0::/box/one\n"
     ],
 )  # fmt: skip
 def test_control_groups_count(
-    groups: str, files: dict[str, Any], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: str, files: dict[str, str], cores: int, in_groups: InGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of versions 1 and 2, and of all that a process is in."""
-    (own := tmp_path / "own").write_text(groups)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+    in_groups(groups, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert usable_cores() == cores
 
@@ -124,14 +134,9 @@ def test_control_groups_count(
     ],
 )  # fmt: skip
 def test_memory_is_what_a_control_group_allows(
-    groups: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: str, files: dict[str, str], limit: int | None, in_groups: InGroups
 ) -> None:
-    (own := tmp_path / "groups").write_text(groups)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", own)
+    in_groups(groups, files)
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert usable_memory() == (whole if limit is None else limit)
     assert 0 < available_memory() < whole if limit is None else available_memory() == 4096 + 1024

@@ -57,13 +57,6 @@ def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
 # -- budgets and limits ---------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
-    simulation = Simulation(depth=1, max_num_batched_tokens=8)
-    request = simulation.add([1, 2] * 10, max_tokens=1)
-    assert [rows(simulation.step()) for _ in range(3)] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)]]
-    assert len(request.gained) == 1
-
-
 def test_a_budget_below_the_number_of_rows_serves_the_oldest_first_and_everybody_in_the_end() -> None:
     simulation = Simulation(max_num_batched_tokens=3)
     for i in range(6):
@@ -117,18 +110,33 @@ def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, 
         assert simulation.step().num_prefill_tokens == 1025 - expected
 
 
-def test_without_decodes_prompts_get_the_whole_budget() -> None:
-    simulation = Simulation(max_num_prefill_tokens_with_decodes=1, long_prefill_token_threshold=0)
-    simulation.add([1] * 100)
-    assert simulation.launch().num_prefill_tokens == 100
+FIRST_STEPS: dict[str, tuple[dict[str, int], list[int], list[list[tuple[int, int, int]]]]] = {
+    "a prompt longer than the budget comes in chunks": (
+        {"max_num_batched_tokens": 8}, [20], [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 4)]]),
+    "without decodes prompts get the whole budget": (
+        {"max_num_prefill_tokens_with_decodes": 1, "long_prefill_token_threshold": 0}, [100], [[(0, 0, 100)]]),
+    "one prompt alone may be half computed": (
+        {"max_num_batched_tokens": 16, "max_num_partial_prefills": 1, "long_prefill_token_threshold": 8},
+        [30, 7, 7], [[(1, 0, 7), (0, 0, 8)]]),
+    "two prompts may": (
+        {"max_num_batched_tokens": 16, "max_num_partial_prefills": 2, "long_prefill_token_threshold": 8},
+        [30, 7, 7], [[(1, 0, 7), (0, 0, 8), (2, 0, 1)]]),
+    "a short prompt overtakes a long one where enough long ones are in progress": (
+        {"max_num_batched_tokens": 10, "long_prefill_token_threshold": 4},
+        [30, 30, 3, 3], [[(2, 0, 3), (3, 0, 3), (0, 0, 4)]]),
+    "long prompts are in progress together where no short one waits": (
+        {"max_num_batched_tokens": 40, "long_prefill_token_threshold": 4}, [30, 30], [[(0, 0, 30), (1, 0, 10)]]),
+}  # fmt: skip
+"""Options, lengths of prompts that come at once, and rows of the first steps."""
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1, [(1, 0, 7), (0, 0, 8)]), (2, [(1, 0, 7), (0, 0, 8), (2, 0, 1)])])
-def test_only_so_many_prompts_are_half_computed(limit: int, expected: list[tuple[int, int, int]]) -> None:
-    simulation = Simulation(max_num_batched_tokens=16, max_num_partial_prefills=limit, long_prefill_token_threshold=8)
-    for prompt in ([1] * 30, [2] * 7, [3] * 7):
-        simulation.add(prompt)
-    assert rows(simulation.launch()) == expected
+@pytest.mark.parametrize("name", FIRST_STEPS)
+def test_first_steps(name: str) -> None:
+    options, lengths, expected = FIRST_STEPS[name]
+    simulation = Simulation(depth=1, **options)
+    for value, length in enumerate(lengths):
+        simulation.add([value] * length, max_tokens=1)
+    assert [rows(simulation.step()) for _ in expected] == expected
     simulation.run_to_end()
 
 
@@ -138,15 +146,6 @@ def test_a_long_prompt_gets_its_threshold_while_a_short_one_waits_and_everything
     assert rows(simulation.step()) == [(0, 0, 40)]
     simulation.add([2] * 5)
     assert rows(simulation.step()) == [(1, 0, 5), (0, 40, 8)]
-
-
-def test_a_short_prompt_overtakes_a_long_one_where_enough_long_ones_are_in_progress() -> None:
-    simulation = Simulation(max_num_batched_tokens=10, long_prefill_token_threshold=4)
-    for prompt in ([1] * 30, [2] * 30, [3] * 3, [0] * 3):
-        simulation.add(prompt, max_tokens=1)
-    assert rows(simulation.launch()) == [(2, 0, 3), (3, 0, 3), (0, 0, 4)]
-    assert simulation.requests[1].seq.status is SequenceStatus.WAITING
-    simulation.run_to_end()
 
 
 def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() -> None:
@@ -159,14 +158,6 @@ def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() 
         begun += [seq.request_id for seq in plan.new_slots]
         scheduler.apply(plan, [0] * plan.num_sample_rows)
     assert begun == [3, 1, 2, 0]
-
-
-def test_long_prompts_may_be_in_progress_together_where_no_short_one_waits() -> None:
-    simulation = Simulation(max_num_batched_tokens=40, long_prefill_token_threshold=4)
-    for value in range(2):
-        simulation.add([value] * 30)
-    assert rows(simulation.launch()) == [(0, 0, 30), (1, 0, 10)]
-    simulation.run_to_end()
 
 
 def test_long_prompts_do_not_hold_back_short_ones_where_decodes_cap_the_budget_below_the_threshold() -> None:
@@ -207,24 +198,20 @@ def test_a_head_of_the_queue_that_does_not_fit_is_not_overtaken() -> None:
 # -- prefix cache ---------------------------------------------------------------------------------------------------
 
 
-def test_a_second_request_computes_only_what_is_not_cached() -> None:
-    simulation = Simulation(block_size=4)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+@pytest.mark.parametrize(
+    ("length", "is_caching", "cached"),
+    [(10, True, 8), (8, True, 7), (10, False, 0)],
+    ids=["whole blocks", "all but the last token, where it samples", "switched off"],
+)
+def test_a_second_request_computes_only_what_is_not_cached(length: int, is_caching: bool, cached: int) -> None:
+    simulation = Simulation(block_size=4, enable_prefix_caching=is_caching)
+    prompt = [*range(1, length + 1)]
     simulation.add(prompt)
     simulation.run_to_end()
     again = simulation.add(prompt)
-    assert rows(simulation.launch()) == [(1, 8, 2)]
-    assert again.seq.num_prompt_cached_tokens == 8
+    assert rows(simulation.launch()) == [(1, cached, length - cached)]
+    assert again.seq.num_prompt_cached_tokens == cached
     simulation.run_to_end()
-
-
-def test_an_exact_multiple_of_the_block_computes_its_last_token() -> None:
-    """That is where it samples; the last block is its own, a copy."""
-    simulation = Simulation(block_size=4)
-    for _ in range(2):
-        simulation.add([1, 2, 3, 4, 5, 6, 7, 8])
-        simulation.run_to_end()
-    assert simulation.requests[1].seq.num_prompt_cached_tokens == 7
 
 
 def test_outputs_are_hits_too() -> None:
@@ -245,14 +232,6 @@ def test_a_prompt_is_shared_once_the_step_that_computes_it_is_launched() -> None
     simulation.launch()
     assert [r.seq.num_prompt_cached_tokens for r in (first, second, third)] == [0, 8, 8]
     simulation.run_to_end()
-
-
-def test_without_prefix_caching_everything_is_computed() -> None:
-    simulation = Simulation(block_size=4, enable_prefix_caching=False)
-    for _ in range(2):
-        simulation.add([1] * 9)
-        simulation.run_to_end()
-    assert simulation.requests[1].seq.num_prompt_cached_tokens == 0
 
 
 # -- equal beginnings are computed once -----------------------------------------------------------------------------
@@ -339,12 +318,18 @@ class Watched(dict[bytes, Any]):
         return super().get(key, default)
 
 
-def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each block that is hashed."""
+    hashed: list[int] = []
+    digest = prefix_keys._digest
+    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: hashed.append(1) or digest(*content))
+    return hashed
+
+
+def test_a_row_that_waits_is_looked_up_once(made: list[int]) -> None:
     """A long text whose prefix is cached waits for memory at the head, while others decode and end blocks: its blocks
     are hashed once, and a step that waits looks up no more of them than before."""
-    made: list[int] = []
-    digest = prefix_keys._digest
-    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: made.append(1) or digest(*content))
     simulation = Simulation(num_blocks=240, block_size=4, depth=1)
     text = [1, 2, 3] * 200
     simulation.add(text, max_tokens=1)
@@ -366,11 +351,8 @@ def test_a_row_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     simulation.run_to_end()
 
 
-def test_a_text_that_nobody_has_is_hashed_behind_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_nobody_has_is_hashed_behind_its_launch(made: list[int]) -> None:
     """A first chunk waits for a look at its first block alone; what is computed is found afterwards."""
-    made: list[int] = []
-    digest = prefix_keys._digest
-    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: made.append(1) or digest(*content))
     simulation = Simulation(num_blocks=240, block_size=4)
     text = [1, 2, 3] * 200
     simulation.add(text, max_tokens=1)

@@ -9,75 +9,43 @@ import os
 
 import numpy as np
 import pytest
-from simulation import make_sequence
+from simulation import SteadyDecodes, make_sequence
 from timing import seconds
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.executor.channel import SLOT_BYTES, CommandReader, CommandWriter, Word, create_shared_memory
-from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import HEADER_SIZE
 
-NUM_ROWS = 256
-BLOCK = 128
+NUM_ROWS, BLOCK = SteadyDecodes.num_rows, SteadyDecodes.block_size
 FIXED = 4 * (HEADER_SIZE + 3 * NUM_ROWS)
 UPDATE = 12
 """Bytes of a row's new block: slot, index, block."""
 
 
-class Decoding:
-    """256 rows that decode, one step ahead of their results."""
-
-    def __init__(self) -> None:
-        self.scheduler = Scheduler(EngineConfig("model", max_num_seqs=NUM_ROWS), StateSize(20_000, BLOCK))
-        for number in range(NUM_ROWS):
-            prompt = [number] * (300 + 7 * number % 400)
-            sequence = make_sequence(number, prompt, max_tokens=9_000, capacity=self.scheduler.capacity_tokens)
-            self.scheduler.add(sequence)
-        self.launched = self._scheduled()
-        while self.launched.num_decode_rows < NUM_ROWS:
-            self.step()
-
-    def _scheduled(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        return plan
-
-    def step(self) -> StepPlan:
-        """Schedules the next step and takes in the tokens of the one before."""
-        plan = self._scheduled()
-        self.scheduler.apply(self.launched, [17] * self.launched.num_sample_rows)
-        self.launched = plan
-        return plan
-
-
 def test_bytes_of_a_steady_step() -> None:
     """Nothing but the fixed part, where a row's place is, and the blocks that rows take: one each in BLOCK steps."""
-    decoding = Decoding()
+    decoding = SteadyDecodes()
     total = 0
     for _ in range(BLOCK):
-        plan = decoding.step()
-        size = plan.pack(NUM_ROWS).nbytes
+        plan, packed = decoding.step()
         assert plan.num_decode_rows == plan.num_rows == NUM_ROWS
-        assert size == FIXED + UPDATE * (len(plan.block_updates) // 3)
-        total += size
+        assert packed.nbytes == FIXED + UPDATE * (len(plan.block_updates) // 3)
+        total += packed.nbytes
     assert total == BLOCK * FIXED + NUM_ROWS * UPDATE
     assert FIXED == 3136
     assert total / BLOCK == 3160
 
 
 def test_a_new_row_costs_its_tokens_and_a_record() -> None:
-    decoding = Decoding()
+    decoding = SteadyDecodes()
     first = decoding.scheduler.running[0]
     decoding.scheduler.abort(first)
-    before = decoding.step()  # without it
+    before, _ = decoding.step()  # without it
     prompt = [1000 + n for n in range(300)]
     decoding.scheduler.add(make_sequence(NUM_ROWS, prompt, max_tokens=9))
-    plan = decoding.step()
+    plan, packed = decoding.step()
     assert (before.num_rows, plan.num_rows, plan.num_decode_rows) == (NUM_ROWS - 1, NUM_ROWS, NUM_ROWS - 1)
     blocks = -(-len(prompt) // BLOCK) + sum(start % BLOCK == 0 for start in plan.starts[: NUM_ROWS - 1])
-    assert plan.pack(NUM_ROWS).nbytes == FIXED + 4 * len(prompt) + 32 + UPDATE * blocks
+    assert packed.nbytes == FIXED + 4 * len(prompt) + 32 + UPDATE * blocks
 
 
 def _answer(memory: int, bell: int) -> None:
@@ -89,7 +57,7 @@ def _answer(memory: int, bell: int) -> None:
 
 def test_a_steady_step_through_the_ring() -> None:
     """There and back between two processes, in one slot of the ring: a step never waits for room."""
-    packed = Decoding().step().pack(NUM_ROWS)
+    _, packed = SteadyDecodes().step()
     memory, (bell, doorbell) = create_shared_memory(), os.pipe()
     writer = CommandWriter(memory, [doorbell])
     worker = multiprocessing.get_context("fork").Process(target=_answer, args=(memory, bell), daemon=True)
