@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +29,12 @@ class Case:
     @property
     def cache(self) -> KVCache:
         return KVCache(self.k_cache, self.v_cache, self.kv_scales)
+
+    def reference(self) -> torch.Tensor:
+        """The plain twin's attention in float64, as this case's rows and caches are now."""
+        m = self.metadata
+        return attention_reference(self.q.double(), self.k_cache, self.v_cache, m.row_slot, m.cu_seqlens_q,
+                                   m.context_lens, m.block_tables[0], self.spec, self.sinks, self.kv_scales)
 
     def error_of(self, out: torch.Tensor) -> float:
         """Relative error over the tokens of real rows; infinite if one is missing or a padding token is written."""
@@ -120,6 +127,23 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[i
                 shares = scores.softmax(0)[: end - visible.start]
                 out[starts[row] + i, head] = shares @ values[head // group, visible]
     return out
+
+
+Items = list[tuple[int, int, int, int, int, int]]
+
+
+def items_of(work: torch.Tensor, count: torch.Tensor) -> Items:
+    """Entries of a decode plan's list of work: (row, key head, first key, end, chunk, chunks of its row)."""
+    return [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work[: int(count)].tolist()]
+
+
+def rows_of_any_length(longest: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots, of 40, and lengths of 37 rows; one is padding."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (37,), generator=rng).int()
+    slots = torch.randperm(40, generator=rng)[:37].int()
+    slots[3] = -1
+    return slots, lengths
 
 
 def nan_like(q: torch.Tensor) -> torch.Tensor:

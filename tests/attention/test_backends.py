@@ -13,6 +13,7 @@ from nanovllm.attention.torch_backend import TorchBackend
 QUERIES = [1, 1, 1, 20, 37, 1, 0]
 CONTEXTS = [50, 0, 300, 20, 90, 65, 0]
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
+by_name = pytest.mark.parametrize("name", list(BACKENDS))
 
 
 def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -> AttentionBackend:
@@ -31,15 +32,20 @@ def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
     return backend.forward(case.q, case.cache, case.metadata, nan_like(case.q).to(DTYPE), case.spec, case.sinks)
 
 
-@pytest.mark.parametrize("name", list(BACKENDS))
-@pytest.mark.parametrize(("heads", "block_size"), [((4, 2), 128), ((5, 1), 16)])
-def test_mixed_step_matches_float64(name: str, heads: tuple[int, int], block_size: int) -> None:
-    case = make_case(QUERIES, CONTEXTS, 3, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64,
-                     block_size=block_size, padding_tokens=2)
+@by_name
+@pytest.mark.parametrize(("step", "heads", "block_size"), [
+    ((QUERIES, CONTEXTS, 3), (4, 2), 128), ((QUERIES, CONTEXTS, 3), (5, 1), 16),
+    (([1, 1, 1], [40, 129, 1], 3), (4, 2), 128), (([30, 7], [30, 77], 0), (4, 2), 128)],
+    ids=["mixed", "mixed, five heads", "decodes alone", "prompts alone"])
+def test_a_step_matches_float64(
+    name: str, step: tuple[list[int], list[int], int], heads: tuple[int, int], block_size: int
+) -> None:
+    case = make_case(*step, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64, block_size=block_size,
+                     padding_tokens=2)
     assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", list(BACKENDS))
+@by_name
 def test_layers_of_several_kinds_in_one_step(name: str) -> None:
     """As in Gemma: layers with and without a window share a backend, here with other heads too."""
     shape: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 128}
@@ -55,7 +61,7 @@ def test_layers_of_several_kinds_in_one_step(name: str) -> None:
         assert case.error_of(out) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
 
 
-@pytest.mark.parametrize("name", list(BACKENDS))
+@by_name
 @pytest.mark.parametrize("options", [{}, nightly({"window": 20}), {"window": 70, "block_size": 16}])
 def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, Any]) -> None:
     """Past the rows' ends and in blocks that lie wholly before their windows is what other requests have left: keys
@@ -77,15 +83,7 @@ def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, 
         assert case.error_of(run(case, backend)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", list(BACKENDS))
-@pytest.mark.parametrize("num_decode_rows", [0, 3])
-def test_step_of_one_kind(name: str, num_decode_rows: int) -> None:
-    queries, contexts = ([1, 1, 1], [40, 129, 1]) if num_decode_rows else ([30, 7], [30, 77])
-    case = make_case(queries, contexts, num_decode_rows, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
-    assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", list(BACKENDS))
+@by_name
 def test_warmup_leaves_the_cache_alone(name: str) -> None:
     case = make_case([1], [5], 1, num_q_heads=4, num_kv_heads=2, head_dim=64, block_size=128)
     k, v = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)
@@ -99,8 +97,6 @@ def test_warmup_leaves_the_cache_alone(name: str) -> None:
     {}, {"window": 100, "has_sinks": True, "head_dim": 64}, {"window": 700, "softcap": 50.0, "head_dim": 256},
     {"head_dim": 96}, {"head_dim": 80, "num_q_heads": 6}])
 def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
-    from nanovllm.kernels.attention.reference import attention_reference
-
     shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 128} | options
     case = make_case([1] * 4 + [60], [700, 30, 2000, 129, 300], 4, **shape)
     backend, m, out = make_backend("triton", case), case.metadata, nan_like(case.q)
@@ -113,8 +109,7 @@ def test_captured_step_serves_other_lengths(options: dict[str, Any]) -> None:
         m.context_lens.copy_(torch.tensor(lens))
         out.fill_(float("nan"))
         graph.replay()
-        expected = attention_reference(case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q,
-                                       m.context_lens, m.block_tables[0], case.spec, case.sinks)
+        expected = case.reference()
         expected[:4][m.context_lens[:4] == 0] = float("nan")
         assert replace(case, expected=expected).error_of(out) < TOLERANCE
 

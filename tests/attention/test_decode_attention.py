@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, TOLERANCE, Case, make_case, nan_like
+from cases import DEVICE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
 from interpreting import nightly
 
 from nanovllm.kernels.attention import decode
@@ -195,14 +195,10 @@ def test_batch_of_padding_alone_writes_nothing() -> None:
 @pytest.mark.parametrize(("window", "max_model_len"), [
     (None, 5000), (1, 512), (150, 512), nightly(None, 512), nightly(1, 5000), nightly(150, 5000)])
 def test_work_list_holds_every_chunk_once_long_ones_first(window: int | None, max_model_len: int) -> None:
-    rng = torch.Generator().manual_seed(max_model_len)
-    lengths = torch.randint(0, max_model_len + 1, (37,), generator=rng).int()
-    slots = torch.randperm(40, generator=rng)[:37].int()
-    slots[3] = -1
+    slots, lengths = rows_of_any_length(max_model_len, seed=max_model_len)
     plan = DecodePlan(1, 32, window, 40, max_model_len, torch.device(DEVICE), SMALL)
     plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
-    work = plan.work[: int(plan.num_work)].tolist()
-    items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]
+    items = items_of(plan.work, plan.num_work)
     assert sorted(items) == sorted(plan_decode_reference(slots, lengths, SMALL, window))
     full = [end - start // 32 * 32 for _, _, start, end, chunk, num_chunks in items if chunk < num_chunks - 1]
     assert full == sorted(full, reverse=True)

@@ -9,7 +9,6 @@ from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case
 from test_backends import make_backend, run
 
 from nanovllm.attention import AttentionSpec, select_backend
-from nanovllm.kernels.attention.reference import attention_reference
 
 FP8 = torch.float8_e4m3fn
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
@@ -49,13 +48,8 @@ def test_tensor_descriptors_and_split_rows_match_float64() -> None:
 
 def test_the_reference_is_exact() -> None:
     case = fp8_case(window=30, has_sinks=True)
-    m = case.metadata
-    out = attention_reference(
-        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_tables[0],
-        case.spec, case.sinks, case.kv_scales,
-    )  # fmt: skip
     real = ~case.expected.isnan().flatten(1).any(1)
-    assert torch.allclose(out[real], case.expected[real], rtol=1e-9)
+    assert torch.allclose(case.reference()[real], case.expected[real], rtol=1e-9)
 
 
 def test_a_value_of_zeros_that_takes_most_of_the_weight() -> None:
@@ -66,11 +60,7 @@ def test_a_value_of_zeros_that_takes_most_of_the_weight() -> None:
     case.kv_scales[..., 3, 1] = 0
     case.kv_scales[..., 7, 1] = 2.0**-60
     case.kv_scales[..., 8, 1] = 2.0**60
-    m = case.metadata
-    expected = attention_reference(
-        case.q.double(), case.k_cache, case.v_cache, m.row_slot, m.cu_seqlens_q, m.context_lens, m.block_tables[0],
-        case.spec, kv_scales=case.kv_scales,
-    )  # fmt: skip
+    expected = case.reference()
     expected[case.expected.isnan()] = float("nan")
     assert replace(case, expected=expected).error_of(run(case, make_backend("triton", case))) < TOLERANCE
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+from cases import DEVICE, DTYPE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
 
 from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
@@ -98,16 +98,12 @@ def test_a_prompts_tokens_get_the_bits_of_decodes(options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("window", [None, 150, 5000])
 def test_work_list_holds_every_unit_once(window: int | None) -> None:
-    rng = torch.Generator().manual_seed(7)
-    lengths = torch.randint(0, 9001, (37,), generator=rng).int()
-    slots = torch.randperm(40, generator=rng)[:37].int()
-    slots[3] = -1
+    slots, lengths = rows_of_any_length(9000, seed=7)
     for first_unit in (CHUNK, 512, WIDE_FROM):
         config = DecodeConfig(min_chunk=first_unit)
         plan = FixedOrderPlan(1, 32, window, 40, 9000, torch.device(DEVICE), config)
         plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
-        work = plan.work[: int(plan.num_work)].tolist()
-        items = [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work]
+        items = items_of(plan.work, plan.num_work)
         expected = fixed_order_plan_reference(slots, lengths, first_unit, window)
         assert sorted(items) == sorted(expected)
         assert max(units for *_, units in expected) <= plan.max_splits(config)

@@ -15,7 +15,6 @@ from nanovllm.kernels.attention.prefill import (
     plan_prefill_reference,
     prefill_config,
 )
-from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.attention.spec import AttentionSpec
 
 SMALL = PrefillConfig(block_m=64 if DEVICE == "cuda" else 32, block_n=32, num_warps=4, num_stages=2)
@@ -69,11 +68,10 @@ def test_features_match_float64(
     """With tensor descriptors too, which the interpreter has."""
     case = chunk_case([5, 1, 40, 0, 2], [5, 40, 150, 0, 0], heads=heads, head_dim=head_dim, padding_tokens=2,
                       seed=head_dim, **options)
-    m, attention = case.metadata, build(case)
+    attention = build(case)
     attention.use_tma = use_tma
     assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
-    reference = attention_reference(case.q.double(), case.k_cache.double(), case.v_cache.double(), m.row_slot,
-                                    m.cu_seqlens_q, m.context_lens, m.block_tables[0], case.spec, case.sinks)
+    reference = case.reference()
     real = ~case.expected.isnan().flatten(1).any(1)
     assert torch.allclose(reference[real], case.expected[real], atol=1e-9)
     assert not reference[~real].any()
