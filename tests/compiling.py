@@ -9,14 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 
-def run_alone(script: str, *arguments: str) -> None:
-    """Runs `script` in an interpreter of its own, for here Triton's interpreter may be on; it can import this file."""
+from nanovllm.kernels.fp8.operands import FP8Weight
+
+
+def run_alone(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function of a test's file in an interpreter of its own, for here Triton's interpreter may be on."""
+    file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
-    command = [sys.executable, "-c", script, *arguments]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, file.parent)))
+    command = [sys.executable, "-c", f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def launch_dependently(*modules: Any) -> None:
+    """Has kernels of these modules compiled as GPUs from compute capability 9.0 on launch them."""
+    for module in modules:
+        module.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def empty_fp8(*shape: int, rows_each: int = 128) -> FP8Weight:
+    """A weight [..., n, k]. Its scales are for so many rows and for 128 columns, or for one row and all columns."""
+    *stack, n, k = shape
+    scale = empty(*stack, -(-n // rows_each), -(-k // 128) if rows_each > 1 else 1, dtype=torch.float32)
+    return FP8Weight(empty(*shape, dtype=torch.float8_e4m3fn), scale, rows_each)
 
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

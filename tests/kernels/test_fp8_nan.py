@@ -2,13 +2,16 @@
 leave NaN out, which would make a finite number of it; Triton's interpreter does neither. So the compiled kernels are
 looked at, which takes no GPU, and run where there is one."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
-from compiling import run_alone
+from compiling import compile_only, empty, empty_fp8, run_alone
 
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import GemmConfig
@@ -21,42 +24,27 @@ HIDDEN = 512
 ROW = GemmConfig("stream", 16, block_k=512, stages=2, num_warps=4)
 ROLES = GemmConfig("roles", 128, 64, 128, 4)
 
-COMPILE = """
-import re
-import torch
-from compiling import compile_only
-from nanovllm.kernels.fp8 import gemm
-from nanovllm.kernels.gemm import stream
-from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
-from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul_fp8
-from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+def compile_rounding() -> None:
+    seen = []
 
-seen = []
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert not re.search(r"\b(max|min)\.f32", ptx), "it leaves NaN out"
+        seen.append("cvt.rn.satfinite.e4m3x2.f32" in ptx)
 
-def check(ptx, options):
-    assert not re.search(r"\\b(max|min)\\.f32", ptx), "it leaves NaN out"
-    seen.append("cvt.rn.satfinite.e4m3x2.f32" in ptx)
-
-compile_only(check)
-n = k = 512
-x, gain = torch.empty(64, k, dtype=torch.bfloat16), torch.empty(k, dtype=torch.bfloat16)
-weight = FP8Weight(torch.empty(n, k, dtype=torch.float8_e4m3fn), torch.empty(n // 128, k // 128), 128)
-quantize_rows(x)
-quantize_rows(x, torch.empty(2))
-add_norms_fp8(x, x, Norm(gain, 1e-6))
-silu_mul_fp8(x)
-rows = FP8Rows(*empty_quantized(64, k, x.device), x.dtype)
-gemm.linear(rows, weight, GemmConfig("roles", 128, 64, 128, 4), gated=True)
-stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=Norm(gain, 1e-6))
-assert len(seen) == 6 and all(seen), seen
-"""
+    compile_only(check)
+    x, norm, weight = empty(64, HIDDEN), Norm(empty(HIDDEN), 1e-6), empty_fp8(HIDDEN, HIDDEN)
+    quantize_rows(x)
+    quantize_rows(x, torch.empty(2))
+    add_norms_fp8(x, x, norm)
+    silu_mul_fp8(x)
+    gemm.linear(FP8Rows(*empty_quantized(64, HIDDEN, x.device), x.dtype), weight, ROLES, gated=True)
+    stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=norm)
+    assert len(seen) == 6 and all(seen), seen
 
 
 @pytest.mark.slow
 def test_no_compiled_kernel_leaves_nan_out() -> None:
-    run_alone(COMPILE)
+    run_alone(compile_rounding)
 
 
 def spoilt(rows: int, columns: int = HIDDEN) -> torch.Tensor:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compiling import run_alone
 from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
 from test_int4_gemm import DEVICE, EPS, inputs, made
 
@@ -88,39 +87,3 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"residual is \[1, 16\]"):
         x, residual = torch.zeros(1, 2048, device=DEVICE), torch.zeros(1, 16, device=DEVICE)
         int4_row.linear(x, weight, CONFIG, residual=residual)
-
-
-
-COMPILE = """
-import sys
-import torch
-from compiling import compile_only
-from nanovllm.kernels.gemm import int4_row as few
-from nanovllm.kernels.plan.config import INT4, Gemm
-from nanovllm.kernels.plan.rules import fallback
-from nanovllm.kernels.gemm.int4 import Int4Weight
-from nanovllm.kernels.pointwise.norm import Norm
-
-few.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
-
-def check(ptx, options):
-    assert "cp.async" in ptx and "mma.sync" in ptx and "st.local" not in ptx
-
-compile_only(check)
-k, group, has_zeros = eval(sys.argv[1])
-for kind in ("o", "gate_up"):
-    weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, torch.device("cpu"))
-    x, config = torch.empty(1, k, dtype=torch.bfloat16), fallback(Gemm(kind, 6144, k, INT4, True), 1, 132)
-    if kind == "o":
-        few.linear(x, weight, config, residual=x.new_empty(1, 6144))
-    else:
-        few.linear(x, weight, config, norm=Norm(x[0], 1e-6), gated=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [(4096, 128, False), (1100, 32, True), (1536, 0, True)])
-def test_it_fits_a_multiprocessor_and_moves_no_weight_between_threads(case: tuple[int, int, bool]) -> None:
-    """The kernel asserts the latter where it changes layouts."""
-    pytest.importorskip("triton")
-    run_alone(COMPILE, repr(case))

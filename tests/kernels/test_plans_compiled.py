@@ -1,71 +1,65 @@
 """Whatever a plan names compiles, for GPUs of every kind, and fits their shared memory. Takes no GPU."""
 
 import pytest
-from compiling import run_alone
+import torch
+from compiling import compile_only, empty, empty_fp8, run_alone
 
 pytest.importorskip("triton")
 
-COMPILE = """
-import sys
-import torch
-from compiling import compile_only
-from triton.runtime.jit import JITFunction
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.base import device as base
-from nanovllm.kernels.fp8 import few_experts, gemm as fp8
-from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.fp8 import few_experts
+from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
 from nanovllm.kernels.moe import experts, few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, INT4
 from nanovllm.kernels.plan.device import Device
-from nanovllm.kernels.plan.plan import Planner, Product, Rules
+from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch, Launch, Planner, Product, Rules
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.models.planned import layer_kinds
 from nanovllm.models.registry import read_model_config
 
-name, quantization, models, all_rows = sys.argv[1], sys.argv[2] or None, sys.argv[3].split(","), eval(sys.argv[4])
-device = Device.named(name)
-base.supports_pdl = lambda _: device.capability >= (9, 0)
-experts.supports_tma = lambda _: device.has_tma
-stream.multiprocessors = lambda _: device.processors
-compile_only(most_spilled=None, capability=10 * device.capability[0] + device.capability[1])
-compiled = JITFunction.run
-JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise
-    self, *args, **options | ({"PTX": True} if "PTX" in options else {}))
 OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
-done = set()
 
-def empty(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype)
 
-def fp8_weight(*shape, rows_each=128):
-    *stack, n, k = shape
-    scale = empty(*stack, -(-n // rows_each), -(-k // 128) if rows_each > 1 else 1, dtype=torch.float32)
-    return FP8Weight(empty(*shape, dtype=torch.float8_e4m3fn), scale, rows_each)
+def compile_for(device: Device) -> None:
+    from triton.runtime.jit import JITFunction
 
-def multiply(one, rows, launch):
+    base.supports_pdl = lambda _: device.capability >= (9, 0)
+    experts.supports_tma = lambda _: device.has_tma
+    stream.multiprocessors = lambda _: device.processors
+    compile_only(most_spilled=None, capability=10 * device.capability[0] + device.capability[1])
+    compiled = JITFunction.run
+    JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise
+        self, *args, **options | ({"PTX": True} if "PTX" in options else {})
+    )
+
+
+def multiply(one: Product, rows: int, launch: Launch) -> None:
     config, x = launch.config, empty(rows, one.k)
     around = {"norm": Norm(empty(one.k), 1e-6)} if launch.norm else {}
     around |= {"residual": empty(rows, one.n)} if launch.residual else {}
     if one.dtype == FP8:
-        weight = fp8_weight(one.n, one.k, rows_each=one.scale_rows or 1)
-        (stream if config.is_skinny else fp8).linear(x, weight, config, gated=launch.gate, **around)
+        module, weight = (stream if config.is_skinny else fp8), empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1)
     elif one.dtype == INT4:
         blocks = -(-one.k // 128)
         words = empty(blocks, one.n, 32, dtype=torch.int16)
-        weight = int4.Int4Weight(words, empty(blocks, one.n, 2), 128, False, one.k)
-        (int4_row if config.is_skinny else int4).linear(x, weight, config, gated=launch.gate, **around)
+        module, weight = int4_row if config.is_skinny else int4, int4.Int4Weight(
+            words, empty(blocks, one.n, 2), 128, False, one.k
+        )
     else:
         module = stream if config.kernel == "stream" else skinny if config.is_skinny else tile
-        module.linear(x, empty(one.n, one.k), config, gated=launch.gate, **around)
+        weight = empty(one.n, one.k)
+    module.linear(x, weight, config, gated=launch.gate, **around)
 
-def mix(one, rows, launch):
+
+def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:
     x, options = empty(rows, one.hidden), TopK(one.num_experts, one.top_k)
-    shapes = (one.num_experts, 2 * one.width, one.hidden), (one.num_experts, one.hidden, one.width)
-    gate_up, down = (fp8_weight(*shape) if one.dtype == FP8 else empty(*shape) for shape in shapes)
+    made = empty_fp8 if one.dtype == FP8 else empty
+    gate_up, down = made(one.num_experts, 2 * one.width, one.hidden), made(one.num_experts, one.hidden, one.width)
     logits = empty(1, rows, one.num_experts, dtype=torch.float32)
     if launch.residual:
         module = few_experts if one.dtype == FP8 else few_rows
@@ -77,53 +71,58 @@ def mix(one, rows, launch):
         h = expert_gate_up(x, gate_up, routing, launch.tiles.gate_up, ExpertActivation())
         expert_down(h, down, routing, launch.tiles.down, torch.float32)
 
-for model in models:
-    config = read_model_config(EngineConfig(model, load_format="dummy", quantization=quantization))
-    rules = Rules(device, own_kernels=True, table=shipped_table(device.name))
-    kinds, head = layer_kinds(config, rules, "bfloat16")
-    planner = Planner(rules)
-    for rows in all_rows:
-        launches = [(one, planner.layer(kind.operations)[rows].launches[one.kind])
-                    for kind in kinds for one in kind.operations]
-        for one, launch in [*launches, (head, planner.launches(head)[rows])]:
-            if isinstance(one, Product):
-                if launch.config.kernel not in OURS:
-                    continue
-                k = one.k if launch.config.is_skinny else 0
-                own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
-                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows)
-            else:
-                key = (one, launch.tiles, launch.residual)
-            if key not in done:
-                done.add(key)
-                (multiply if isinstance(one, Product) else mix)(one, rows, launch)
-print(len(done))
-assert done
-"""
 
-DENSE = "Qwen3-0.6B,Qwen3-1.7B,Qwen3-4B,Qwen3-8B,Qwen3-14B,Qwen3-32B,Llama-3.1-8B,Llama-3.2-1B,Qwen2.5-7B,Gemma-2-9B"
+def compile_plans(name: str, quantization: str | None, models: tuple[str, ...], all_rows: tuple[int, ...]) -> None:
+    """Compiles what the plans of models launch at these numbers of rows, each kernel once."""
+    device, done = Device.named(name), set()
+    compile_for(device)
+    for model in models:
+        config = read_model_config(EngineConfig(model, load_format="dummy", quantization=quantization))
+        rules = Rules(device, own_kernels=True, table=shipped_table(device.name))
+        kinds, head = layer_kinds(config, rules, "bfloat16")
+        planner = Planner(rules)
+        for rows in all_rows:
+            launches = [(one, planner.layer(kind.operations)[rows].launches[one.kind])
+                        for kind in kinds for one in kind.operations]  # fmt: skip
+            for one, launch in [*launches, (head, planner.launches(head)[rows])]:
+                if isinstance(one, Product):
+                    if launch.config.kernel not in OURS:
+                        continue
+                    k = one.k if launch.config.is_skinny else 0
+                    own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
+                    key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows)
+                else:
+                    key = (one, launch.tiles, launch.residual)
+                if key not in done:
+                    done.add(key)
+                    (multiply if isinstance(one, Product) else mix)(one, rows, launch)
+    assert done
+
+
+DENSE = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-8B",
+         "Llama-3.2-1B", "Qwen2.5-7B", "Gemma-2-9B")  # fmt: skip
 DEVICES = ["H200", "B200", "A100", "L40S", "5090"]
 
 
 @pytest.mark.parametrize("device", ["H200", "5090"])
 def test_a_small_models_plan_compiles(device: str) -> None:
-    run_alone(COMPILE, device, "", "Qwen3-0.6B", "(1, 64)")
+    run_alone(compile_plans, device, None, ("Qwen3-0.6B",), (1, 64))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_dense_models_plan_compiles(device: str, quantization: str) -> None:
+def test_every_dense_models_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "B200"):
         pytest.skip("FP8 weights are widened there")
-    run_alone(COMPILE, device, quantization, DENSE, "(1, 2, 8, 64, 256)")
+    run_alone(compile_plans, device, quantization, DENSE, (1, 2, 8, 64, 256))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["", "fp8"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_mixtures_plan_compiles(device: str, quantization: str) -> None:
+def test_every_mixtures_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "B200"):
         pytest.skip("FP8 experts are refused there")
-    models = "Qwen3-30B-A3B" if quantization else "Qwen3-30B-A3B,gpt-oss-20b"
-    run_alone(COMPILE, device, quantization, models, "(1, 4, 64, 256, 4096)")
+    models = ("Qwen3-30B-A3B",) if quantization else ("Qwen3-30B-A3B", "gpt-oss-20b")
+    run_alone(compile_plans, device, quantization, models, (1, 4, 64, 256, 4096))

@@ -1,5 +1,6 @@
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Rows:
     def draws(self) -> Draws:
         return Draws(self.row_slot, self.temperature, self.seed, self.positions)
 
-    def keys(self, function, vocab_start: int = 0, vocab_size: int | None = None) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def keys(self, function: Any, vocab_start: int = 0, vocab_size: int | None = None) -> torch.Tensor:
         return function(self.logits, self.draws, vocab_start, vocab_size or self.logits.shape[1])
 
 
@@ -46,6 +47,11 @@ def make_rows(num_rows: int, vocab: int, dtype: torch.dtype, device: torch.devic
         seed=torch.randint(-(2**63), 2**63 - 1, (num_slots,), device=device),
         positions=torch.randint(0, 40000, (num_rows,), dtype=torch.int32, device=device),
     )
+
+
+@pytest.fixture(params=[gumbel_argmax, gumbel_argmax_reference])
+def function(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def scores_of(keys: torch.Tensor) -> torch.Tensor:
@@ -67,8 +73,7 @@ def test_equals_its_twin(num_rows: int, vocab: int, dtype: torch.dtype, device: 
     assert_same_draw(rows.keys(gumbel_argmax), rows.keys(gumbel_argmax_reference))
 
 
-@pytest.mark.parametrize("function", [gumbel_argmax, gumbel_argmax_reference])
-def test_temperature_zero_takes_the_largest_logit(function, dtype: torch.dtype, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def test_temperature_zero_takes_the_largest_logit(function: Any, dtype: torch.dtype, device: torch.device) -> None:
     rows = make_rows(4, 3000, dtype, device, temperature=0.0)
     keys = rows.keys(function)
     largest = rows.logits.float().max(dim=1)
@@ -77,8 +82,7 @@ def test_temperature_zero_takes_the_largest_logit(function, dtype: torch.dtype, 
     assert torch.equal(keys_to_tokens(keys), first.to(torch.int32))
 
 
-@pytest.mark.parametrize("function", [gumbel_argmax, gumbel_argmax_reference])
-def test_equal_scores_go_to_the_lower_id(function, dtype: torch.dtype, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def test_equal_scores_go_to_the_lower_id(function: Any, dtype: torch.dtype, device: torch.device) -> None:
     rows = make_rows(3, 2500, dtype, device, temperature=0.0)
     rows.logits[0, :] = 1.5
     rows.logits[1, :] = -torch.inf
@@ -90,9 +94,8 @@ def test_equal_scores_go_to_the_lower_id(function, dtype: torch.dtype, device: t
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("function", [gumbel_argmax, gumbel_argmax_reference])
-def test_padding_and_nan_never_win(  # type: ignore[no-untyped-def]
-    function, temperature: float, dtype: torch.dtype, device: torch.device
+def test_padding_and_nan_never_win(
+    function: Any, temperature: float, dtype: torch.dtype, device: torch.device
 ) -> None:
     rows = make_rows(4, 1111, dtype, device, temperature)
     expected = rows.keys(function, 500, 500 + 1000)
@@ -105,16 +108,14 @@ def test_padding_and_nan_never_win(  # type: ignore[no-untyped-def]
     assert keys_to_tokens(rows.keys(function, 500, 1500)).tolist() == [500] * 4
 
 
-@pytest.mark.parametrize("function", [gumbel_argmax, gumbel_argmax_reference])
-def test_rank_of_padding_alone(function, dtype: torch.dtype, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+def test_rank_of_padding_alone(function: Any, dtype: torch.dtype, device: torch.device) -> None:
     rows = make_rows(2, 64, dtype, device)
     assert rows.keys(function, 1024, 1000).tolist() == [NO_CANDIDATE] * 2
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 4])
-@pytest.mark.parametrize("function", [gumbel_argmax, gumbel_argmax_reference])
-def test_shards_agree_with_the_whole(  # type: ignore[no-untyped-def]
-    function, num_shards: int, dtype: torch.dtype, device: torch.device
+def test_shards_agree_with_the_whole(
+    function: Any, num_shards: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     vocab = 1501
     rows = make_rows(4, vocab, dtype, device)

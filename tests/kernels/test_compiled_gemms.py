@@ -1,0 +1,122 @@
+"""GEMM kernels of quantised weights and of few rows, compiled for compute capability 9.0, which takes no GPU: what is
+chosen fits a multiprocessor, keeps to registers, and multiplies by the instructions that it is made for."""
+
+from typing import Any
+
+import pytest
+import torch
+from compiling import compile_only, empty, empty_fp8, launch_dependently, run_alone
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.fp8 import gemm
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_quantized
+from nanovllm.kernels.gemm import int4, int4_row, roles, stream
+from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
+from nanovllm.kernels.plan.rules import fallback, int4_config
+from nanovllm.kernels.pointwise.norm import Norm
+
+CPU = torch.device("cpu")
+
+
+def empty_rounded(rows: int, k: int) -> FP8Rows:
+    return FP8Rows(*empty_quantized(rows, k, CPU), torch.bfloat16)
+
+
+def compile_fp8(rows: int, block_n: int, stages: int, parts: int, gated: bool, in_blocks: bool) -> None:
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+
+    launch_dependently(roles)
+    compile_only(check)
+    config = GemmConfig("roles", block_n, rows, 128, stages, parts, 4 if rows == 64 else 8)
+    weight = empty_fp8(4096, 4096, rows_each=128 if in_blocks else 1)
+    gemm.linear(empty_rounded(rows, 4096), weight, config, gated=gated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        (64, 64, 6, 1, False, True), (64, 128, 4, 4, False, True), (64, 128, 4, 1, True, True),
+        (128, 64, 8, 1, False, True), (128, 128, 6, 2, False, False), (128, 128, 4, 1, True, True),
+        (256, 64, 5, 2, False, True), (256, 128, 4, 4, False, True),
+    ],
+)  # fmt: skip
+def test_tiles_of_fp8(case: tuple[int, int, int, int, bool, bool]) -> None:
+    """Sums and products stay in registers."""
+    run_alone(compile_fp8, *case)
+
+
+def compile_int4(rows: int, group: int, has_zeros: bool) -> None:
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert "ldmatrix" in ptx and "wgmma" in ptx
+
+    launch_dependently(int4)
+    compile_only(check, PTX=True)
+    for kind in ("o", "gate_up"):
+        weight = Int4Weight.empty(4096, 4096, group, has_zeros, torch.bfloat16, CPU)
+        config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows, 132)
+        int4.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(1, 128, False), (8, 32, True), (16, 128, True), (64, 0, True), (256, 128, False)])
+def test_tiles_of_4_bits(case: tuple[int, int, bool]) -> None:
+    """The operand comes from memory as it lies there."""
+    run_alone(compile_int4, *case)
+
+
+def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert "cp.async" in ptx and "mma.sync" in ptx and "st.local" not in ptx
+
+    launch_dependently(int4_row)
+    compile_only(check)
+    weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU)
+    o, gate_up = (fallback(Gemm(kind, 6144, k, INT4, True), 1, 132) for kind in ("o", "gate_up"))
+    int4_row.linear(empty(1, k), weight, o, residual=empty(1, 6144))
+    int4_row.linear(empty(1, k), weight, gate_up, norm=Norm(empty(k), 1e-6), gated=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(4096, 128, False), (1100, 32, True), (1536, 0, True)])
+def test_a_row_by_4_bits(case: tuple[int, int, bool]) -> None:
+    """No weight moves between threads, which the kernel asserts where it changes layouts."""
+    run_alone(compile_int4_row, *case)
+
+
+def compile_stream(rows: int, k: int) -> None:
+    seen = []
+
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        if "AHEAD" in options:
+            assert "mma.sync" in ptx and ptx.count("shfl") <= 64, ptx.count("shfl")
+            seen.append(options["ROWS"])
+
+    launch_dependently(stream)
+    compile_only(check)
+    n = 256
+    x, norm, residual = empty(rows, k), Norm(empty(k), 1e-6), empty(rows, n)
+    wide = GemmConfig("stream", 16, block_k=256, stages=3)
+    stream.linear(x, empty(n, k), wide, residual=residual)
+    stream.linear(x, empty(n, k), wide, norm=norm)
+    stream.linear(x, empty(n, k), wide, norm=norm, gated=True)
+    narrow = GemmConfig("stream", 16, block_k=512, stages=3)
+    for weight in (empty_fp8(n, k), empty_fp8(n, k, rows_each=1)):
+        stream.linear(empty_rounded(rows, k), weight, narrow, residual=residual)
+        stream.linear(empty_rounded(rows, k), weight, narrow, gated=True)
+    stream.linear(x, weight, narrow, norm=norm)
+    assert len(seen) == 8, seen
+
+
+@pytest.mark.parametrize(
+    ("rows", "k"),
+    [(2, 1296), *(pytest.param(rows, 1296, marks=pytest.mark.slow) for rows in (1, 8)),
+     *(pytest.param(rows, 4096, marks=pytest.mark.slow) for rows in (1, 2, 3, 8))],
+)  # fmt: skip
+def test_every_form_of_few_rows(rows: int, k: int) -> None:
+    """Nothing moves between lanes before the last sum. Of long rows registers hold a part at a time."""
+    run_alone(compile_stream, rows, k)
