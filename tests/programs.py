@@ -1,13 +1,17 @@
-"""Programs of the project: as modules, whatever their files are called, or as processes that end with the test run."""
+"""Programs of the project: as modules, whatever their files are called, or as processes: to their end, or such that end
+with the test run."""
 
 import ctypes
 import importlib.machinery
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def load(path: Path) -> ModuleType:
@@ -18,6 +22,21 @@ def load(path: Path) -> ModuleType:
     sys.modules[loader.name] = module  # dataclasses look their module up there
     loader.exec_module(module)
     return module
+
+
+def run(*arguments: str | Path, seconds: float = 250, cwd: Path = ROOT, **environment: str) -> str:
+    """Runs Python with `arguments`, with torch on one thread unless told; returns what it prints. A failure shows all
+    of its output."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=cwd, env=environment)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_interpreted(file: str, *arguments: str) -> str:
+    """Runs a test's file as a script by Triton's interpreter, which has to be chosen before triton is imported."""
+    return run(file, *arguments, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests"))))
 
 
 _libc, _test_run = ctypes.CDLL(None), os.getpid()

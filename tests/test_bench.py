@@ -1,7 +1,6 @@
 """bench.py and what it divides by: draws, limits, clocks, the command line, and the script that makes the tables."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from programs import load
+from programs import ROOT, load, run
 
 from nanovllm.cli.bench import engine as bench
 from nanovllm.cli.bench.modes import LATENCY_REQUESTS, Bench, against
@@ -20,7 +19,6 @@ from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.outputs import StepOutput
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 97,
@@ -229,8 +227,8 @@ def test_latency_and_stall_time_the_tokens() -> None:
 def test_age_of_the_process_counts_from_its_start() -> None:
     code = "import time; time.sleep(0.5); from nanovllm.cli.bench import engine; print(engine.process_age())"
     started = time.monotonic()
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    age = float(output.stdout)
+    output = run("-c", code)
+    age = float(output)
     assert age <= time.monotonic() - started + 0.05
     if Path("/proc/self/stat").is_file():
         assert age >= 0.5
@@ -252,13 +250,6 @@ def test_written_checkpoint_is_random_and_in_bfloat16(tmp_path: Path) -> None:
     assert all(tensor.float().std() > 0 for name, tensor in tensors.items() if "norm" not in name)
 
 
-def run_program(*command: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     model, result = write_tiny(tmp_path / "model"), tmp_path / "result.json"
@@ -266,7 +257,7 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
     peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --device cpu --num-kvcache-blocks 64"
     command = f"--model {model} --load-format dummy {flags} {stall} {peaks} --json {result}"
-    printed = run_program("bench.py", *command.split())
+    printed = run("bench.py", *command.split())
     for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
         assert words in printed
     record = json.loads(result.read_text())
@@ -310,6 +301,4 @@ def test_table_script_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_the_fronts_benchmarks_run(script: str, options: str, said: str) -> None:
     """Their replicas and engines are simulated, and must speak as the real ones do."""
-    command = [sys.executable, str(ROOT / "scripts" / script), *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert done.returncode == 0 and said in done.stdout, done.stderr[-2000:]
+    assert said in run(ROOT / "scripts" / script, *options.split(), seconds=60)

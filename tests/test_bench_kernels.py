@@ -1,19 +1,15 @@
 """scripts/bench_kernels.py without a GPU: every case builds its contenders, and small ones give equal results."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench_kernels import CASES, make_parser
+from programs import ROOT, run
 
 from bench_cases.harness import Point, Setup, compare, table
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def dry_setup(*flags: str) -> Setup:
@@ -25,15 +21,11 @@ def dry_setup(*flags: str) -> Setup:
 )
 def test_every_case_runs_dry(cases: tuple[str, ...], fewest: int, tmp_path: Path) -> None:
     result = tmp_path / "lines.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench_kernels.py"), *cases, "--dry", "--model", "0.6B"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--json", str(result)], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    script = ROOT / "scripts" / "bench_kernels.py"
+    printed = run(script, *cases, "--dry", "--model", "0.6B", "--json", result, cwd=tmp_path)
     lines = json.loads(result.read_text())
     assert set(lines) == set(cases) and all(lines.values())
-    assert done.stdout.count("right=True") >= fewest
+    assert printed.count("right=True") >= fewest
 
 
 def test_a_wrong_contender_is_seen() -> None:

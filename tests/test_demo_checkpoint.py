@@ -2,21 +2,19 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, run
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.serve.parsers import Delta, OutputParser, check_tools, joined
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "assets" / "demo-qwen3"
 MIB = 2**20
 
@@ -33,16 +31,8 @@ EXPECTED = [
 STORY_OPENING = "story: Once upon a time there was a"
 
 
-def run(*arguments: str, cwd: Path = ROOT) -> str:
-    """Runs Python with `arguments` and returns what it printed; a failure shows all of its output."""
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd, check=False)
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 def example_lines(*arguments: str, cwd: Path = ROOT) -> list[str]:
-    return run(str(ROOT / "example.py"), "--device", "cpu", *arguments, cwd=cwd).splitlines()
+    return run(ROOT / "example.py", "--device", "cpu", *arguments, cwd=cwd).splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,10 @@
 """The library runs with the packages that every installation has; what is in extras is not imported."""
 
 import re
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from programs import ROOT, run
+
 MODULES = {"pyyaml": "yaml", "opentelemetry-sdk": "opentelemetry"}
 """Packages whose module has another name."""
 PROGRAM = """
@@ -35,6 +33,4 @@ def test_a_chat_needs_no_extra() -> None:
     extras -= {*package_names(project["dependencies"]), "nanovllm", "triton"}  # CUDA builds of torch bring Triton
     assert {"httptools", "llguidance"} <= extras
     modules = {MODULES.get(name, name.replace("-", "_")) for name in extras}
-    command = [sys.executable, "-c", PROGRAM.format(extras=modules)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0 and "Rome" in done.stdout, done.stderr
+    assert "Rome" in run("-c", PROGRAM.format(extras=modules), seconds=120)

@@ -1,15 +1,12 @@
 """The programs of examples/: each is short, and runs as its first lines say, on the demo model."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[1]
 SAYS = {
     "batch_with_resume": "20 answered",
     "chat_streaming": "second: enough",
@@ -36,15 +33,11 @@ def source(name: str) -> str:
     return "\n".join(text.replace("llm.stats()", "print(llm.stats())") for text in code)
 
 
-def run(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str) -> str:
     if missing := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     path = ROOT / "examples" / f"{name}.py"
-    command = [sys.executable, *([str(path)] if path.exists() else ["-c", source(name)]), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(*([path] if path.exists() else ["-c", source(name)]), *arguments)
 
 
 def test_all_are_here() -> None:
@@ -54,16 +47,16 @@ def test_all_are_here() -> None:
 @pytest.mark.parametrize("name", [name for name in SAYS if name != "batch_with_resume"])
 def test_it_runs(name: str) -> None:
     assert len(source(name).splitlines()) <= 60
-    assert SAYS[name] in run(name)
+    assert SAYS[name] in run_example(name)
 
 
 def test_a_batch_goes_on(tmp_path: Path) -> None:
     """After it was ended in the midst, with the same texts; and does nothing the third time."""
     file = tmp_path / "answers.jsonl"
-    assert SAYS["batch_with_resume"] in run("batch_with_resume", str(file))
+    assert SAYS["batch_with_resume"] in run_example("batch_with_resume", str(file))
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:15]))
-    assert "15 of 20 are there already\n5 answered" in run("batch_with_resume", str(file))
+    assert "15 of 20 are there already\n5 answered" in run_example("batch_with_resume", str(file))
     texts = [json.loads(line) for line in lines]
     assert [json.loads(line) for line in file.read_text().splitlines()] == texts
-    assert run("batch_with_resume", str(file)) == "20 of 20 are there already\n"
+    assert run_example("batch_with_resume", str(file)) == "20 of 20 are there already\n"

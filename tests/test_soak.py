@@ -1,19 +1,17 @@
 """Random traffic for some seconds on one rank and on two; and that the soak run sees what it is there to see."""
 
-import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, run
 
 from nanovllm import SamplingParams
 from nanovllm.engine import prefix_keys
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepColumns
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -25,13 +23,11 @@ DEMO = str(ROOT / "assets" / "demo-qwen3")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_traffic(ranks: int) -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--device", "cpu", "--seed", str(40 + ranks)]
-    options = ["--minutes", str(SECONDS / 60), "--tensor-parallel-size", str(ranks)]
-    done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = {line[:20].strip(): int(line[20:].replace(",", "")) for line in done.stdout.splitlines()[:14]}
+    options = ["--minutes", str(SECONDS / 60), "--tensor-parallel-size", str(ranks), "--seed", str(40 + ranks)]
+    printed = run(ROOT / "scripts" / "soak.py", "--device", "cpu", *options)
+    counts = {line[:20].strip(): int(line[20:].replace(",", "")) for line in printed.splitlines()[:14]}
     for name in ("compared", "chunks", "preemptions", "cut off", "cached tokens", "weight loads"):
-        assert counts[name] > 0, done.stdout
+        assert counts[name] > 0, printed
 
 
 def violations() -> list[str]:

@@ -1,8 +1,6 @@
 """examples/custom_model.py, a model from outside the package: the tokens of its torch twin, whole, in chunks, from the
 prefix cache, after a preemption, and on two ranks."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,12 @@ import pytest
 import torch
 from comparing import Expected
 from observing import StepWitness
-from programs import load
+from programs import ROOT, load, run
 from twins import Twin, check
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "custom_model.py"
 BLOCK = 16
 SHARED = [(11 * i) % 140 for i in range(2 * BLOCK)]
@@ -95,8 +92,7 @@ def test_the_plan_counts_both_attentions_of_a_layer(
 
 
 def test_as_a_program() -> None:
-    done = subprocess.run([sys.executable, str(FILE)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and len(done.stdout.strip("[]\n").split(", ")) == 16, done.stderr
+    assert len(run(FILE, seconds=120).strip("[]\n").split(", ")) == 16
 
 
 def test_a_file_that_is_no_plugin_is_refused_by_name(model: tuple[str, list[Expected]], tmp_path: Path) -> None:

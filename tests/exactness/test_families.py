@@ -2,8 +2,6 @@
 alone, in a crowd, in chunks, from the cache, preempted and on several ranks."""
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ import pytest
 import torch
 import transformers
 from observing import LogitRecorder, StepWitness
+from programs import run_interpreted
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -398,13 +397,9 @@ def test_mxfp4_weights_are_widened(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe",
                                   "gpt_oss", "minimax_m2", "ernie4_5_moe", "laguna"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
-    """By Triton's interpreter, which has to be chosen before triton is imported: this file run as a script."""
+    """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, __file__, name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted(__file__, name)
 
 
 def serve_with_triton(case: Case) -> None:

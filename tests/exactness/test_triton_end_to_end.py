@@ -4,8 +4,6 @@ Run as a script, this file is the engine: the interpreter has to be chosen befor
 """
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
+from programs import run_interpreted
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner import model_runner
@@ -94,12 +93,7 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
     pytest.importorskip("triton")
     folder = checkpoint(kind, tmp_path)
     plain = serve(folder, "torch", fused_kernels)
-    command = [sys.executable, str(Path(__file__).resolve()), folder, str(int(fused_kernels)), gemms]
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    triton = json.loads(done.stdout.splitlines()[-1])
+    triton = json.loads(run_interpreted(__file__, folder, str(int(fused_kernels)), gemms).splitlines()[-1])
     assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
     assert triton["fused_rows"] == ([1, 2, 4] if gemms == "ours" else [])
     assert plain["backend"] == "torch"

@@ -1,8 +1,6 @@
 """Layers with windows as groups of their own: the same bits as with all tokens kept, in far less memory."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from observing import StepWitness
+from programs import run_interpreted
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -111,15 +110,9 @@ def test_triton_kernels_read_each_table(tmp_path: Path) -> None:
 
     case = replace(CASES["gemma3"], entries={**CASES["gemma3"].entries, "num_hidden_layers": 4})
     folder = str(save(make_model(case), case, tmp_path))
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-    }  # fmt: skip
-    command = [sys.executable, str(Path(__file__).resolve()), folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    found = json.loads(run_interpreted(__file__, folder).splitlines()[-1])
     with LLM(folder, **ENGINE) as llm:
-        assert json.loads(done.stdout.splitlines()[-1]) == greedy_tokens(llm)
+        assert found == greedy_tokens(llm)
 
 
 def greedy_tokens(llm: LLM) -> list[list[int]]:
