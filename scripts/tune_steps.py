@@ -130,7 +130,8 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
     found.append(GemmConfig("split", split_k=2))
-    return [config for config in found if not misfit(gemm, config)]
+    normed_rows = rows if gemm.fused and gemm.kind in ("qkv", "gate_up") else 0
+    return [config for config in found if not misfit(gemm, config, normed_rows=normed_rows)]
 
 
 def with_choice(choices: Choices, gemm: Gemm, rows: int, config: GemmConfig) -> Choices:

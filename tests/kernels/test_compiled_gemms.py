@@ -14,7 +14,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_quantized
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
 from nanovllm.kernels.gemm.int4 import Int4Weight
-from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig, streaming
 from nanovllm.kernels.plan.rules import fallback, int4_config
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -88,7 +88,8 @@ def test_a_row_by_4_bits(case: tuple[int, int, bool]) -> None:
     run_alone(compile_int4_row, *case)
 
 
-def compile_stream(rows: int, k: int) -> None:
+def compile_stream(rows: int, k: int, normed: int) -> None:
+    """normed: columns of the rows that four warps norm; eight norm twice as many."""
     seen = []
 
     def check(ptx: str, options: dict[str, Any]) -> None:
@@ -100,23 +101,29 @@ def compile_stream(rows: int, k: int) -> None:
     compile_only(check)
     n = 256
     x, norm, residual = empty(rows, k), Norm(empty(k), 1e-6), empty(rows, n)
-    wide = GemmConfig("stream", 16, block_k=256, stages=3)
+    wide, narrow = streaming(4, 3, columns=64), streaming(4, 3)
     stream.linear(x, empty(n, k), wide, residual=residual)
-    stream.linear(x, empty(n, k), wide, norm=norm)
-    stream.linear(x, empty(n, k), wide, norm=norm, gated=True)
-    narrow = GemmConfig("stream", 16, block_k=512, stages=3)
+    for config, columns in ((wide, normed), (streaming(8, 4, columns=64), 2 * normed)):
+        for gated in (False, True):
+            of_rows = Norm(empty(columns), 1e-6)
+            stream.linear(empty(rows, columns), empty(n, columns), config, norm=of_rows, gated=gated)
+        most = 2048 * config.num_warps >> (rows - 1).bit_length()
+        with pytest.raises(ValueError, match=f"registers do not hold .* with the norm of {rows} rows"):
+            stream.linear(empty(rows, most + 8), empty(n, most + 8), config, norm=Norm(empty(most + 8), 1e-6))
     for weight in (empty_fp8(n, k), empty_fp8(n, k, rows_each=1)):
         stream.linear(empty_rounded(rows, k), weight, narrow, residual=residual)
         stream.linear(empty_rounded(rows, k), weight, narrow, gated=True)
     stream.linear(x, weight, narrow, norm=norm)
-    assert len(seen) == 8, seen
+    assert len(seen) == 10, seen
 
 
 @pytest.mark.parametrize(
-    ("rows", "k"),
-    [(2, 1296), *(pytest.param(rows, 1296, marks=pytest.mark.slow) for rows in (1, 8)),
-     *(pytest.param(rows, 4096, marks=pytest.mark.slow) for rows in (1, 2, 3, 8))],
+    "case",
+    [(2, 1296, 1000), *(pytest.param(case, marks=pytest.mark.slow) for case in (
+        (1, 1296, 1000), (8, 1296, 1000), (1, 4096, 4096), (2, 4096, 4096), (3, 4096, 2048), (8, 4096, 1024)
+    ))],
 )  # fmt: skip
-def test_every_form_of_few_rows(rows: int, k: int) -> None:
-    """Nothing moves between lanes before the last sum. Of long rows registers hold a part at a time."""
-    run_alone(compile_stream, rows, k)
+def test_every_form_of_few_rows(case: tuple[int, int, int]) -> None:
+    """Nothing moves between lanes before the last sum. Of long rows registers hold a part at a time, or as many columns
+    as they can norm; more are refused."""
+    run_alone(compile_stream, *case)

@@ -24,6 +24,7 @@ from nanovllm.kernels.plan.config import (
     TILE_ROWS,
     Gemm,
     GemmConfig,
+    streaming,
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import misfit
@@ -88,6 +89,24 @@ def test_few_rows_of_large_weights_in_fp8_are_streamed(rows: int) -> None:
     experts = Experts(128, 8, 4096, 768, FP8, after="residual")
     mixed = plan((*layer[:2], experts), rows, rules)
     assert not mixed.is_complete and not mixed.launches["experts"].residual
+
+
+@pytest.mark.parametrize(("rows", "k", "stages", "fits"), [
+    (4, 2048, 4, True), (4, 2056, 4, False), (3, 4096, 3, False), (2, 4096, 3, True), (8, 1024, 4, True),
+    (8, 4096, 4, False), (2, 4096, 9, False),
+])  # fmt: skip
+def test_a_table_gets_the_norm_inside_where_registers_hold_the_rows(rows: int, k: int, stages: int, fits: bool) -> None:
+    """Else the library, with the reason; the same kernel serves what brings its rows normed."""
+    product = Product("qkv", 6144, k, "bfloat16", before="norm")
+    config = streaming(4, stages, columns=64)
+    table = GemmTable((), {product.gemm(1): ((8, config),), product.gemm(2): ((8, config),)})
+    rules = Rules(KNOWN[0], own_kernels=True, table=table)
+    found, why = choose(product, rows, rules)
+    assert (found == config) == fits and (found == LIBRARY) != fits
+    assert why == "measured" if fits else why.startswith(f"measured: K={k}: registers do not hold")
+    for outside in (replace(product, has_bias=True), replace(product, before="")):
+        assert choose(outside, rows, rules) == (config, "measured")
+    assert choose(product, rows, replace(rules, world=2)) == (config, "measured")
 
 
 def test_every_entry_fits_its_shape() -> None:

@@ -106,7 +106,7 @@ def test_any_shape_matches_float64_and_so_does_the_twin(op: str, rows: int, half
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
-    for n, k in ((512, 1024), (296, 1288)):
+    for n, k in ((512, 1024), (296, 1000)):
         t = inputs(STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS, n, k, torch.bfloat16)
         assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[torch.bfloat16]
 

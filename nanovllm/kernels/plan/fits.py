@@ -2,9 +2,13 @@
 
 from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, SHARED_BYTES, SUMMED, Gemm, GemmConfig
 
+NORM_COLUMNS = 32
+"""Most columns of tensor cores' right operand, rows of x in as many steps, that "stream" norms itself in 16 bits."""
 
-def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
-    """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines."""
+
+def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 0) -> str:
+    """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines.
+    normed_rows: rows of which a skinny kernel computes the norm too."""
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
@@ -20,7 +24,11 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True) -> str:
     if kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
-        return row_misfit(k, paired, config) if gemm.dtype == INT4 else _stream_misfit(gemm.dtype, config)
+        if gemm.dtype == INT4:
+            return row_misfit(k, paired, config)
+        reason = _stream_misfit(gemm.dtype, config)
+        is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
+        return norm_misfit(normed_rows, k, paired, config) if is_wide_norm and not reason else reason
     if kernel == "fma":
         if config.split_k > 1:
             return "it takes no parts of K"
@@ -38,6 +46,18 @@ def _stream_misfit(dtype: str, config: GemmConfig) -> str:
     fits = config.block_n == 16 and config.block_k == columns * config.num_warps and config.split_k == 1
     reason = f"must have 16 weight rows, a warp for each {columns} columns of a step, no parts of K"
     return "" if fits else f"{config}: {reason}"
+
+
+def norm_misfit(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
+    """Reason why "stream" cannot norm so many rows itself before it multiplies by weights of 16 bits; "" where it can.
+    paired: with SiLU(gate) * up. Registers hold all of x, its gain, and the weights in flight: past these limits the
+    compiler spills them, up to 9 KB a thread."""
+    steps = -(-k // config.block_k)
+    columns, flying = steps << (rows - 1).bit_length(), min(config.stages, steps) * (2 if paired else 1)
+    if columns <= NORM_COLUMNS and flying <= 8 and config.num_warps <= 8:
+        return ""
+    needs = f"{columns} columns of x and {flying} steps of weights in {config.num_warps} warps"
+    return f"K={k}: registers do not hold {needs}, at most {NORM_COLUMNS}, 8 and 8 with the norm of {rows} rows"
 
 
 def _roles_misfit(paired: bool, config: GemmConfig) -> str:

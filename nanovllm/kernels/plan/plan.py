@@ -215,7 +215,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     inside = config.is_skinny and rules.world == 1
     gate = product.after == "gate" and config.is_own and not product.has_bias
     gate &= product.rounds or config.kernel != "roles"  # which rounds
-    norm = inside and product.before == "norm" and not product.has_bias
+    norm = config.is_skinny and _norm_inside(product, rules)
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_own and rules.exact_bits is None
     if config == LIBRARY:
@@ -238,15 +238,16 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
         config, why = measured, "measured"
     else:
         config, why = fallback(gemm, rows, rules.device.processors), "rule"
-        if rows > 1 and config.kernel == "stream" and _refusal(product, gemm, config, rules.device):
+        if rows > 1 and config.kernel == "stream" and _refusal(product, rows, config, rules):
             config = fallback(gemm, STREAM_ROWS + 1, rules.device.processors)  # tiles take any scales
-    if reason := _refusal(product, gemm, config, rules.device):
+    if reason := _refusal(product, rows, config, rules):
         config, why = LIBRARY, f"{why}: {reason}"
     return config, why
 
 
-def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -> str:
-    """Reason why this product cannot be multiplied so; "" where it can."""
+def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> str:
+    """Reason why so many rows cannot be multiplied so; "" where they can."""
+    device = rules.device
     if config.parts > 1 and not product.adds_parts:
         return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
@@ -263,7 +264,12 @@ def _refusal(product: Product, gemm: Gemm, config: GemmConfig, device: Device) -
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:
             return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
-    return misfit(gemm, config, device.has_tma)
+    return misfit(product.gemm(rules.world), config, device.has_tma, rows if _norm_inside(product, rules) else 0)
+
+
+def _norm_inside(product: Product, rules: Rules) -> bool:
+    """Whether a skinny kernel would compute the norm before this product."""
+    return rules.world == 1 and product.before == "norm" and not product.has_bias
 
 
 def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
