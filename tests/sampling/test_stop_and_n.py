@@ -91,7 +91,7 @@ def test_bad_words_that_leave_nothing_end_the_text(llm: LLM, allowed: list[int])
     if allowed == [89]:
         assert output.token_ids[0] == 89 and len(output.token_ids) == 2
         assert output.finish_reason == "abort"
-        assert output.outputs[0].stop_reason == "bad_words: they left no token to sample"
+        assert output.outputs[0].stop_reason == "allowed_token_ids, bad_words: they left no token to sample"
     else:
         assert (output.token_ids, output.finish_reason) == ([89, 0, 89, 0, 89, 0], "length")
 

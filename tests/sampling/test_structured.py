@@ -202,10 +202,23 @@ def test_without_a_way_out(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     it, and nothing is written to the terminal."""
     wanted = StructuredOutput(choice=["yes"])
     params = SamplingParams(temperature=1.0, seed=1, min_tokens=10, max_tokens=20, structured_outputs=wanted)
-    never = SamplingParams(bad_words=["y"], allowed_token_ids=[5, 6], structured_outputs=wanted)
-    output, second = llm.generate([PROMPT] * 2, [params, never], use_tqdm=False)
+    lost = "structured_outputs: token 0 does not fit; other options may leave none"
+    forbidden = "they left no token to sample"
+    never = [
+        (SamplingParams(structured_outputs={"regex": regex}, **options), why)
+        for regex, options, why in (
+            ("yes", {"bad_words": ["y", "yes", "ye"]}, lost),
+            ("yes", {"allowed_token_ids": [0, 5]}, lost),
+            ("!!", {"allowed_token_ids": [5, 6]}, f"allowed_token_ids, structured_outputs: {forbidden}"),
+            ("!!", {"bad_words": ["!"]}, f"bad_words, structured_outputs: {forbidden}"),
+        )
+    ]
+    output, *others = llm.generate([PROMPT] * 5, [params, *(each for each, _ in never)], use_tqdm=False)
     assert output.finish_reason in ("stop", "abort") and output.text.startswith("yes")
-    assert second.finish_reason == "abort" and capfd.readouterr() == ("", "")
+    assert llm.tokenizer.encode("!") == [0], "what is sampled where nothing is left"
+    for other, (_, why) in zip(others, never, strict=True):
+        assert (len(other.token_ids), other.finish_reason, other.outputs[0].stop_reason) == (1, "abort", why)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("eos_ids", [[1023], [1021, 1023, 5000]])

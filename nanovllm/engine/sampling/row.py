@@ -151,10 +151,12 @@ class SamplingRow:
 
     def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
         """The last of `token_ids` (prompt and output) has arrived and ends nothing by itself. Says whether the text,
-        the grammar, or bad words that left nothing to sample, end the output."""
+        the grammar, or options that together left nothing to sample, end the output."""
         token_id = token_ids[-1]
-        if self._bad_words and self._was_forbidden(token_ids, num_output_tokens):
-            return Ended("abort", "bad_words: they left no token to sample")
+        if self.needs_last_token and self._was_forbidden(token_ids, num_output_tokens):
+            names = ("allowed_token_ids", "bad_words", "structured_outputs")
+            given = ", ".join(name for name in names if getattr(self.params, name))
+            return Ended("abort", f"{given}: they left no token to sample")
         if self.matcher is not None:
             self.matcher.accept(token_id)
             if self.matcher.error is not None:
@@ -169,6 +171,8 @@ class SamplingRow:
         """Whether the last token is one that is sampled only where every token is forbidden."""
         token_id, allowed = token_ids[-1], self.allowed_mask()
         if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
+            return True
+        if self._edits.get(token_id) == _BAN:
             return True
         words = self._bad_words.get(token_ids[-2], ())
         return any(num_output_tokens >= len(word) and tuple(token_ids[-len(word) :]) == word for word in words)

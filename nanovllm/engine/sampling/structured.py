@@ -22,6 +22,8 @@ from nanovllm.wire.sampling import mask_words
 _MAX_CACHED = 128
 _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 """A schema's own "x-guidance" entry wins over this."""
+_MISFIT = "doesn't satisfy the grammar"
+"""The library's words, before much of its inner state, for a token that its mask did not allow."""
 
 
 class Matcher:
@@ -35,8 +37,9 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Takes a sampled token in; `error` says where it does not fit."""
         if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
-            if not self.inner.consume_token(token_id) and not self.inner.is_error():
-                self.error = f"structured_outputs: token {token_id} does not fit"
+            fits = self.inner.consume_token(token_id)
+            if not fits and (not self.inner.is_error() or _MISFIT in self.inner.get_error()):
+                self.error = f"structured_outputs: token {token_id} does not fit; other options may leave none"
             self.note_error()
 
     def note_error(self) -> None:
