@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from nanovllm.engine.engine_state import Tag
+from nanovllm.engine.engine_state import TAGS, EngineState, Tag
 from nanovllm.errors import ReplicaError, refuse, shown
 
 if TYPE_CHECKING:
@@ -206,7 +206,21 @@ def _info(engine: Any) -> Any:
     return {name: value if type(value) in plain else str(value) for name, value in engine.info().items()}
 
 
-# -- the answers of several engines as one --------------------------------------------------------------------------
+# -- calls to several engines ---------------------------------------------------------------------------------------
+
+Options = dict[str, Any]
+
+
+def _tags_asleep(state: EngineState, options: Options) -> int:
+    return len(set(options.get("tags") or TAGS).intersection(state.asleep))
+
+
+def _missed_pause(own: EngineState, others: EngineState) -> list[Options]:
+    return [{"mode": "keep"}] if others.paused and not own.paused else []
+
+
+def _missed_resume(own: EngineState, others: EngineState) -> list[Options]:
+    return [{}] if own.paused and not others.paused else []
 
 
 def _first(answers: list[Any]) -> Any:
@@ -246,24 +260,58 @@ class CallSpec:
     """Nothing that was cached before is a hit afterwards."""
     brings_weights: bool = False
     """A trainer makes it on the way to new weights."""
+    replaces_weights: Callable[[Options], bool] = lambda options: False
+    """(options) -> whether all weights come, so that an engine can begin with it whatever its checkpoint holds."""
+    counts_version: bool = False
+    """Option `weight_version` is the version of the new weights that it ends with, one for all engines."""
+    relayed_as: Callable[[Options], str | None] = lambda options: None
+    """(options) -> the call of the other engines, to which the first passes on the weights that it receives; None: all
+    have the same call."""
+    is_due: Callable[[EngineState, Options], bool] = lambda state, options: True
+    """(state of an engine, options) -> whether it has this still to do. The call goes to these alone, and to all where
+    there are none."""
+    missed: Callable[[EngineState, EngineState], list[Options]] = lambda own, others: []
+    """(state of an engine that was started later, that of the others) -> options of each such call that it needs to be
+    as they are. Weights and sleep are left out: it is started when these allow it."""
+
+    def in_flight(self, options: Options) -> tuple[str, str | None]:
+        """The option that says what becomes of requests in flight, and its value; ("", None) where there is none."""
+        for field in msgspec.structs.fields(self.options or Nothing):
+            if field.name in ("mode", "in_flight"):
+                return field.name, options.get(field.name, field.default)
+        return "", None
 
 
 CALLS: dict[str, CallSpec] = {
-    "pause": CallSpec(_pause, Pause, "/pause"),
-    "resume": CallSpec(_resume, Nothing, "/resume"),
-    "sleep": CallSpec(_sleep, Sleep, "/sleep", merge=_sum_of_bytes, empties_cache=True),
-    "wake_up": CallSpec(_wake_up, WakeUp, "/wake_up", brings_weights=True),
+    "pause": CallSpec(_pause, Pause, "/pause", missed=_missed_pause),
+    "resume": CallSpec(_resume, Nothing, "/resume", missed=_missed_resume),
+    "sleep": CallSpec(
+        _sleep, Sleep, "/sleep", merge=_sum_of_bytes, empties_cache=True,
+        is_due=lambda state, options: not _tags_asleep(state, options),
+    ),
+    "wake_up": CallSpec(
+        _wake_up, WakeUp, "/wake_up", brings_weights=True,
+        is_due=lambda state, options: bool(_tags_asleep(state, options)),
+    ),
     "reset_prefix_cache": CallSpec(_reset_prefix_cache, Nothing, "/reset_prefix_cache", empties_cache=True),
     "join_transfer": CallSpec(_join_transfer, JoinTransfer, "/init_weight_transfer_engine", by_first=True),
     "begin_update": CallSpec(
-        _begin_update, BeginUpdate, "/start_weight_update", empties_cache=True, brings_weights=True
+        _begin_update, BeginUpdate, "/start_weight_update", empties_cache=True, brings_weights=True,
+        replaces_weights=lambda options: not options.get("partial"),
     ),
-    "receive": CallSpec(_receive, Receive, brings_weights=True),
+    "receive": CallSpec(
+        _receive, Receive, brings_weights=True,
+        relayed_as=lambda options: None if "weight_dir" in options["update_info"] else "update",
+    ),
     "update": CallSpec(_update, None),
     "finish_update": CallSpec(
-        _finish_update, FinishUpdate, "/finish_weight_update", empties_cache=True, brings_weights=True
+        _finish_update, FinishUpdate, "/finish_weight_update", empties_cache=True, brings_weights=True,
+        counts_version=True,
     ),
-    "load_weights": CallSpec(_load_weights, LoadWeights, empties_cache=True, brings_weights=True),
+    "load_weights": CallSpec(
+        _load_weights, LoadWeights, empties_cache=True, brings_weights=True, replaces_weights=lambda options: True,
+        counts_version=True,
+    ),
     "checksum": CallSpec(_checksum, merge=_equal_checksums),
     "info": CallSpec(_info),
-}
+}  # fmt: skip

@@ -22,6 +22,11 @@ class EngineState(msgspec.Struct, array_like=True):
     incomplete: str = ""
     """Reason why there are no weights to step with; "" where there are."""
 
+    @property
+    def weights_replaced(self) -> bool:
+        """Whether the weights are others than those of the checkpoint, or are to be."""
+        return self.weight_version > 0 or self.lacks_weights
+
 
 def state_of_all(states: Sequence[EngineState]) -> EngineState:
     """State of several engines as that of one."""

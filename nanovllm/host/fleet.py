@@ -8,17 +8,17 @@ before is left out.
 
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from nanovllm.engine.calls import CALLS
-from nanovllm.engine.engine_state import TAGS, EngineState, state_of_all
+from nanovllm.engine.calls import CALLS, CallSpec
+from nanovllm.engine.engine_state import EngineState, state_of_all
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import extras_of, prefix_keys
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
-from nanovllm.host.flight import Flight
+from nanovllm.host.flight import ENDED, Flight, without_known
 from nanovllm.host.pending import Pending
 from nanovllm.host.router import Load, Router
 from nanovllm.wire.state import PageGroup
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each engine that was lost; then the others go on without it
 _NO_BOUND = 1 << 40
-_ENDED = 1 << 60  # tokens to leave out of a completion that has ended
 
 
 class Fleet:
@@ -35,12 +34,13 @@ class Fleet:
 
     def __init__(
         self, infos: Sequence[dict[str, Any]], send: Callable[[int, list[wire.Down]], None],
-        restart: Callable[[int], None] | None = None, most_restarts: int = MOST_RESTARTS,
+        restart: Callable[[int], None] | None = None,
+        give_up: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:  # fmt: skip
         """`infos`: of each engine (program.describe). `send`: (engine, frames). `restart`: starts an engine that was
         lost anew, which says Ready when it computes, or raises OSError; None: one engine is all there is, and its
-        requests end with it. `most_restarts`: of each engine."""
-        self._send, self._restart, self._most_restarts = send, restart, most_restarts
+        requests end with it. `give_up`: (engine, reason) ends one, which is then lost."""
+        self._send, self._restart, self._give_up = send, restart, give_up
         self._block_size, count = infos[0]["block_size"] or 1, len(infos)
         self.max_total = min(info["max_model_len"] for info in infos)
         """Tokens of the longest text that every engine has room for."""
@@ -72,10 +72,11 @@ class Fleet:
         self._stats = FleetStats(count)
         self._versions = [0] * count
         self.num_restarts = [0] * count
-        self._weights_replaced = False
+        self._starting: dict[int, dict[str, Any] | None] = {}
+        """Engines that were started again and are not yet as the others are; their infos once they have begun."""
         self._lost: list[int] = []
-        """Engines to start again once the others are awake and, if these have other weights than the checkpoint, when
-        all weights come anew."""
+        """Engines to start again between two calls once the others are awake and, if these have other weights than the
+        checkpoint, when all weights come anew."""
         for number, info in enumerate(infos):
             self._join(number, info)
 
@@ -143,7 +144,7 @@ class Fleet:
         known = flight.tokens[0] if flight.goes_on else flight.tokens[0][: flight.num_known]
         for index, tokens in enumerate(flight.tokens):
             if (count := len(tokens) - len(known)) or index in flight.ended:
-                self._skips[flight.request_id + index] = _ENDED if index in flight.ended else count
+                self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
             if self._keeps_tokens:
                 flight.note_version(index, self._versions[number])
         params, most = flight.params, self.max_total - flight.num_prompt
@@ -196,10 +197,8 @@ class Fleet:
                 for other in pending.relay_to:
                     self._send(other, [frame])
         elif isinstance(frame, wire.Ready):
-            if self.state.paused:
-                self._send(number, [wire.Call(0, "pause", {"mode": "keep"})])
-            self._join(number, frame.info)
-            self.bind()
+            self._starting[number] = frame.info
+            self._catch_up(number)
 
     def _take_step(self, number: int, step: wire.Step) -> None:
         """A loop over all rows of a step: kept lean."""
@@ -208,7 +207,7 @@ class Fleet:
             step.stats = self.stats()
         if self._keeps_tokens:
             if self._skips:
-                step = self._without_known(step)
+                step = without_known(step, self._skips)
             known = self._rows
             for row, token in zip(step.rows, step.tokens, strict=True):
                 if (tokens := known.get(row)) is not None:
@@ -233,35 +232,6 @@ class Fleet:
         if flight.num_engines > 1:
             end.weight_versions = flight.spans(index)
 
-    def _without_known(self, step: wire.Step) -> wire.Step:
-        """A step without the tokens that were there before their request's first engine was lost."""
-        skips, known = self._skips, Counter[int]()
-        """known: tokens left out of each row."""
-        found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
-        for row, token in zip(step.rows, step.tokens, strict=True):
-            if (count := skips.get(row)) is None:
-                found.rows.append(row)
-                found.tokens.append(token)
-                continue
-            known[row] += 1
-            if count == 1:
-                del skips[row]
-            else:
-                skips[row] = count - 1
-        for end in step.finishes:
-            if (count := skips.pop(end.row, None)) is not None:
-                known[end.row] += end.token is not None
-                if count > _ENDED // 2:
-                    continue
-                end.token = None  # it ends with a token that is known
-            found.finishes.append(end)
-        for row, line in step.logprobs:  # the first lines of a row are those of the tokens that are left out
-            if known[row]:
-                known[row] -= 1
-            else:
-                found.logprobs.append((row, line))
-        return found
-
     def _finish(self, number: int, flight: Flight) -> None:
         count = sum(map(len, flight.tokens))
         left = [digest for tokens in flight.tokens for digest in self._hashes(flight, tokens[:-1])]
@@ -281,37 +251,37 @@ class Fleet:
     def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> Pending:
         """Begins a call of engine/calls.py on all engines. `takes_weights`: Buckets follow, by `send_bucket`."""
         spec = CALLS[name]
-        if name == "load_weights" or (name == "begin_update" and not options.get("partial")):
+        if spec.replaces_weights(options):
             self._start_lost(weights_come=True)
-        if name in ("load_weights", "begin_update"):
-            self._weights_replaced = True
-        numbers = self._wanted(name, options)[: 1 if spec.by_first else None]
-        if name in ("load_weights", "finish_update") and options.get("weight_version") is None and len(numbers) > 1:
+        numbers = self._wanted(spec, options)
+        if spec.counts_version and options.get("weight_version") is None and self._keeps_tokens:
             options = {**options, "weight_version": self.state.weight_version + 1}
-        self._num_calls += 1
-        pending = self._calls[self._num_calls] = Pending(spec, name, numbers)
-        relays = name == "receive" and "weight_dir" not in options["update_info"] and len(numbers) > 1
-        pending.relay_to = numbers[1:] if relays else []
-        for number in numbers:
-            call = wire.Call(self._num_calls, name, options, takes_weights, relays)
-            if number in pending.relay_to:
-                call = wire.Call(self._num_calls, "update", {}, takes_weights=True)
-            self._send(number, [call])
-        if "abort" in (options.get("mode", "abort" if name in ("pause", "sleep") else None), options.get("in_flight")):
+        pending = self._begin(spec, name, options, numbers, takes_weights)
+        if spec.in_flight(options)[1] == "abort":
             for flight in [each for each in self._live.values() if each.engine is None]:
                 self.abort(flight.request_id)
-        if not numbers:
-            del self._calls[self._num_calls]
         return pending
 
-    def _wanted(self, name: str, options: dict[str, Any]) -> list[int]:
-        """Engines that a call goes to: all; for sleep and wake_up those not yet in that state, if there are any."""
+    def _begin(
+        self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], takes_weights: bool = False
+    ) -> Pending:
+        self._num_calls += 1
+        pending = Pending(spec, name, numbers)
+        relayed = spec.relayed_as(options) if len(numbers) > 1 else None
+        call = others = wire.Call(self._num_calls, name, options, takes_weights, relays=relayed is not None)
+        if relayed is not None:
+            pending.relay_to, others = numbers[1:], wire.Call(self._num_calls, relayed, {}, takes_weights=True)
+        if numbers:
+            self._calls[self._num_calls] = pending
+        for number in numbers:
+            self._send(number, [call if number == numbers[0] else others])
+        return pending
+
+    def _wanted(self, spec: CallSpec, options: dict[str, Any]) -> list[int]:
+        """Engines that a call goes to."""
         numbers = self.numbers
-        if name in ("sleep", "wake_up"):
-            tags = set(options.get("tags") or TAGS)
-            asleep = {number: tags & set(self._states.get(number, EngineState()).asleep) for number in numbers}
-            return [number for number in numbers if bool(asleep[number]) == (name == "wake_up")] or numbers
-        return numbers
+        due = [number for number in numbers if spec.is_due(self._states.get(number, EngineState()), options)]
+        return (due or numbers)[: 1 if spec.by_first else None]
 
     def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
         """Weights for a call that takes some; None: there are no more."""
@@ -334,13 +304,21 @@ class Fleet:
         if pending is None or not pending.settle(number, answer):
             return
         del self._calls[key]
-        if states := list(self._states.values()):
-            self.state = state_of_all(states)
-        if CALLS[pending.name].empties_cache:
+        self._sum_states(() if self._there else [each.state for each in pending.answers.values()])
+        if pending.spec.empties_cache:
             self._router.forget_cached()
-        if pending.name in ("sleep", "wake_up"):
-            self._start_lost()
         pending.on_done()
+        for started in list(self._starting):
+            self._catch_up(started)
+        self._start_lost()
+
+    def _sum_states(self, last_words: Sequence[EngineState] = ()) -> None:
+        """The state of all engines but those that start; versions never go down. `last_words`: states that engines of
+        which none is left had."""
+        states = [state for number, state in self._states.items() if number not in self._starting]
+        if states or last_words:
+            version, self.state = self.state.weight_version, state_of_all(states or last_words)
+            self.state.weight_version = max(version, self.state.weight_version)
 
     # -- engines that are lost ----------------------------------------------------------------------------------
 
@@ -348,21 +326,19 @@ class Fleet:
         """An engine is gone. Its requests go on elsewhere, before all that wait."""
         self._there.discard(number)
         self._states.pop(number, None)
+        self._starting.pop(number, None)
         bound = self._router.leave(number)
         self._versions[number] = 0
         self._stats.restart(number)
         if self._restart is None:
             self.ended = reason
-        elif self.num_restarts[number] < self._most_restarts:
+        elif self.num_restarts[number] < MOST_RESTARTS:
             self.num_restarts[number] += 1
-            when = " with the next weights" if self._weights_replaced else ""
+            when = " with the next weights" if self.state.weights_replaced else ""
             logger.warning("replica %d was lost and is being restarted%s: %s", number, when, reason)
             self._lost.append(number)
-            self._start_lost()
         else:
             logger.warning("replica %d was lost; the others continue without it: %s", number, reason)
-        if not self._there and (self._weights_replaced or not self._lost):
-            self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
         for request_id in reversed(bound):
             flight = self._live[request_id]  # type: ignore[index]
             flight.engine = None
@@ -372,15 +348,44 @@ class Fleet:
                 self._queue(flight, first=True)
         for key in list(self._calls):
             self._settle_call(key, number, None)
+        self._start_lost()
+        if not self._there:
+            self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
         self.bind()
 
     def _start_lost(self, weights_come: bool = False) -> None:
-        """Starts the lost engines whose time has come."""
-        sleeps = self.state.asleep or any(each.name == "sleep" for each in self._calls.values())
-        while self._lost and self._restart and not sleeps and (weights_come or not self._weights_replaced):
+        """Starts the lost engines whose time has come: not during a call, of which they would not hear."""
+        waits = self._calls or self.state.asleep or (self.state.weights_replaced and not weights_come)
+        while self._lost and self._restart and not waits:
             number = self._lost.pop()
             try:
                 self._restart(number)
                 self._there.add(number)
+                self._starting[number] = None
             except OSError as error:  # what took it, a lack of memory say, may keep a process from starting
                 logger.warning("replica %d cannot be restarted; the others continue without it: %s", number, error)
+
+    def _catch_up(self, number: int) -> None:
+        """Makes an engine that was started again as the others are, once it has begun and no call keeps it."""
+        info = self._starting[number]
+        if info is None or any(number in each.waiting for each in self._calls.values()):
+            return
+        own = self._states.get(number, EngineState())
+        calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, self.state)]
+        if not calls:
+            del self._starting[number]
+            self._join(number, info)
+            self._sum_states()
+            self.bind()
+        for spec, name, options in calls:
+            pending = self._begin(spec, name, options, [number])
+            pending.on_done = partial(self._note_caught_up, number, pending)
+
+    def _note_caught_up(self, number: int, pending: Pending) -> None:
+        """A call that an engine had missed is done; where it failed, this engine is of no use."""
+        if number in self._starting:
+            try:
+                pending.result()
+            except Exception as error:
+                self._starting[number] = None
+                self._give_up(number, f"cannot become as the others are: {pending.name}: {error}")

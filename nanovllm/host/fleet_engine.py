@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import check_version
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
@@ -238,8 +239,8 @@ class FleetEngine:
         """Raises for a mistake that no engine alone can notice."""
         if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
-        if options.get("mode", options.get("in_flight")) == "wait" and self.is_paused and self.fleet.has_begun():
-            option = "mode" if "mode" in options else "in_flight"
+        option, mode = CALLS[name].in_flight(options)
+        if mode == "wait" and self.is_paused and self.fleet.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
 
     def _load(

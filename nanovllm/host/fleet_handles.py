@@ -68,7 +68,8 @@ class FleetHandles:
 
     def form(self, ready: list[wire.Ready]) -> Fleet:
         """The fleet of engines that have said this, in the order of their numbers."""
-        self.fleet = Fleet([one.info for one in ready], self._send, self._restart if self._has_failover else None)
+        restart = self._restart if self._has_failover else None
+        self.fleet = Fleet([one.info for one in ready], self._send, restart, self._give_up)
         return self.fleet
 
     def _send(self, number: int, frames: list[wire.Down]) -> None:
@@ -77,6 +78,9 @@ class FleetHandles:
     def _restart(self, number: int) -> None:
         self.all[number] = handle = self._make(wire.Start(self._model, self._options, number))
         self.watch(handle)
+
+    def _give_up(self, number: int, reason: str) -> None:
+        self.all[number].give_up(reason)
 
     def take(self, handle: Handle, frame: wire.Up | Lost) -> None:
         """Hands the fleet what an engine says, or that it is lost."""

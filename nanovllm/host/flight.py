@@ -1,7 +1,13 @@
 """A request of a fleet on its way: what it has gained so far, on whichever engines."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from nanovllm.host import wire
+
+ENDED = 1 << 60
+"""Tokens to leave out of a completion that has ended."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,3 +57,34 @@ class Flight:
         starts = self.versions[index]
         ends = [*(start for _, start in starts[1:]), len(self.tokens[index])][: len(starts)]
         return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+
+
+def without_known(step: wire.Step, skips: dict[int, int]) -> wire.Step:
+    """A step without the tokens that were there before their request's first engine was lost. `skips`: tokens to leave
+    out of each row, which it counts down."""
+    known = Counter[int]()
+    """Tokens left out of each row."""
+    found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
+    for row, token in zip(step.rows, step.tokens, strict=True):
+        if (count := skips.get(row)) is None:
+            found.rows.append(row)
+            found.tokens.append(token)
+            continue
+        known[row] += 1
+        if count == 1:
+            del skips[row]
+        else:
+            skips[row] = count - 1
+    for end in step.finishes:
+        if (count := skips.pop(end.row, None)) is not None:
+            known[end.row] += end.token is not None
+            if count > ENDED // 2:
+                continue
+            end.token = None  # it ends with a token that is known
+        found.finishes.append(end)
+    for row, line in step.logprobs:  # the first lines of a row are those of the tokens that are left out
+        if known[row]:
+            known[row] -= 1
+        else:
+            found.logprobs.append((row, line))
+    return found

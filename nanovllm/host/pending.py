@@ -16,7 +16,7 @@ class Pending:
     """A call that engines work on."""
 
     def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int]) -> None:
-        self.name, self._spec = name, spec
+        self.name, self.spec = name, spec
         self.waiting = set(numbers)
         self.relay_to: list[int] = []
         """Engines that get the weights which the first receives."""
@@ -40,4 +40,4 @@ class Pending:
                 raise wire.KINDS.get(answer.kind, InternalError)(answer.message)
         if not answers:
             raise ReplicaError(f"{self.name}: every replica was lost meanwhile")
-        return self._spec.merge([answer.value for answer in answers])
+        return self.spec.merge([answer.value for answer in answers])

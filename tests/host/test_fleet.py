@@ -6,9 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.errors import OutOfMemory, ReplicaError
-from nanovllm.host import fleet_handles, wire
+from nanovllm.host import fleet, fleet_handles, wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
@@ -20,14 +21,18 @@ PROMPT = array("i", range(20)).tobytes()
 class Engines:
     """Recorder of what a fleet sends, and of the engines that it starts again."""
 
-    def __init__(self, count: int, most_restarts: int = 3, restarts: bool = True) -> None:
+    def __init__(self, count: int, restarts: bool = True) -> None:
         self.sent: list[tuple[int, Any]] = []
         self.started: list[int] = []
         restart = self.started.append if restarts else None
-        self.fleet = Fleet([INFO] * count, self._send, restart, most_restarts)
+        self.given_up: list[tuple[int, str]] = []
+        self.fleet = Fleet([INFO] * count, self._send, restart, self._give_up)
 
     def _send(self, number: int, frames: list[wire.Down]) -> None:
         self.sent += [(number, frame) for frame in frames]
+
+    def _give_up(self, number: int, reason: str) -> None:
+        self.given_up.append((number, reason))
 
     def take_sent(self) -> list[tuple[int, Any]]:
         sent, self.sent = self.sent, []
@@ -46,8 +51,16 @@ class Engines:
         return number
 
 
-def answer(number: int, value: Any, **more: Any) -> wire.Answer:
-    return wire.Answer(number, value, EngineState(), **more)
+    def call(self, name: str, **options: Any) -> int:
+        """Begins a call on all; returns its number."""
+        self.fleet.call(name, options)
+        calls = self.take_sent()
+        assert {frame.name for _, frame in calls} == {name} and [engine for engine, _ in calls] == self.fleet.numbers
+        return int(calls[0][1].number)
+
+
+def answer(number: int, value: Any, state: EngineState | None = None, **more: Any) -> wire.Answer:
+    return wire.Answer(number, value, state or EngineState(), **more)
 
 
 def test_a_request_goes_on_behind_its_tokens_when_its_engine_is_lost() -> None:
@@ -145,13 +158,135 @@ def test_an_engine_that_is_lost_after_new_weights_waits_for_the_next() -> None:
     pending = engines.fleet.call("load_weights", {"folder": "x"})
     [number] = {frame.number for _, frame in engines.take_sent()}
     for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}))
+        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=1)))
     assert pending.result() == {}
     engines.fleet.lose(1, "died")
     assert not engines.started and engines.fleet.numbers == [0]
     engines.fleet.call("begin_update", {})
     assert engines.started == [1]
     assert [engine for engine, _ in engines.take_sent()] == [0, 1], "it hears of the update as it starts"
+
+
+PAUSED = EngineState(paused=True)
+
+
+def test_an_engine_that_returns_is_first_made_as_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever calls say that it missed them: those of today, and such as change something else."""
+    spec = CallSpec(Mock(), missed=lambda own, others: [{"to": others.level}] if others.level > own.level else [])
+    monkeypatch.setitem(CALLS, "raise", spec)
+    engines, both = Engines(2), EngineState(paused=True, level=2)
+    for name in ("pause", "raise"):
+        number = engines.call(name)
+        for engine in range(2):
+            engines.fleet.take(engine, answer(number, {}, both))
+    engines.fleet.lose(1, "died")
+    assert engines.started == [1] and not engines.take_sent(), "it must compute first"
+    engines.fleet.take(1, wire.Ready(INFO))
+    calls = engines.take_sent()
+    wanted = [(1, "pause", {"mode": "keep"}), (1, "raise", {"to": 2})]
+    assert [(engine, call.name, call.options) for engine, call in calls] == wanted
+    for _, call in calls:
+        for request_id in range(2):
+            engines.fleet.add(10 * call.number + request_id, PROMPT, {})
+        engines.fleet.bind()
+        assert {engine for engine, _ in engines.take_sent()} <= {0}
+        engines.fleet.take(1, answer(call.number, {}, PAUSED if call.name == "pause" else both))
+    for request_id in range(2):
+        engines.fleet.add(request_id, PROMPT, {})
+    engines.fleet.bind()
+    assert 1 in {engine for engine, _ in engines.take_sent()} and engines.fleet.state == both
+
+
+def test_an_engine_that_cannot_become_as_the_others_is_given_up() -> None:
+    engines = Engines(2)
+    number = engines.call("pause")
+    for engine in range(2):
+        engines.fleet.take(engine, answer(number, {}, PAUSED))
+    engines.fleet.lose(1, "died")
+    engines.fleet.take(1, wire.Ready(INFO))
+    [(_, call)] = engines.take_sent()
+    engines.fleet.take(1, answer(call.number, None, kind="ValueError", message="not this"))
+    assert engines.given_up == [(1, "cannot become as the others are: pause: not this")]
+    engines.fleet.add(1, PROMPT, {})
+    engines.fleet.bind()
+    assert [engine for engine, _ in engines.take_sent()] == [0]
+    engines.fleet.lose(1, "given up")
+    assert engines.started == [1, 1]
+
+
+def test_an_engine_that_is_lost_during_a_call_starts_after_it_and_misses_nothing() -> None:
+    engines = Engines(2)
+    number = engines.call("pause", mode="wait")
+    engines.fleet.lose(1, "died")
+    assert not engines.started, "it would not hear of the pause"
+    engines.fleet.take(0, answer(number, {}, PAUSED))
+    assert engines.started == [1]
+    engines.fleet.take(0, answer(engines.call("resume"), {}))
+    engines.fleet.take(1, wire.Ready(INFO))
+    assert not engines.take_sent(), "what is over by then is not missed"
+
+
+def test_what_an_engine_that_starts_says_of_itself_is_not_the_state_of_all() -> None:
+    engines = Engines(2)
+    number = engines.call("pause")
+    for engine in range(2):
+        engines.fleet.take(engine, answer(number, {}, PAUSED))
+    engines.fleet.lose(0, "died")
+    engines.fleet.lose(1, "died")
+    assert engines.started == [0, 1]
+    number = engines.call("info")
+    for engine in range(2):
+        engines.fleet.take(engine, wire.Ready(INFO))
+        engines.fleet.take(engine, answer(number, {}))
+    assert engines.fleet.state.paused and {call.name for _, call in engines.take_sent()} == {"pause"}
+
+
+def test_versions_go_on_from_those_of_lost_engines() -> None:
+    """New weights have one number more than those before, also where nobody is left who had these."""
+    engines = Engines(2)
+    number = engines.call("load_weights", folder="x", weight_version=7)
+    for engine in range(2):
+        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=7)))
+    engines.fleet.lose(1, "died")
+    number = engines.call("begin_update")
+    for engine in range(2):
+        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=7 - 7 * engine, lacks_weights=True)))
+    engines.fleet.take(1, wire.Ready(INFO))
+    engines.fleet.lose(0, "died")
+    engines.fleet.take(1, answer(engines.call("update"), {}, EngineState(lacks_weights=True)))
+    engines.fleet.call("finish_update", {})
+    [(_, call)] = engines.take_sent()
+    assert call.options == {"weight_version": 8}
+
+
+def test_weights_that_an_engine_had_before_it_was_lost_are_not_replaced_by_the_checkpoints() -> None:
+    engines = Engines(2)
+    number = engines.call("load_weights", folder="x")
+    engines.fleet.take(0, answer(number, {}, EngineState(weight_version=1)))
+    engines.fleet.lose(0, "died")
+    engines.fleet.lose(1, "died too")
+    assert not engines.started and engines.fleet.ended == "no replica is left: replica 1: died too"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ends"),
+    [
+        ("pause", {}, True), ("pause", {"mode": "keep"}, False), ("sleep", {}, True), ("sleep", {"mode": None}, False),
+        ("begin_update", {"in_flight": "abort"}, True), ("begin_update", {}, False), ("load_weights", {}, False),
+        ("resume", {}, False), ("update", {}, False),
+    ],
+)  # fmt: skip
+def test_a_call_that_ends_requests_ends_those_that_no_engine_has(
+    name: str, options: dict[str, Any], ends: bool
+) -> None:
+    engines = Engines(2)
+    for request_id in range(40):
+        engines.fleet.add(request_id, PROMPT, {})
+    engines.fleet.bind()
+    waiting = 40 - len(engines.take_sent())
+    assert waiting > 0
+    engines.fleet.call(name, options)
+    assert len(engines.out()) == waiting * ends
 
 
 def test_weights_from_a_trainer_reach_the_other_engines_through_the_first() -> None:
@@ -165,8 +300,9 @@ def test_weights_from_a_trainer_reach_the_other_engines_through_the_first() -> N
     assert engines.take_sent() == [(1, bucket), (2, bucket)]
 
 
-def test_the_end_of_the_last_engine_is_the_end() -> None:
-    engines = Engines(2, most_restarts=0)
+def test_the_end_of_the_last_engine_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 0)
+    engines = Engines(2)
     pending = engines.fleet.call("checksum", {})
     engines.fleet.lose(0, "died")
     assert engines.fleet.ended is None

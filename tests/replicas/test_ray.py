@@ -119,7 +119,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_twenty_random_moments(cluster: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 30))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 30)
     moment = random.Random(11)
     with on_ray(cluster, 3) as llm:
         for n in range(20):

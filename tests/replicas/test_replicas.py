@@ -127,7 +127,7 @@ def test_a_replica_of_layers_with_windows_is_as_large_when_it_returns(
 def test_fewer_replicas_and_then_none(
     expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 0))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 0)
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     with replicated(2) as llm:
         os.kill(pids(llm)[0], signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_a_replica_that_cannot_start_says_why(mark: str) -> None:
 
 @pytest.mark.slow
 def test_twenty_random_kills(expected: list[Any], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet.Fleet.__init__, "__defaults__", (None, 20))
+    monkeypatch.setattr(fleet, "MOST_RESTARTS", 20)
     moment = random.Random(7)
     prompts, params = batch(60)
     with replicated(3) as llm:
