@@ -81,14 +81,11 @@ class ServeOptions:
                 raise ValueError(f"{name}={value!r}: must be a number >= 0")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: must be in 0..65535")
-        if self.max_num_queued_reqs is not None and self.max_num_queued_reqs < 1:
-            raise ValueError(f"max_num_queued_reqs={self.max_num_queued_reqs}: must be >= 1")
-        if self.max_waiting_per_key is not None and self.max_waiting_per_key < 0:
-            raise ValueError(f"max_waiting_per_key={self.max_waiting_per_key}: must be >= 0")
+        for name, least in (("max_num_queued_reqs", 1), ("max_waiting_per_key", 0), ("stream_interval", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name}={value}: must be >= {least}")
         if self.max_waiting_per_key is not None and not self.api_keys:
             raise ValueError("max_waiting_per_key: needs api_keys")
-        if self.stream_interval < 1:
-            raise ValueError(f"stream_interval={self.stream_interval}: must be >= 1")
         if self.otlp_traces_endpoint is not None:
             _check_collector(self.otlp_traces_endpoint)
         if self.log_format not in ("text", "json"):

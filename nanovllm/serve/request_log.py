@@ -2,22 +2,17 @@
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.request import Request
 from nanovllm.serve.served_model import ServedModel
 
+if TYPE_CHECKING:
+    from nanovllm.serve.tracing import RequestTracer
+
 logger = logging.getLogger("nanovllm.serve")
-
-
-class Tracer(Protocol):
-    """See tracing.py."""
-
-    def record(self, request: Request, now: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RequestLog:
@@ -27,11 +22,11 @@ class RequestLog:
         self._options, self._model, self._metrics = options, model, metrics
         self._loop = asyncio.get_running_loop()
         self._last_totals = (self._loop.time(), 0, 0)
-        self.tracer: Tracer | None = None
+        self.tracer: RequestTracer | None = None
         if options.otlp_traces_endpoint is not None:
-            from nanovllm.serve.tracing import RequestTracer
+            from nanovllm.serve import tracing
 
-            self.tracer = RequestTracer(options.otlp_traces_endpoint, model.name)
+            self.tracer = tracing.RequestTracer(options.otlp_traces_endpoint, model.name)
 
     def close(self) -> None:
         """Sends the last spans."""

@@ -104,8 +104,6 @@ def chat_request(fields: CountFields) -> dict[str, Any]:
         request["max_completion_tokens"] = fields.max_tokens
     if fields.stop_sequences:
         request["stop"] = fields.stop_sequences
-    if fields.stream:
-        request["stream_options"] = {"include_usage": True}
     system = [{"role": "system", "content": _text(fields.system)}] if fields.system else []
     request["messages"] = system + [one for i, each in enumerate(fields.messages) for one in _messages(each, i)]
     choice = fields.tool_choice or ToolChoice()

@@ -107,8 +107,9 @@ class DialectFields(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """The fields that a chat completion request names alike."""
-        return {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        """The fields that a chat completion request names alike; a stream of it tells its usage."""
+        found = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        return found | ({"stream_options": {"include_usage": True}} if self.stream else {})
 
 
 _SHARED = DialectFields.__struct_fields__

@@ -101,8 +101,6 @@ def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, An
     if fields.max_output_tokens is not None:
         request["max_completion_tokens"] = fields.max_output_tokens
     request["messages"] = _messages(fields)
-    if fields.stream:
-        request["stream_options"] = {"include_usage": True}
     choice = _tool_choice(fields.tool_choice)
     if tools.functions:
         request["tools"], request["tool_choice"] = tools.functions, choice

@@ -2,9 +2,10 @@
 
 import asyncio
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -19,24 +20,27 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
-class Client(Protocol):
+class Client(ABC):
     """The connection of a call, as far as its answer needs it (see connection.py)."""
 
     transport: Any
-    is_full: bool
+    is_full = False
     """Whether the client has to take something before more is written."""
-    on_disconnect: Callable[[], None] | None
+    on_disconnect: Callable[[], None] | None = None
     """Called once when the client leaves before the response is complete."""
-    on_writable: Callable[[], None] | None
+    on_writable: Callable[[], None] | None = None
     """Called when the write buffer has been drained after it was full."""
 
     @property
+    @abstractmethod
     def date(self) -> bytes:
         """The Date header, with its end of line."""
 
+    @abstractmethod
     def end_answer(self, call: "Call") -> None:
         """The response to `call` is written."""
 
+    @abstractmethod
     def let_go(self) -> None:
         """The client does not read what it is sent."""
 

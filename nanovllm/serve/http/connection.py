@@ -13,7 +13,7 @@ import httptools
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.http.call import STATUS_LINES, Call
+from nanovllm.serve.http.call import STATUS_LINES, Call, Client
 from nanovllm.serve.metrics import Metrics
 
 logger = logging.getLogger("nanovllm.serve")
@@ -53,11 +53,9 @@ class Shared:
         return True
 
 
-class Connection(asyncio.Protocol):
+class Connection(Client, asyncio.Protocol):
     """Connection of a client, whose requests are answered one after the other. Streams write to its transport directly
     (request.py)."""
-
-    transport: Any
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -85,12 +83,6 @@ class Connection(asyncio.Protocol):
         self._unread: TimerHandle | None = None
         """Runs while the write buffer is full."""
         self._refused = False
-        self.is_full = False
-        """Whether the client has to take something before more is written."""
-        self.on_disconnect: Callable[[], None] | None = None
-        """Called once when the client leaves before the response is complete."""
-        self.on_writable: Callable[[], None] | None = None
-        """Called when the write buffer has been drained after it was full."""
 
     # -- the connection -----------------------------------------------------------------------------------------
 
@@ -144,7 +136,6 @@ class Connection(asyncio.Protocol):
             self._unread = None
 
     def let_go(self) -> None:
-        """The client does not read what it is sent."""
         self.shared.metrics.slow_clients += 1
         self.transport.abort()
 
@@ -262,7 +253,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def date(self) -> bytes:
-        """The Date header, with its end of line."""
         return self.shared.date
 
     def _start(self, call: Call) -> None:
@@ -274,7 +264,6 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(shared.tasks.discard)
 
     def end_answer(self, call: Call) -> None:
-        """The response to `call` is written."""
         self._answering = None
         if self._incoming is call:
             self._end_body()

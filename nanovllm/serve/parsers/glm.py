@@ -3,10 +3,9 @@
 import json
 import re
 from collections.abc import Generator
-from typing import Any
 
 from nanovllm.serve.parsers.family import ToolFamily, one_of
-from nanovllm.serve.parsers.parameters import parameters, read_parameters, value_term
+from nanovllm.serve.parsers.parameters import parameters, read_parameters
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import Tool
@@ -33,11 +32,10 @@ class Glm(ToolFamily):
         )
 
     def _parameters(self, tool: Tool) -> str:
-        def one(name: str, value: Any) -> str:
-            head = f"{self._key.lark} {json.dumps(name)} {self._key_end.lark} GAP {self._value.lark}"
-            return f"{head} {value_term(value, tool, '', self._value_end.lark)} GAP"
+        def head(name: str) -> str:
+            return f"{self._key.lark} {json.dumps(name)} {self._key_end.lark} GAP {self._value.lark}"
 
-        return parameters(tool, "any", one)
+        return parameters(tool, head, "", self._value_end.lark, "GAP")
 
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         yield from source.blanks()

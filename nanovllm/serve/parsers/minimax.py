@@ -2,10 +2,9 @@
 
 import json
 import re
-from typing import Any
 
 from nanovllm.serve.parsers.family import ToolFamily, one_of, repeated
-from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters, value_term
+from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
@@ -19,7 +18,8 @@ class MiniMax(ToolFamily):
 
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         heads = [json.dumps(f'{tool.name}">') for tool in tools]
-        functions = [f"{head} GAP {_parameters(tool)}" for head, tool in zip(heads, tools, strict=True)]
+        values = [parameters(tool, _head, "", json.dumps(_PARAMETER_END), "GAP") for tool in tools]
+        functions = [f"{head} GAP {value}" for head, value in zip(heads, values, strict=True)]
         return "\n".join((
             self.body(free),
             f"calls: GAP {repeated('call', 'GAP', parallel)} GAP {self.marks[1].lark}",
@@ -46,9 +46,5 @@ class MiniMax(ToolFamily):
 _next_key = key_reader(_PARAMETER, _UP_TO_QUOTE, '">', _CALL_END)
 
 
-def _parameters(tool: Tool) -> str:
-    def one(name: str, value: Any) -> str:
-        head = json.dumps(f'{_PARAMETER}{name}">')
-        return f"{head} {value_term(value, tool, '', json.dumps(_PARAMETER_END))} GAP"
-
-    return parameters(tool, "any", one)
+def _head(name: str) -> str:
+    return json.dumps(f'{_PARAMETER}{name}">')

@@ -12,23 +12,25 @@ NextKey = Generator[None, None, str | None]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def parameters(tool: Tool, any_one: str, one: Callable[[str, Any], str]) -> str:
+def parameters(tool: Tool, head: Callable[[str], str], begin: str, end: str, gap: str = "") -> str:
     """A tool's parameters as a term of the grammar, in the schema's order; those that are not required may be left out.
-    any_one: the term of one that no schema names. one: (name, schema) -> the term of one."""
+    One that no schema names is the rule `any`. `head`: the term before a value, from the parameter's name; `begin` and
+    `end`: terms around the value; `gap`: behind these."""
     schema = tool.parameters
     properties = schema.get("properties") or {}
     if tool.strict is False or not properties:
         closed = not properties and schema.get("additionalProperties") is False
-        return '""' if closed and tool.strict is not False else any_one + "{0,64}"
+        return '""' if closed and tool.strict is not False else "any{0,64}"
     terms = []
     for name, value in properties.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"tools: function {tool.name!r} has a parameter whose name is not 1 to 64 of A-Za-z0-9_.-")
-        terms.append(one(name, value) if name in (schema.get("required") or ()) else f"({one(name, value)})?")
+        term = " ".join(filter(None, (head(name), _value(value, tool, begin, end), gap)))
+        terms.append(term if name in (schema.get("required") or ()) else f"({term})?")
     return " ".join(terms)
 
 
-def value_term(value: Any, tool: Tool, begin: str, end: str) -> str:
+def _value(value: Any, tool: Tool, begin: str, end: str) -> str:
     """A parameter's value between two terms, or the rule `words`, which has its own end."""
     if tool.text_grammar is not None:
         return f"{begin} {tool.text_term(end)}"

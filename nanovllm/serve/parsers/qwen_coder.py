@@ -2,17 +2,16 @@
 
 import json
 import re
-from typing import Any
 
 from nanovllm.serve.parsers.family import ToolFamily, one_of, read_call
-from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters, value_term
+from nanovllm.serve.parsers.parameters import key_reader, parameters, read_parameters
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
 _FUNCTION = "<function="
 _BEGIN, _END = "\n", "\n</parameter>\n"
 _UP_TO_TAG = re.compile(r"[^>\n]*")
-_ANY_PARAMETER = '"<parameter=" /[A-Za-z0-9_.-]{1,64}/ ">" words'
+_ANY = 'any: "<parameter=" /[A-Za-z0-9_.-]{1,64}/ ">" words'
 _WORDS = r"words[lazy]: /\n((.|\n)*\n)?<\/parameter>\n/"
 
 
@@ -20,9 +19,10 @@ class QwenCoder(ToolFamily):
     tags = ("<tool_call>", "</tool_call>")
 
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
-        functions = [f"{json.dumps(tool.name + '>' + chr(10))} {_parameters(tool)}" for tool in tools]
+        texts = json.dumps(_BEGIN), json.dumps(_END)
+        functions = [f"{json.dumps(tool.name + '>' + chr(10))} {parameters(tool, _head, *texts)}" for tool in tools]
         call = rf'call: "\n<function=" function "</function>\n" {self.marks[1].lark}'
-        return self.tagged_calls(parallel, free, call, one_of("function", functions), _WORDS)
+        return self.tagged_calls(parallel, free, call, one_of("function", functions), _ANY, _WORDS)
 
     def read(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         """A model may leave <tool_call> out."""
@@ -47,9 +47,5 @@ class QwenCoder(ToolFamily):
 _next_key = key_reader("<parameter=", _UP_TO_TAG, ">", "</function>")
 
 
-def _parameters(tool: Tool) -> str:
-    def one(name: str, value: Any) -> str:
-        value_of = value_term(value, tool, json.dumps(_BEGIN), json.dumps(_END))
-        return f"{json.dumps(f'<parameter={name}>')} {value_of}"
-
-    return parameters(tool, f"({_ANY_PARAMETER})", one)
+def _head(name: str) -> str:
+    return json.dumps(f"<parameter={name}>")
