@@ -132,13 +132,6 @@ def test_engine_options(option: str, value: Any) -> None:
         LLM(str(DEMO), **{"device": "cpu", option: value})
 
 
-def test_unknown_options_are_named() -> None:
-    with pytest.raises(TypeError, match=r"'tensor_paralel_size'.*'tensor_parallel_size'"):
-        LLM(str(DEMO), tensor_paralel_size=2)
-    with pytest.raises(TypeError, match="presence"):
-        SamplingParams(presence=1)  # type: ignore[call-arg]
-
-
 def test_too_little_memory_for_a_block() -> None:
     pattern = r"cpu_kvcache_gib=1e-07: leaves 107 bytes .* must leave at least [1-9]\d* .*one block"
     with pytest.raises(ValueError, match=pattern):

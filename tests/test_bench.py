@@ -42,12 +42,6 @@ def requests_at_once(repeat: int = 0, vocab_size: int = 151936) -> Any:
     return draw_workload(256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size, repeat=repeat)
 
 
-def roofline(size: str, ranks: int = 1) -> Roofline:
-    figures = device_figures("NVIDIA H200")
-    assert figures is not None
-    return Roofline(parse_config(PUBLISHED_SHAPES[f"Qwen3-{size}"]), ranks, figures)
-
-
 def test_draws_are_those_of_nano_vllm() -> None:
     work = requests_at_once()
     assert sum(work.prompt_lens) == 142_827
@@ -63,21 +57,6 @@ def test_repeats_keep_lengths_and_change_prompts() -> None:
     assert len(openings) == 3 * 256
     assert max(max(prompt) for prompt in first.prompts) == 96
     assert requests_at_once(2, 97) == third
-
-
-@pytest.mark.parametrize(
-    ("size", "ranks", "seconds"),
-    [("0.6B", 1, 3.51), ("0.6B", 2, 1.84), ("8B", 1, 10.2), ("8B", 2, 5.51), ("32B", 4, 9.90)],
-)
-def test_limit_of_256_requests(size: str, ranks: int, seconds: float) -> None:
-    work = requests_at_once()
-    limit = roofline(size, ranks).batch_seconds(work.prompt_lens, work.output_lens, 256, 16384)
-    assert limit == pytest.approx(seconds, rel=0.02)
-
-
-@pytest.mark.parametrize(("size", "ranks", "ms"), [("0.6B", 1, 0.275), ("8B", 1, 3.34), ("32B", 4, 3.53)])
-def test_limit_of_one_request(size: str, ranks: int, ms: float) -> None:
-    assert roofline(size, ranks).token_seconds(128, 512) * 1e3 == pytest.approx(ms, rel=0.02)
 
 
 @pytest.mark.parametrize(("rows", "experts_read"), [(1, 8), (16, 128 * (1 - (1 - 8 / 128) ** 16)), (4096, 128)])
@@ -125,7 +104,7 @@ def test_ranks_share_the_work_and_pay_for_the_wire() -> None:
 
 
 def test_no_limit_without_figures() -> None:
-    assert device_figures("AMD EPYC") is None
+    assert device_figures("AMD EPYC") is None and device_figures("NVIDIA H200") is not None
     config = SimpleNamespace(tensor_parallel_size=1, dtype="auto")
     llm = SimpleNamespace(model_config=parse_config(TINY), config=config)
     info = {"device": "cpu", "dtype": "torch.float32"}

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import Simulation, blocks_of, make_sequence
+from simulation import make_sequence
 
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, dummy_step
@@ -75,17 +75,6 @@ def test_round_trip(
         "seeds": [seq.constants.seed for seq in new],
         "token_ids": token_ids,
     }
-
-
-def test_a_growing_row_sends_its_new_block_only() -> None:
-    simulation = Simulation(num_blocks=64, block_size=4, depth=1)
-    request = simulation.add([1] * 8, max_tokens=20)
-    assert simulation.step().block_updates == [
-        number for index, block in enumerate(blocks_of(request.seq)) for number in (request.seq.slot, index, block)
-    ]
-    plan = simulation.step()
-    assert plan.block_updates == [request.seq.slot, 2, blocks_of(request.seq)[2]]
-    assert simulation.step().block_updates == []
 
 
 def test_no_row_of_the_largest_step_is_longer_than_the_context() -> None:

@@ -24,12 +24,9 @@ def test_tiles_go_where_shared_memory_holds_them(monkeypatch: pytest.MonkeyPatch
         assert device.supports_tma(GPU) == has_room and not device.supports_tma(CPU)
 
 
-def test_options_of_a_launch(one_gpu_can: None) -> None:
+def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu_can: None) -> None:
     assert pdl_options(GPU) == DEPENDENT
     assert pdl_options(GPU, wanted=False) == pdl_options(CPU) == ORDINARY
-
-
-def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu_can: None) -> None:
     seen: list[dict[str, bool]] = []
     with pytest.raises(KeyError), ordinary_launch():
         assert pdl_options(GPU) == ORDINARY

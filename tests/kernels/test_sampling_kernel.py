@@ -249,26 +249,6 @@ def test_noise_is_gumbel_and_keeps_its_tail() -> None:
     assert ends[3].isfinite()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax(temperature: float, device: torch.device) -> None:
-    """Chi-square of one position's draw over many seeds against softmax(logits / temperature)."""
-    num_draws, vocab = 20000, 24
-    logits = torch.randn(vocab, device=device) * 1.5
-    draws = Draws(
-        torch.arange(num_draws, dtype=torch.int32, device=device),
-        torch.full((num_draws,), temperature, device=device),
-        torch.arange(num_draws, device=device),
-        torch.full((num_draws,), 17, dtype=torch.int32, device=device),
-    )
-    keys = gumbel_argmax_reference(logits.expand(num_draws, vocab), draws, 1000, 2000)
-    expected = torch.softmax(logits / temperature, 0).double().cpu() * num_draws
-    counts = torch.bincount(keys_to_tokens(keys).cpu().long() - 1000, minlength=vocab).double()
-    common = expected >= 5
-    statistic = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
-    freedom = int(common.sum()) - 1
-    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
-
-
 @pytest.mark.gpu
 def test_compiled_noise_on_a_whole_vocabulary() -> None:
     """On the hardware's logarithm: the twin's winners, but for near ties, and softmax statistics."""

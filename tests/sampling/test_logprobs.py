@@ -85,18 +85,6 @@ def test_against_a_float32_softmax(engines: Engines, options: dict[str, Any]) ->
             check_output(output, one, llm)
 
 
-def test_step_outputs_carry_them(engines: Engines) -> None:
-    llm = engines.get()
-    request = llm.add_request("7 + 5 =", SamplingParams(max_tokens=4, logprobs=1, temperature=0, ignore_eos=True))
-    found = []
-    while not llm.is_finished():
-        for output in llm.step():
-            assert output.request_id == request and output.logprobs is not None
-            assert next(iter(output.logprobs[0] or {})) == output.new_token_ids[0]
-            found.append(output)
-    assert len(found) == 4
-
-
 def copies(output: Any) -> list[Any]:
     return [pickle.loads(pickle.dumps(output)), copy.deepcopy(output), pickle.loads(pickle.dumps(copy.copy(output)))]
 
@@ -112,7 +100,11 @@ def test_outputs_can_be_sent_and_copied(engines: Engines) -> None:
             assert [one.cumulative_logprob for one in again.outputs] == [o.cumulative_logprob for o in output.outputs]
         asdict(output)
     request = llm.add_request(PROMPTS[0], params[0])
+    count = 0
     while not llm.is_finished():
         for gained in llm.step():
             assert gained.request_id == request and gained.logprobs is not None
+            assert [next(iter(row or {})) for row in gained.logprobs] == gained.new_token_ids
+            count += len(gained.new_token_ids)
             assert all(list(again.logprobs) == list(gained.logprobs) for again in copies(gained))
+    assert count == 2 * 8
