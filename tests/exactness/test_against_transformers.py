@@ -9,6 +9,7 @@ import torch
 from checkpoints import make_model, read_json, save
 from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
+from test_families import reference_logits
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -79,12 +80,6 @@ def greedy_reference(model: Qwen3ForCausalLM, prompt: list[int]) -> Expected:
     return Expected(result.sequences[0, len(prompt) :].tolist(), margins(logits, 0, temperature=0, seed=0))
 
 
-@torch.inference_mode()
-def forced_logits(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """[len(output), vocab]: transformers' logits for each output token, given all tokens before it."""
-    return model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
-
-
 @pytest.fixture(scope="module", params=list(VARIANTS.values()), ids=list(VARIANTS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     variant: Variant = request.param
@@ -117,7 +112,7 @@ def test_logits_and_greedy_tokens(
     assert (witness.num_partial_chunks > 0) == (budget < sum(map(len, prompts)))
     for prompt, output, greedy in zip(prompts, outputs, expected, strict=True):
         ours = recorder.of(output.request_id, len(prompt), NUM_TOKENS)
-        theirs = forced_logits(reference, prompt, output.token_ids)
+        theirs = reference_logits(reference, prompt, output.token_ids)
         torch.testing.assert_close(ours, theirs, **LOGIT_TOLERANCE)
         assert_same(output.token_ids, greedy, f"prompt of {len(prompt)} tokens")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_model, save
-from comparing import Expected, assert_mostly_sure
-from workload import BLOCK, LONGEST, ROOMY, Engines, assert_outputs, make_requests, run, run_alone
+from comparing import Expected
+from workload import BLOCK, LONGEST, ROOMY, Engines, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
@@ -36,11 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(engines: Engines, folder: str) -> list[Expected]:
-    alone, _ = engines.get(folder, disable=("async_scheduling",), enable_prefix_caching=False, max_num_seqs=2)
-    found = run_alone(alone, REQUESTS)
-    assert_mostly_sure(found)
-    return found
+def expected(folder: str) -> list[Expected]:
+    return tokens_alone(folder, REQUESTS, kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(("options", "chunks", "preempts"), [

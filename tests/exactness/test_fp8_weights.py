@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from checkpoints import make_model, read_json, save, write_json
-from comparing import Expected, assert_mostly_sure
+from comparing import Expected
 from fp8_checkpoints import BLOCKS, CONFIGS, FILE, SHAPE, Definition, by_definition, compressed, quantize, quantized
 from observing import LogitRecorder
 from safetensors.torch import load_file, save_file
-from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
+from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import select_kernels
@@ -60,11 +60,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(model: dict[str, Any]) -> list[Expected]:
-    plain = {"disable": ("async_scheduling",), "enable_prefix_caching": False, "max_num_seqs": 2}
-    with LLM(**model, **{**ROOMY, **plain}) as llm:
-        found = run_alone(llm, REQUESTS)
-    assert_mostly_sure(found)
-    return found
+    return tokens_alone(requests=REQUESTS, **model)
 
 
 def test_a_token_depends_on_its_request_alone(model: dict[str, Any], expected: list[Expected]) -> None:

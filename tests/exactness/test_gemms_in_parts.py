@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_model, save
-from workload import ROOMY, assert_outputs, make_requests, run, run_alone
+from workload import ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
 from nanovllm.kernels.plan.config import KINDS, SUMMED, Choices, GemmConfig
@@ -24,8 +24,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     """Rank 0 chooses for all ranks, also for those of another process."""
     requests = make_requests()
     model = str(save(make_model(seed=1), tmp_path))
-    with LLM(model, **ROOMY, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
-        expected = run_alone(llm, requests)
+    expected = tokens_alone(model, requests)
 
     def halves(self: ModelRunner) -> Rules:
         found = (product.gemm(world=2) for product in self.model.layers[0].operations)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_model, read_json, save, write_json
-from comparing import Expected, assert_mostly_sure
+from comparing import Expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from int4_checkpoints import FILE, Quantized, is_quantized, quantize_folder, quantized, save_packed, tensors_of
 from safetensors.torch import load_file, save_file
-from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, run_alone
+from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
 from nanovllm.kernels.gemm import int4
@@ -45,11 +45,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Quan
 
 @pytest.fixture(scope="module")
 def expected(wide: tuple[Path, dict[str, Quantized]]) -> list[Expected]:
-    plain = {"disable": ("async_scheduling",), "enable_prefix_caching": False, "max_num_seqs": 2}
-    with LLM(str(wide[0]), **{**ROOMY, **plain}) as llm:
-        found = run_alone(llm, REQUESTS)
-    assert_mostly_sure(found)
-    return found
+    return tokens_alone(wide[0], REQUESTS)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 from checkpoints import make_model, save
-from comparing import Expected, assert_mostly_sure, assert_same
+from comparing import Expected, assert_same
 from observing import StepWitness
-from workload import BLOCK, LONGEST, Engines, Request, assert_outputs, make_requests, run, run_alone, shuffles
+from workload import (
+    BLOCK,
+    LONGEST,
+    ROOMY,
+    Request,
+    assert_outputs,
+    make_requests,
+    run,
+    shuffles,
+    tokens_alone,
+)
 
 from nanovllm import LLM, SamplingParams
 
@@ -33,6 +43,7 @@ class Setting:
     model: dict[str, Any] = field(default_factory=dict)
 
 
+COMMON: dict[str, Any] = {**ROOMY, "max_num_batched_tokens": 1024}
 TIGHT = {"num_kvcache_blocks": ONE_REQUEST, "disable": ("lookahead",)}
 SETTINGS = {
     "defaults": Setting({}, crowd=12),
@@ -88,19 +99,15 @@ REQUESTS = make_requests()
 class Models:
     """Checkpoints by their configuration, with the reference's texts."""
 
-    def __init__(self, folder: Path, engines: Engines) -> None:
-        self._folder, self._engines = folder, engines
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._made: dict[str, tuple[str, list[Expected]]] = {}
 
     def get(self, config: dict[str, Any]) -> tuple[str, list[Expected]]:
         key = repr(sorted(config.items()))
         if key not in self._made:
             path = str(save(make_model(seed=1, **config), self._folder / str(len(self._made))))
-            plain = {"disable": ("async_scheduling",), "enable_prefix_caching": False}
-            alone, _ = self._engines.get(path, **plain, max_num_seqs=2)
-            expected = run_alone(alone, REQUESTS)
-            assert_mostly_sure(expected)
-            self._made[key] = (path, expected)
+            self._made[key] = (path, tokens_alone(path, REQUESTS))
         return self._made[key]
 
 
@@ -113,13 +120,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    common = {"num_kvcache_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 1024}
-    engines = Engines(**common, skip_tokenizer_init=True, device="cpu", max_model_len=256)
-    try:
-        yield Models(tmp_path_factory.mktemp("models"), engines)
-    finally:
-        engines.close()
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(
@@ -129,8 +131,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 def case(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
     setting: Setting = request.param
     path, expected = models.get(setting.model)
-    options = {"num_kvcache_blocks": 128, "max_num_seqs": 16, "max_num_batched_tokens": 1024, **setting.options}
-    with LLM(path, **options, skip_tokenizer_init=True, device="cpu", max_model_len=256) as llm:
+    with LLM(path, **{**COMMON, **setting.options}) as llm:
         yield Case(llm, StepWitness().watch(llm), setting, expected)
 
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_model, save
 from comparing import Expected
 from observing import StepWitness
-from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, run_alone
+from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
 from nanovllm.executor import processes
@@ -31,8 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: str) -> list[Expected]:
-    with LLM(checkpoint, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
-        return run_alone(llm, REQUESTS)
+    return tokens_alone(checkpoint, REQUESTS)
 
 
 def lower_thresholds(monkeypatch: pytest.MonkeyPatch, min_rows: int, cut_multiple: int) -> None:
@@ -103,8 +102,7 @@ def test_the_cut_changes_no_token(
     if ranks == 3:
         shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 132}
         model = str(save(make_model(seed=1, **shape), tmp_path))
-        with LLM(model, **OPTIONS, disable=("async_scheduling",), enable_prefix_caching=False) as llm:
-            wanted = run_alone(llm, REQUESTS)
+        wanted = tokens_alone(model, REQUESTS)
     lower_thresholds(monkeypatch, min_rows, multiple)
     cuts = watch_cuts(monkeypatch)
     with LLM(model, **OPTIONS, tensor_parallel_size=ranks, max_num_batched_tokens=budget) as llm:

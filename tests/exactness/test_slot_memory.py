@@ -2,6 +2,7 @@
 in a crowd that takes its slots in turn, and on two ranks."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,26 +101,22 @@ def test_whole_and_again(model: Model) -> None:
         assert info["slot_bytes"] == recurrent * 2 * 256  # 32 numbers each, begun at multiples of 256 bytes
 
 
-def test_in_chunks(model: Model) -> None:
-    with LLM(model[0], **OPTIONS, max_num_batched_tokens=11) as llm:
+SETTINGS: dict[str, tuple[dict[str, Any], Callable[[StepWitness], bool]]] = {
+    "chunks": ({"max_num_batched_tokens": 11}, lambda seen: seen.num_partial_chunks > 0),
+    "two slots for seven requests": ({"max_num_seqs": 2}, lambda seen: seen.most_rows == 2),
+    "preemptions": (
+        {"num_kvcache_blocks": 9, "disable": ("lookahead",)}, lambda seen: seen.num_rows_after_preemption > 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_begin_with_zeros_and_go_on_with_what_they_left(model: Model, name: str) -> None:
+    """Whatever the row before left in the slot."""
+    options, is_seen = SETTINGS[name]
+    with LLM(model[0], **{**OPTIONS, **options}) as llm:
         witness = StepWitness().watch(llm)
         check(llm, PROMPTS, model[1])
-        assert witness.num_partial_chunks > 0
-
-
-def test_rows_take_slots_in_turn(model: Model) -> None:
-    """Two slots for seven requests: each begins with zeros, whatever the one before left."""
-    with LLM(model[0], **{**OPTIONS, "max_num_seqs": 2}) as llm:
-        witness = StepWitness().watch(llm)
-        check(llm, PROMPTS, model[1])
-        assert witness.most_rows == 2
-
-
-def test_after_preemptions(model: Model) -> None:
-    with LLM(model[0], **{**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}) as llm:
-        witness = StepWitness().watch(llm)
-        check(llm, PROMPTS, model[1])
-        assert witness.num_rows_after_preemption > 0
+        assert is_seen(witness)
 
 
 def test_on_two_ranks(model: Model) -> None:

@@ -225,33 +225,33 @@ def test_another_seed_gives_another_dummy_model(intact: Path) -> None:
 # -- files that are not as they should be ---------------------------------------------------------------------------
 
 
-def test_missing_weight(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"))
-    expect_refusal(folder, ValueError, "missing", "model.layers.1.self_attn.k_norm.weight")
+K_NORM, DOWN, NORM, HEAD = (
+    "model.layers.1.self_attn.k_norm.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight",
+    "lm_head.weight",
+)  # fmt: skip
+BAD_TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...], int]] = {
+    "missing": (K_NORM, lambda _: None, ("missing",), 1),
+    "an untied head is missing": (HEAD, lambda _: None, ("missing",), 1),
+    "misshapen": (DOWN, lambda tensor: tensor.t().contiguous(), ("(128, 96)", "(96, 128)"), 1),
+    "misshapen, on two ranks": (DOWN, lambda tensor: tensor.t().contiguous(), ("(128, 96)", "(96, 128)"), 2),
+    "of another type": (NORM, lambda tensor: tensor.long(), ("torch.int64",), 1),
+}
+"""Tensors, what becomes of them, what is said beside their names, and numbers of ranks."""
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_tensor_is_named(folder: Path, case: str) -> None:
+    name, spoil, said, ranks = BAD_TENSORS[case]
+    tensors = load_file(folder / FILE)
+    spoilt = spoil(tensors.pop(name))
+    save_file(tensors if spoilt is None else {**tensors, name: spoilt}, folder / FILE)
+    expect_refusal(folder, ValueError, name, *said, tensor_parallel_size=ranks)
 
 
 def test_layers_that_the_configuration_does_not_have(folder: Path) -> None:
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", {**config, "num_hidden_layers": 1})
     expect_refusal(folder, ValueError, "11 surplus", "model.layers.1.")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_misshapen_weight(folder: Path, ranks: int) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].t().contiguous()}))
-    expect_refusal(folder, ValueError, name, "(128, 96)", "(96, 128)", tensor_parallel_size=ranks)
-
-
-def test_wrong_type(folder: Path) -> None:
-    name = "model.norm.weight"
-    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].long()}))
-    expect_refusal(folder, ValueError, name, "torch.int64")
-
-
-def test_untied_head_that_is_not_there(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    expect_refusal(folder, ValueError, "missing", "lm_head.weight")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,10 +3,11 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from checkpoints import SMALL
-from comparing import Expected, assert_same
+from comparing import Expected, assert_mostly_sure, assert_same
 from observing import LogitRecorder, StepWitness, margins
 
 from nanovllm import LLM, SamplingParams
@@ -79,6 +80,16 @@ def run_alone(llm: LLM, requests: Sequence[Request]) -> list[Expected]:
         assert request.params.seed is not None
         lead = margins(logits, begin, request.params.temperature, request.params.seed)
         expected.append(Expected(output.token_ids, lead, output.finish_reason))
+    return expected
+
+
+def tokens_alone(model: str | Path, requests: Sequence[Request], **options: Any) -> list[Expected]:
+    """The reference by an engine of its own, in steps that wait for each other and without prefix cache; nearly all of
+    its tokens are sure."""
+    plain = {**ROOMY, "disable": ("async_scheduling",), "enable_prefix_caching": False, "max_num_seqs": 2}
+    with LLM(str(model), **{**plain, **options}) as llm:
+        expected = run_alone(llm, requests)
+    assert_mostly_sure(expected)
     return expected
 
 
