@@ -8,7 +8,6 @@ import numpy as np
 from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -44,7 +43,6 @@ def make_sequence(
     seed: int = 0,
     capacity: int = 10**9,
     temperature: float = 0.0,
-    salt: str | None = None,
     watcher: Watcher | None = None,
 ) -> Sequence:
     return Sequence(
@@ -56,7 +54,6 @@ def make_sequence(
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
-        extras=extras_of(salt),
         sampling=watcher,  # type: ignore[arg-type]
     )
 

@@ -100,21 +100,3 @@ def test_a_prefix_that_many_share_is_counted_once() -> None:
     assert len(simulation.scheduler.running) == 4, "15 blocks of the prefix, and two of each"
     simulation.run_to_end()
     assert simulation.num_preemptions == 0
-
-
-def test_what_would_outgrow_the_memory_waits() -> None:
-    simulation = Simulation(num_blocks=6, block_size=BLOCK_SIZE, depth=1)
-    first, second = (simulation.add([number] * 4, max_tokens=12) for number in (1, 2))
-    simulation.step()
-    assert simulation.scheduler.running == [first.seq], "four blocks each, in the end"
-    simulation.run_to_end()
-    assert second.gained == second.output_alone()[0] and simulation.num_preemptions == 0
-
-
-def test_what_grows_into_the_place_of_others_does_not() -> None:
-    simulation = Simulation(num_blocks=7, block_size=BLOCK_SIZE, depth=1)
-    small, large = simulation.add([1] * 4, max_tokens=3), simulation.add([2] * 4, max_tokens=20)
-    simulation.step()
-    assert simulation.scheduler.running == [small.seq, large.seq]
-    simulation.run_to_end()
-    assert simulation.num_preemptions == 0

@@ -14,20 +14,6 @@ Simulation = partial(AnySimulation, disable=("lookahead",))  # which keeps rows 
 # -- preemption -----------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_is_preempted_and_comes_back_first() -> None:
-    simulation = Simulation(num_blocks=4, block_size=4, depth=1)
-    old, new, later = (simulation.add([value] * 7, max_tokens=8) for value in (1, 2, 3))
-    while simulation.num_preemptions == 0:
-        simulation.step()
-    assert old.seq.status is SequenceStatus.RUNNING
-    assert new.seq.status is later.seq.status is SequenceStatus.WAITING
-    admitted: list[int] = []
-    while simulation.scheduler.has_unfinished():
-        plan = simulation.step()
-        admitted += [seq.request_id for seq in plan.new_slots] if plan else []
-    assert admitted[0] == 1
-
-
 def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
     simulation = Simulation(num_blocks=6, block_size=4, depth=1, max_num_seqs=2)
     simulation.add([1] * 8, max_tokens=9)

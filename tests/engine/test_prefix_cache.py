@@ -18,9 +18,9 @@ from nanovllm.wire.state import PageGroup, StateSize
 BLOCK_SIZE = 4
 
 
-def admit(memory: RowMemory, tokens: list[int], *, salt: str | None = None) -> Sequence:
+def admit(memory: RowMemory, tokens: list[int]) -> Sequence:
     """A row of `tokens` that owns its blocks and whose KV is all there."""
-    seq = make_sequence(0, tokens, salt=salt)
+    seq = make_sequence(0, tokens)
     prefix = memory.cache.lookup(seq)
     prefix, count = memory.fit(seq, prefix, seq.num_tokens - prefix.num_tokens)
     assert count == seq.num_tokens - prefix.num_tokens
@@ -30,19 +30,13 @@ def admit(memory: RowMemory, tokens: list[int], *, salt: str | None = None) -> S
     return seq
 
 
-def num_hits(memory: RowMemory, tokens: list[int], salt: str | None = None) -> int:
-    return memory.cache.num_hits(make_sequence(0, tokens, salt=salt), len(tokens) - 1)
+def num_hits(memory: RowMemory, tokens: list[int]) -> int:
+    return memory.cache.num_hits(make_sequence(0, tokens), len(tokens) - 1)
 
 
 def block_of(*tokens: int) -> list[int]:
     """Tokens for whole blocks, each filled with one value."""
     return [token for token in tokens for _ in range(BLOCK_SIZE)]
-
-
-def test_texts_of_another_salt_are_misses() -> None:
-    memory = RowMemory(StateSize(10, BLOCK_SIZE))
-    memory.release(admit(memory, [*block_of(1, 2), 0], salt="a"))
-    assert [num_hits(memory, [*block_of(1, 2), 0], salt) for salt in ("a", "b", None)] == [2, 0, 0]
 
 
 def test_an_extra_counts_from_its_position_on() -> None:

@@ -25,24 +25,6 @@ def test_a_request_decodes_one_step_ahead_of_its_results() -> None:
     assert len(request.gained) == 3 and request.seq.ending.reason == "length"
 
 
-def test_a_stop_token_ends_the_output_and_the_token_too_many_is_dropped() -> None:
-    simulation = Simulation()
-    request = simulation.add([1, 2, 3], max_tokens=30)
-    output, _ = request.output_alone()
-    stopping = simulation.add([1, 2, 3], max_tokens=30, stop=frozenset({output[4]}))
-    end = output.index(output[4])
-    simulation.run_to_end()
-    assert stopping.gained == output[: end + 1] and stopping.seq.ending.reason == "stop"
-    assert request.gained == output
-
-
-def test_a_request_may_fill_the_whole_memory_and_one_token_more() -> None:
-    simulation = Simulation(num_blocks=2, block_size=4)
-    request = simulation.add([1] * 8, max_tokens=5)
-    simulation.run_to_end()
-    assert len(request.gained) == 1 and request.seq.ending.reason == "length"
-
-
 def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
     simulation = Simulation(depth=1, max_num_batched_tokens=10)
     decoding(simulation, 1)

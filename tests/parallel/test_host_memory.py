@@ -96,4 +96,4 @@ def test_a_wait_for_a_rank_that_is_gone_ends() -> None:
     begin = time.monotonic()
     error, nothing = run_ranks(2, work)
     assert "another rank has died" in str(error) and nothing is None
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
