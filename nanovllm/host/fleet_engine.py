@@ -232,7 +232,6 @@ class FleetEngine:
             answer = yield from self._ask(name, options, weights)
         finally:
             self._is_paused = self.fleet.state.paused
-            self.book.set_version(max(self.book.weight_version, self.fleet.state.weight_version))
         return answer
 
     def _check_call(self, name: str, options: dict[str, Any]) -> None:
@@ -294,7 +293,7 @@ class FleetEngine:
     @property
     def weight_version(self) -> int:
         """See Engine.weight_version."""
-        return self.book.weight_version
+        return self.fleet.state.weight_version
 
     @property
     def state(self) -> EngineState:

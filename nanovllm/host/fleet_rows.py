@@ -124,8 +124,6 @@ class FleetRows:
         seq.metrics.finished_time = now
         if end.weight_versions:
             seq.version_starts = [(version, start) for version, start, _ in end.weight_versions]
-        elif seq.version_starts:
-            seq.version_starts = [(0, 0)]
         del self._live[seq.number]
         self._plain.pop(seq.number, None)
         self.num_finished[end.reason] += 1
