@@ -232,19 +232,24 @@ def num_computed(simulation: Simulation) -> int:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("budget", [4096, 64])
-@pytest.mark.parametrize(("block_size", "length"), [(16, 500), (128, 500), (128, 512), (128, 60)])
-def test_equal_prompts_are_computed_once(depth: int, apart: bool, budget: int, block_size: int, length: int) -> None:
-    """Eight copies, at once or a step apart, whole or in chunks: all but the last few tokens are computed by one."""
+@pytest.mark.parametrize(
+    ("block_size", "length", "copies"), [(16, 500, 8), (128, 500, 8), (128, 512, 8), (128, 60, 8), (16, 40, 100)]
+)
+def test_equal_prompts_are_computed_once(
+    depth: int, apart: bool, budget: int, block_size: int, length: int, copies: int
+) -> None:
+    """At once or a step apart, whole or in chunks, more than a step passes: all but the last few tokens are computed by
+    one."""
     simulation = Simulation(num_blocks=400, block_size=block_size, depth=depth, max_num_batched_tokens=budget)
     prompt, computed = [number % 7 for number in range(length)], 0
-    for _ in range(8):
+    for _ in range(copies):
         simulation.add(prompt, max_tokens=3)
         if apart:
             plan = simulation.step()
             computed += plan.num_prefill_tokens if plan is not None else 0
     computed += num_computed(simulation)
     few = length % block_size if 0 < length % block_size <= min(16, block_size // 2) else 1
-    assert computed == length + 7 * few
+    assert computed == length + (copies - 1) * few
 
 
 def test_prompts_that_part_within_a_block_share_up_to_there() -> None:
@@ -267,14 +272,6 @@ def test_groups_begin_together() -> None:
     plan = simulation.launch()
     assert plan is not None and plan.num_rows == 32 and plan.num_prefill_tokens <= 28 * 9
     simulation.run_to_end()
-
-
-def test_more_copies_than_a_step_passes_wait_in_their_queue() -> None:
-    simulation = Simulation(num_blocks=400, block_size=16)
-    for _ in range(100):
-        simulation.add([number % 7 for number in range(40)], max_tokens=2)
-    assert rows(simulation.launch()) == [(0, 0, 40)]
-    assert num_computed(simulation) == 99 * 8
 
 
 def test_groups_of_one_template() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from fake_executor import FakeExecutor
-from simulation import Simulation, make_sequence
+from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
@@ -46,19 +46,11 @@ def begin(scheduler: Scheduler, seq: Sequence) -> None:
     assert seq.last_token_on_device
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_what_comes_behind_an_end_is_dropped(place: int) -> None:
-    scheduler = scheduler_of(20, 5)
-    seq = make_sequence(0, [3] * 6, 30, stop=frozenset({STOP}))
-    begin(scheduler, seq)
-    step, late = scheduler.schedule(), scheduler.schedule()
-    brought = [STOP if at == place else 2 for at in range(5)]
-    gained = scheduler.apply(step, brought)
-    assert [token for _, token in gained] == brought[: place + 1]
-    assert seq.output_token_ids == [1, *brought[: place + 1]] and seq.ending.reason == "stop"
-    assert scheduler.apply(late, [2] * 5) == []
-    scheduler.check_integrity()
-    assert scheduler.memory.num_free_blocks == 20 and not scheduler.has_unfinished()
+def sampling_row(
+    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (), matcher: Any = None
+) -> SamplingRow:
+    ends = frozenset(params.stop_token_ids)
+    return SamplingRow(params, stop_ids=ends, vocab_size=16, text=None, bad_words=bad_words, matcher=matcher)
 
 
 def test_max_tokens_holds_within_a_step_and_no_key_is_written_behind_it() -> None:
@@ -121,9 +113,7 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
 ) -> None:
     scheduler = scheduler_of(40, 4)
     params = SamplingParams(stop_token_ids=(STOP,), max_tokens=9, **options)
-    row = SamplingRow(
-        params, stop_ids=frozenset({STOP}), vocab_size=16, text=None, bad_words=bad_words, matcher=matcher
-    )
+    row = sampling_row(params, bad_words, matcher)
     row.watches = False
     seq = Sequence(
         0, [3] * 6, params, num_prompt_tokens=6, constants=SlotConstants(0, 0),
@@ -137,9 +127,7 @@ def test_log_probabilities_of_several_tokens_go_to_their_rows() -> None:
     """A table has a line for each row of a step; those of tokens that a sequence did not gain are left out."""
     first, second = (make_sequence(number, [3], 9) for number in range(2))
     for seq in (first, second):
-        row = SamplingRow(
-            SamplingParams(logprobs=0), stop_ids=frozenset(), vocab_size=16, text=None, bad_words=(), matcher=None
-        )
+        row = sampling_row(SamplingParams(logprobs=0))
         assert row.logprob_rows is not None
         row.logprob_rows.append_missing()
         seq.sampling = row
@@ -170,14 +158,6 @@ def test_tokens_of_one_step_are_one_output() -> None:
     assert (first.request_id, first.index, first.new_token_ids, first.finished) == (4, 1, [5, 6, 7], False)
     assert [next(iter(entry or {})) for entry in first.logprobs or ()] == [5, 6, 7]
     assert (second.new_token_ids, second.finish_reason) == ([8, 9], "length")
-
-
-def test_preempted_with_several_tokens_in_flight() -> None:
-    simulation = Simulation(num_blocks=10, tokens_per_step=4, gain=lambda most: most, disable=("lookahead",))
-    requests = [simulation.add([1] * 4, 30, seed=number) for number in range(2)]
-    simulation.run_to_end()
-    assert simulation.num_preemptions > 0
-    assert all(len(request.gained) == 30 for request in requests)
 
 
 def outputs_of(tokens_per_step: int) -> list[Any]:

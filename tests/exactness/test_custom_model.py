@@ -71,8 +71,7 @@ def test_in_chunks_and_from_the_prefix_cache(model: tuple[str, list[Expected]]) 
 
 
 def test_after_a_preemption(model: tuple[str, list[Expected]]) -> None:
-    options = {**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}
-    with LLM(model[0], **options) as llm:
+    with LLM(model[0], **{**OPTIONS, "num_kvcache_blocks": 9, "disable": ("lookahead",)}) as llm:
         witness = StepWitness().watch(llm)
         check(llm, PROMPTS, model[1])
         assert witness.num_rows_after_preemption > 0
