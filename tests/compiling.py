@@ -27,7 +27,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
 def launch_dependently(*modules: Any) -> None:
     """Has kernels of these modules compiled as GPUs from compute capability 9.0 on launch them."""
     for module in modules:
-        module.pdl_options = lambda device, wanted: {"PDL": True, "launch_pdl": True}
+        module.pdl_options = lambda *_: {"PDL": True, "launch_pdl": True}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

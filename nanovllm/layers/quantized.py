@@ -10,7 +10,6 @@ from torch import nn
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
-from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import FP8 as FP8_NAME
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -119,6 +118,4 @@ class FP8Matrix(nn.Module):
         self, x: torch.Tensor | FP8Rows, config: GemmConfig, *, gated: bool = False, **around: Any
     ) -> torch.Tensor | FP8Rows:
         """See Matrix."""
-        if config.is_skinny:
-            return stream.linear(x, self.for_kernel(), config, gated=gated, **around)
-        return gemm.linear(x, self.for_kernel(), config, gated=gated)
+        return gemm.linear(x, self.for_kernel(), config, gated=gated, **around)

@@ -20,7 +20,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import int4, int4_row, skinny, tile
+from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
 from nanovllm.kernels.gemm.dispatch import matmul
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
@@ -100,11 +100,11 @@ class Projection:
 
     def _fused(self, config: GemmConfig, weight: torch.Tensor) -> torch.Tensor:
         """norm + GEMM (+ activation), or GEMM + residual."""
-        kind = self.gemm.kind
+        kind, few = self.gemm.kind, stream if config.kernel == "stream" else skinny
         if config.is_skinny and kind in SUMMED:
-            return skinny.linear(self.x, weight, config, residual=self.residual)
+            return few.linear(self.x, weight, config, residual=self.residual)
         if config.is_skinny:
-            return skinny.linear(self.x, weight, config, norm=Norm(self.gain_in, EPS), gated=kind == "gate_up")
+            return few.linear(self.x, weight, config, norm=Norm(self.gain_in, EPS), gated=kind == "gate_up")
         if kind in SUMMED:
             product = matmul(self.x, weight, config)
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)

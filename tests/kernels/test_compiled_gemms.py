@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.fp8.quantize import empty_quantized
+from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig, streaming
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def empty_rounded(rows: int, k: int) -> FP8Rows:
-    return FP8Rows(*empty_quantized(rows, k, CPU), torch.bfloat16)
+    return empty_rows_for(rows, k, torch.bfloat16, CPU)
 
 
 def compile_fp8(rows: int, block_n: int, stages: int, parts: int, gated: bool, in_blocks: bool) -> None:

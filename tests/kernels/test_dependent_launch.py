@@ -3,7 +3,6 @@ weights in FP8, experts, attention behind rope, and sampling. A chain has three 
 ordinary kernels and would hide a missing wait."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from gemm_checks import check_dependent_launch
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.kernels.fp8 import few_experts, gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
@@ -58,13 +56,12 @@ def norm(width: int = HIDDEN) -> Norm:
 def check(layer: Layer, rows: int) -> None:
     """layer(hidden, residual) changes the residual in place and returns the next hidden, which may be the residual."""
 
-    def three(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        with nullcontext() if pdl else ordinary_launch():
-            x = hidden
-            for _ in range(3):
-                x = layer(x, residual)
-            hidden.copy_(x)
-            residual.mul_(0.5)  # or 90 layers would leave nothing of the last ones
+    def three(hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        x = hidden
+        for _ in range(3):
+            x = layer(x, residual)
+        hidden.copy_(x)
+        residual.mul_(0.5)  # or 90 layers would leave nothing of the last ones
 
     check_dependent_launch(three, rand(rows, HIDDEN, seed=9) * HIDDEN**0.5)
 

@@ -72,7 +72,7 @@ def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[
     if DEVICE == "cpu":
         values, scale = quantize_rows_reference(x, static)
         x = values.float() * scale.repeat_interleave(128, 1)[:, :k]
-    got, scale = quantize_rows(x, static)
+    got, scale, _ = quantize_rows(x, static)
     want, want_scale = quantize_rows_reference(x, static)
     torch.testing.assert_close(scale, want_scale, rtol=1e-7, atol=0)
     assert torch.equal(got.float(), want.float())
@@ -98,8 +98,8 @@ def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_eac
     """By the kernel, in parts of K, and by the twin; of activations that it rounds itself, and that come rounded."""
     weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(19, k))
     want = exact(*quantize_rows_reference(x), weight)
-    assert_close(gemm.linear_twin(x, weight, config), want)
-    assert_close(gemm.linear_widened(x, weight, config), want)
+    assert_close(gemm.linear_twin(x, weight), want)
+    assert_close(gemm.linear_widened(x, weight), want)
     out = gemm.linear(x, weight, config)
     assert_close(out, want)
     assert_close(gemm.linear(x, weight, replace(config, split_k=2)).sum(0), want)
@@ -129,10 +129,10 @@ def test_products_of_many_rows(
     config = GemmConfig("roles", block_n, block_m, 128, 4, parts, warps)
     for n, k in ((576, 1600), (4096, 640)):
         weight, x = weights(n, k, rows_each, in_blocks), inputs(rows, k)
-        rounded = FP8Rows(*quantize_rows(x), x.dtype)
+        rounded = quantize_rows(x)
         out = gemm.linear(rounded, weight, config)
         assert_close(out.sum(0) if parts > 1 else out, exact(rounded.values, rounded.scales, weight))
-        alone = gemm.linear(FP8Rows(*quantize_rows(x[-1:].clone()), x.dtype), weight, config)
+        alone = gemm.linear(quantize_rows(x[-1:].clone()), weight, config)
         assert torch.equal(alone[..., 0, :], out[..., -1, :])
         if block_n == 128 and block_m < 256 and parts == 1 and not (in_blocks and n % 256):
             small = FP8Rows(rounded.values, rounded.scales / 500, torch.bfloat16)
@@ -197,9 +197,9 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does
 
-        def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def rounded(x: torch.Tensor) -> FP8Rows:
             values, scales = quantize_rows_reference(x)
-            return values, scales.t().contiguous().t()
+            return FP8Rows(values, scales.t().contiguous().t(), x.dtype)
 
         monkeypatch.setattr(few_experts, "quantize_rows", rounded)
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)

@@ -11,7 +11,7 @@ from compiling import compile_only, empty, empty_fp8, run_alone
 
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
-from nanovllm.kernels.fp8.quantize import empty_quantized, quantize_rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for, quantize_rows
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import GemmConfig
@@ -37,7 +37,7 @@ def compile_rounding() -> None:
     quantize_rows(x, torch.empty(2))
     add_norms_fp8(x, x, norm)
     silu_mul_fp8(x)
-    gemm.linear(FP8Rows(*empty_quantized(64, HIDDEN, x.device), x.dtype), weight, ROLES, gated=True)
+    gemm.linear(empty_rows_for(64, HIDDEN, x.dtype, x.device), weight, ROLES, gated=True)
     stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=norm)
     assert len(seen) == 6 and all(seen), seen
 
@@ -67,8 +67,8 @@ def test_rounded_rows_keep_nan() -> None:
     gain = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
     x = spoilt(5)
     group = HIDDEN // 3 // 128
-    assert keeps_nan(FP8Rows(*quantize_rows(x), x.dtype), group)
-    assert keeps_nan(FP8Rows(*quantize_rows(x, torch.ones(1, device="cuda")), x.dtype), group)
+    assert keeps_nan(quantize_rows(x), group)
+    assert keeps_nan(quantize_rows(x, torch.ones(1, device="cuda")), group)
     assert keeps_nan(add_norms_fp8(x, torch.zeros_like(x), Norm(gain, 1e-6))[0])
     assert keeps_nan(silu_mul_fp8(torch.cat([x, torch.ones_like(x)], 1)), group)
     assert keeps_nan(silu_mul_fp8(torch.cat([torch.ones_like(x), x], 1)), group)
@@ -84,6 +84,6 @@ def test_products_of_a_row_with_nan_are_nan() -> None:
     for norm in (None, Norm(gain, 1e-6)):
         assert stream.linear(x, weight, ROW, norm=norm).isnan().all()
     many = spoilt(40)
-    rows = FP8Rows(*quantize_rows(many), many.dtype)
+    rows = quantize_rows(many)
     assert gemm.linear(rows, weight, ROLES)[-1].isnan().all()  # type: ignore[index]
     assert keeps_nan(gemm.linear(rows, weight, ROLES, gated=True))  # type: ignore[arg-type]

@@ -43,9 +43,9 @@ def inputs(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
+def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig) -> torch.Tensor:
     config = replace(config, kernel="int4" if op == "parts" else "int4_whole")
-    y = int4.linear(x, weight, config, gated=op == "gated", pdl=pdl)
+    y = int4.linear(x, weight, config, gated=op == "gated")
     return y.sum(0) if y.dim() == 3 else y
 
 
@@ -139,9 +139,9 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
     down, _ = made(1024, 1024, 128, False, torch.bfloat16, 5)
     gain = torch.ones_like(start[0])
 
-    def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        x = int4.linear(hidden, gate_up, replace(config, kernel="int4_whole", split_k=2), gated=True, pdl=pdl)
-        x = int4.linear(x, down, replace(config, kernel="int4", split_k=2), pdl=pdl)
+    def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        x = int4.linear(hidden, gate_up, replace(config, kernel="int4_whole", split_k=2), gated=True)
+        x = int4.linear(x, down, replace(config, kernel="int4", split_k=2))
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
     check_dependent_launch(layer, start)

@@ -73,9 +73,9 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
     down, _ = made(1152, 1024, 128, False, torch.bfloat16, 5)
     norm = Norm(gain_of(start), EPS)
 
-    def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
-        x = int4_row.linear(hidden, gate_up, CONFIG, norm=norm, gated=True, pdl=pdl)
-        int4_row.linear(x, down, FEW_COLUMNS, residual=hidden, pdl=pdl)
+    def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        x = int4_row.linear(hidden, gate_up, CONFIG, norm=norm, gated=True)
+        int4_row.linear(x, down, FEW_COLUMNS, residual=hidden)
 
     check_dependent_launch(layer, start)
 

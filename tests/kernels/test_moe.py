@@ -115,9 +115,12 @@ GROUPED = product([(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)],
         ],
     ),
 )
-def test_grouped_gemms_are_those_of_their_twins(how: tuple[GroupedConfig, bool], rows: int, kind: str) -> None:
-    """Widths that no tile divides, with biases and both activations."""
+def test_grouped_gemms_are_those_of_their_twins(
+    how: tuple[GroupedConfig, bool], rows: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widths that no tile divides, with biases and both activations; weights by descriptors or not."""
     config, tma = how
+    monkeypatch.setattr("nanovllm.kernels.moe.experts.supports_tma", lambda device: tma)
     experts, hidden, width, top_k = 7, 72, 40, 3
     routing = route_reference(logits_of(kind, rows, experts), TopK(experts, top_k), config.block_m)
     x = rand(rows, hidden)
@@ -125,10 +128,10 @@ def test_grouped_gemms_are_those_of_their_twins(how: tuple[GroupedConfig, bool],
     down = rand(experts, hidden, width, seed=2) / width**0.5
     for activation, biased in ((PLAIN, False), (CLAMPED, True)):
         bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
-        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0], tma=tma)
+        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0])
         expected = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
         torch.testing.assert_close(h, expected, **TOLERANCE)
-        parts = expert_down(expected, down, routing, config, torch.float32, bias[1], tma=tma)
+        parts = expert_down(expected, down, routing, config, torch.float32, bias[1])
         expected = expert_down_reference(expected, down, routing, config, torch.float32, bias[1])
         torch.testing.assert_close(parts, expected, **TOLERANCE)
 

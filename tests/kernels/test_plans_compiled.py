@@ -1,5 +1,7 @@
 """Whatever a plan names compiles, for GPUs of every kind, and fits their shared memory. Takes no GPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from compiling import compile_only, empty, empty_fp8, run_alone
@@ -40,20 +42,18 @@ def compile_for(device: Device) -> None:
 
 def multiply(one: Product, rows: int, launch: Launch) -> None:
     config, x = launch.config, empty(rows, one.k)
-    around = {"norm": Norm(empty(one.k), 1e-6)} if launch.norm else {}
+    around: dict[str, Any] = {"norm": Norm(empty(one.k), 1e-6)} if launch.norm else {}
     around |= {"residual": empty(rows, one.n)} if launch.residual else {}
+    around |= {"gated": True} if launch.gate else {}
     if one.dtype == FP8:
-        module, weight = (stream if config.is_skinny else fp8), empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1)
+        fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype == INT4:
-        blocks = -(-one.k // 128)
-        words = empty(blocks, one.n, 32, dtype=torch.int16)
-        module, weight = int4_row if config.is_skinny else int4, int4.Int4Weight(
-            words, empty(blocks, one.n, 2), 128, False, one.k
-        )
+        words = empty(-(-one.k // 128), one.n, 32, dtype=torch.int16)
+        weight = int4.Int4Weight(words, empty(len(words), one.n, 2), 128, False, one.k)
+        (int4_row if config.is_skinny else int4).linear(x, weight, config, **around)
     else:
         module = stream if config.kernel == "stream" else skinny if config.is_skinny else tile
-        weight = empty(one.n, one.k)
-    module.linear(x, weight, config, gated=launch.gate, **around)
+        module.linear(x, empty(one.n, one.k), config, **around)
 
 
 def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:

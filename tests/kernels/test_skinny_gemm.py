@@ -52,11 +52,9 @@ def around(op: str, t: dict[str, torch.Tensor], rows: int | None = None) -> dict
     }
 
 
-def run(
-    op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None, pdl: bool = True
-) -> torch.Tensor:
+def run(op: str, t: dict[str, torch.Tensor], config: GemmConfig, rows: int | None = None) -> torch.Tensor:
     kernel = stream if config.kernel == "stream" else skinny
-    return kernel.linear(t["x"][:rows].clone(), t["weight"], config, **around(op, t, rows), pdl=pdl)
+    return kernel.linear(t["x"][:rows].clone(), t["weight"], config, **around(op, t, rows))
 
 
 def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -138,10 +136,10 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
     gates_and_ups = torch.cat([t["weight"], t["weight"]])
     kernel = stream if config.kernel == "stream" else skinny
 
-    def layer(hidden: torch.Tensor, _: torch.Tensor, pdl: bool) -> None:
+    def layer(hidden: torch.Tensor, _: torch.Tensor) -> None:
         for rows, weight, gated in ((hidden, t["weight"], False), (hidden[:1], gates_and_ups, True)):
-            y = skinny.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated, pdl=pdl)
-            kernel.linear(y, t["weight"], config, residual=rows, pdl=pdl)
+            y = skinny.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated)
+            kernel.linear(y, t["weight"], config, residual=rows)
 
     check_dependent_launch(layer, t["x"])
 

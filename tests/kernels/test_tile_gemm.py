@@ -44,11 +44,11 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tupl
     return x.to(device, dtype), weight.to(device, dtype)
 
 
-def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, pdl: bool = True) -> torch.Tensor:
+def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
     """The product, parts added up."""
     if op == "gated":
-        return tile.linear(x, weight, config, gated=True, pdl=pdl)
-    y = tile.linear(x, weight, config, pdl=pdl)
+        return tile.linear(x, weight, config, gated=True)
+    y = tile.linear(x, weight, config)
     assert y.dtype == (torch.float32 if config.split_k > 1 else x.dtype)
     return y.sum(0) if config.split_k > 1 else y
 
@@ -142,12 +142,12 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmCo
     gate_up, gain = inputs(1, 2048, 1024, torch.bfloat16, seed=1)[1], torch.ones_like(weight[0])
     second = GemmConfig("tile", 64, 32, 128, 4, split_k=2)
 
-    def layer(hidden: torch.Tensor, residual: torch.Tensor, pdl: bool) -> None:
+    def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
         if op == "gated":
-            x = tile.linear(hidden, gate_up, config, gated=True, pdl=pdl)
-            x = tile.linear(x, weight, second, pdl=pdl)
+            x = tile.linear(hidden, gate_up, config, gated=True)
+            x = tile.linear(x, weight, second)
         else:
-            x = tile.linear(hidden, weight, config, pdl=pdl)
+            x = tile.linear(hidden, weight, config)
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
     check_dependent_launch(layer, start)

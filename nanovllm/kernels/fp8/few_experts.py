@@ -147,7 +147,7 @@ def add_experts(
         gate_up.scale.shape[1], norm.eps, K=hidden, STEPS=steps, PRELOAD=min(PRELOAD[0], steps),
         ROWS_EACH=gate_up.rows_each, EVEN_K=hidden % (WARPS * GROUP) == 0, **shared,
     )  # fmt: skip
-    values, scales = quantize_rows(h)
+    values, scales, _ = quantize_rows(h)
     steps = triton.cdiv(options.top_k * width, WARPS * GROUP)
     _down_kernel[(triton.cdiv(hidden, 16), rows)](
         values, scales, down.values, down.scale, logits, residual, scales.stride(1), hidden, down.scale.shape[2],

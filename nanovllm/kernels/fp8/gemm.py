@@ -1,37 +1,39 @@
 """x @ W^T in FP8, as reference.py defines it, by what a GemmConfig names."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
-from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
+from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, rounded_reference, widened_products
 from nanovllm.kernels.gemm import roles, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 
 def linear(
-    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, **around: Any
 ) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "roles" rounds;
-    not by the library."""
+    not by the library. around: norm and residual, which "stream" takes."""
     if config.kernel == "stream":
-        return stream.linear(x, weight, config, gated=gated, pdl=pdl)
+        return stream.linear(x, weight, config, gated=gated, **around)
     if config.kernel == "roles":
-        return roles.linear(_rounded(x, weight), weight, config, gated=gated, pdl=pdl)
+        return roles.linear(_rounded(x, weight), weight, config, gated=gated)
     if config.kernel == "twin":
-        return linear_twin(x, weight, config, gated=gated)
+        return linear_twin(x, weight, gated=gated)
     if config.kernel == "widened":
-        return linear_widened(x, weight, config, gated=gated)
+        return linear_widened(x, weight, gated=gated)
     if config.kernel == "scaled":
         return library_linear(_rounded(x, weight), weight)
-    return _by_tiles(x, weight, config, gated=gated, pdl=pdl)
+    return _by_tiles(x, weight, config, gated=gated)
 
 
-def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool, pdl: bool) -> Tensor:
+def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool) -> Tensor:
     (rows, k), values = tuple(x.shape), weight.values
     n_out = values.shape[0] // 2 if gated else values.shape[0]
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
@@ -41,15 +43,11 @@ def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gat
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, values.device)
     operand, scales, _ = _rounded(x, weight)
     x_left = config.block_n < 64 or config.block_m >= 128
-    return tile.multiply_rows(
-        operand, scales, weight, config, out, gated=gated, x_left=x_left, pdl=pdl and rows <= 256
-    )
+    return tile.multiply_rows(operand, scales, weight, config, out, gated=gated, x_left=x_left, pdl=rows <= 256)
 
 
 def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
-    if isinstance(x, Tensor):
-        return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype)
-    return in_groups(x)
+    return quantize_rows(x, weight.input_scale) if isinstance(x, Tensor) else in_groups(x)
 
 
 def library_linear(x: FP8Rows, weight: FP8Weight) -> Tensor:
@@ -71,15 +69,13 @@ def _scales_of_rows(weight: FP8Weight, groups: int) -> Tensor:
     return of_rows.expand(groups, -1).contiguous()
 
 
-def linear_widened(
-    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False
-) -> Tensor:
+def linear_widened(x: Tensor | FP8Rows, weight: FP8Weight, *, gated: bool = False) -> Tensor:
     """`linear` on a GPU that cannot multiply e4m3; slow."""
     y = widened_products(_rounded_plainly(x, weight), weight)
     return silu_mul_reference(y) if gated else y
 
 
-def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False) -> Tensor:
+def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, *, gated: bool = False) -> Tensor:
     """Plain twin of `linear`, but for parts of K."""
     x = _rounded_plainly(x, weight)
     y = linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
@@ -87,4 +83,4 @@ def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, g
 
 
 def _rounded_plainly(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
-    return FP8Rows(*quantize_rows_reference(x, weight.input_scale), x.dtype) if isinstance(x, Tensor) else x
+    return rounded_reference(x, weight.input_scale) if isinstance(x, Tensor) else x

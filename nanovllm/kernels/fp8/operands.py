@@ -37,10 +37,6 @@ class FP8Rows(NamedTuple):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.values.is_cuda
-
 
 def values_of(weight: Tensor | FP8Weight) -> Tensor:
     """A weight without its scales."""

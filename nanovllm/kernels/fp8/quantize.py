@@ -84,18 +84,14 @@ def _quantize_kernel(
     tl.store(SCALES + group * scale_stride + row, scale, mask=group * 128 < K)
 
 
-def empty_quantized(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for what quantize_rows gives, and for more rows after them."""
+def empty_rows_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> FP8Rows:
+    """Room for activations that a kernel rounds, a group's scales side by side in memory, and for more rows after them.
+    """
     padded = -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
     scales = torch.empty(-(-columns // GROUP), padded, dtype=torch.float32, device=device)
     whole_tiles = padded_rows(rows, tile=128 if rows > 64 else 64)
     values = torch.empty(max(padded, whole_tiles), columns, dtype=FP8, device=device)
-    return values[:rows], scales[:, :rows].t()
-
-
-def empty_rows_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> FP8Rows:
-    """Room for activations that a kernel rounds."""
-    return FP8Rows(*empty_quantized(rows, columns, device), dtype)
+    return FP8Rows(values[:rows], scales[:, :rows].t(), dtype)
 
 
 def in_groups(x: FP8Rows) -> FP8Rows:
@@ -108,16 +104,17 @@ def in_groups(x: FP8Rows) -> FP8Rows:
     return rows
 
 
-def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, K], rows may be strided -> e4m3 [T, K], float32 scales [T, groups of 128], a group's side by side in
-    memory. input_scale float32 [count]: the largest is the scale of every group."""
+def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
+    """Rounds x [T, K], whose rows may be strided. input_scale float32 [count]: the largest is the scale of every group.
+    """
     rows, columns = x.shape
-    out, scales = empty_quantized(rows, columns, x.device)
+    found = empty_rows_for(rows, columns, x.dtype, x.device)
     block = min(1024, triton.next_power_of_2(max(columns, GROUP)))
     count = 0 if input_scale is None else input_scale.numel()
     if rows:
         _quantize_kernel[(rows, triton.cdiv(columns, block))](
-            x, x if input_scale is None else input_scale, out, scales, x.stride(0), scales.stride(1),
-            K=columns, BLOCK=block, COUNT=count, num_warps=4, **pdl_options(x.device, rows <= 256),
+            x, x if input_scale is None else input_scale, found.values, found.scales, x.stride(0),
+            found.scales.stride(1), K=columns, BLOCK=block, COUNT=count, num_warps=4,
+            **pdl_options(x.device, rows <= 256),
         )  # fmt: skip
-    return out, scales
+    return found

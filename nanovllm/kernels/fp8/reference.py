@@ -69,9 +69,9 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tup
     return _rounded(grouped, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale[..., 0].contiguous()
 
 
-def rounded_reference(x: Tensor) -> FP8Rows:
-    """Rounds x [T, K] to e4m3 as kernels do that round what they make."""
-    return FP8Rows(*quantize_rows_reference(x), x.dtype)
+def rounded_reference(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
+    """quantize_rows_reference of x [T, K], as kernels hand it on."""
+    return FP8Rows(*quantize_rows_reference(x, input_scale), x.dtype)
 
 
 def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:

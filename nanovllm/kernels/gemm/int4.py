@@ -156,7 +156,7 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(WIDENED_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
 
-def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
+def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = False) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names; with config.parts > 1 float32 [config.parts, M, n], sums
     over parts of k. gated: the weight is [2 I, k], gates first, and the result silu(gate) * up, [M, I], rounded as the
     product and the activation by themselves do; not by "widened"."""
@@ -182,7 +182,7 @@ def linear(x: Tensor, weight: Int4Weight, config: GemmConfig, *, gated: bool = F
         ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, GROUP=weight.group,
         HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up, PREFETCH=_prefetched(grid, config.block_n, blocks),
         EVEN_K=k % SPAN == 0, EVEN_N=n_out % outputs == 0, PTX=x.is_cuda,
-        num_warps=config.num_warps, **pdl_options(x.device, pdl),
+        num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
 

@@ -231,7 +231,7 @@ def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.
 
 def linear(
     x: Tensor, weight: Int4Weight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None, pdl: bool = True,
+    residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, k] @ weight^T -> [1, n]; norm, gated and residual as in skinny.linear, but that the product is rounded
     before the activation."""
@@ -250,6 +250,6 @@ def linear(
         x, weight.words, weight.groups, norm and norm.weight, out, residual, weight.n, n_out, norm.eps if norm else 0.0,
         K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
         AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
-        PAIRED=gated, num_warps=config.num_warps, **pdl_options(x.device, pdl),
+        PAIRED=gated, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out

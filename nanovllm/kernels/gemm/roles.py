@@ -235,23 +235,21 @@ def roles_kernel(
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def linear(
-    x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, pdl: bool = True
-) -> Tensor | FP8Rows:
+def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in the dtype that x was rounded from; with config.parts > 1 float32 [parts, T, N].
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], rounded to e4m3."""
     rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
     if gated:
         found = empty_rows_for(rows, n // 2, x.dtype, device)
-        _launch(x, weight, config, found.values, found.scales, n // 2, pdl)
+        _launch(x, weight, config, found.values, found.scales, n // 2)
         return found
     out = empty_product(rows, n, config.parts, False, x.dtype, device)
-    _launch(x, weight, config, out, None, n, pdl)
+    _launch(x, weight, config, out, None, n)
     return out
 
 
 def _launch(
-    x: FP8Rows, weight: FP8Weight, config: GemmConfig, out: Tensor, out_scales: Tensor | None, n_out: int, pdl: bool
+    x: FP8Rows, weight: FP8Weight, config: GemmConfig, out: Tensor, out_scales: Tensor | None, n_out: int
 ) -> None:
     """Fills `out`; where there are out_scales too, with silu(gate) * up, rounded."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -272,5 +270,5 @@ def _launch(
         weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
         GROUPS=config.num_warps // 4, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, PARTS=config.parts > 1,
         DTYPE=_DTYPES[x.dtype], num_warps=4, maxnreg=128 if config.num_warps == 4 else None,
-        **pdl_options(values.device, pdl),
+        **pdl_options(values.device),
     )  # fmt: skip

@@ -154,7 +154,7 @@ def skinny_fma_kernel(
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None, out_dtype: torch.dtype | None = None, pdl: bool = True,
+    residual: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
@@ -171,7 +171,7 @@ def linear(
         ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
         STEPS=steps, PRELOAD=min(config.stages, steps), EVEN_K=k == steps * config.block_k,
         EVEN_N=n % config.block_n == 0, PAIRED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
-        **pdl_options(x.device, pdl),
+        **pdl_options(x.device),
     )  # fmt: skip
     return out
 

@@ -125,7 +125,7 @@ def _result(accs, residual, SCALE, col, n_out, dtype: tl.constexpr, IN_BLOCKS: t
 
 def linear(
     x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
-    gated: bool = False, residual: Tensor | None = None, pdl: bool = True,
+    gated: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 8, K] @ weight^T -> [M, N]; norm, of x that is no FP8Rows, gated and residual as in skinny.linear, but
     that the product is rounded before the activation, and in e4m3 before it is added."""
@@ -153,7 +153,7 @@ def linear(
         PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
         EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
         maxnreg=_registers(config, steps, programs, gated, values.device) if rows == 1 and scale is not None else None,
-        **pdl_options(values.device, pdl),
+        **pdl_options(values.device),
     )  # fmt: skip
     return out
 
@@ -183,7 +183,7 @@ def _rounded(
         return x, norm
     # Before a residual, and where every program has much to round, a kernel of its own takes less time.
     x = x if norm is None else add_norms(x, None, norm)[0]
-    return FP8Rows(*quantize_rows(x, weight.input_scale), x.dtype), None
+    return quantize_rows(x, weight.input_scale), None
 
 
 def _registers(config: GemmConfig, steps: int, programs: int, gated: bool, device: torch.device) -> int | None:

@@ -301,7 +301,7 @@ def tile_kernel(
         _store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
 
 
-def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, pdl: bool = True) -> Tensor:
+def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
     silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; then K cannot be split."""
@@ -317,12 +317,12 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         raise ValueError(f"{config} leaves a split without columns, K = {k}")
     part_dtype = x.dtype if config.round_sums else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
-    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64, pdl=pdl)
+    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64)
 
 
 def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
-    x_left: bool, pdl: bool,
+    x_left: bool, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K]; in e4m3 with scales [T, groups]."""
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -38,36 +38,34 @@ class ExpertActivation:
 
 def expert_gate_up(
     x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
-    bias: Tensor | None = None, *, tma: bool | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
-    k, I] in routing's order. Tma: weights come by descriptors; None: where the device can."""
+    k, I] in routing's order."""
     out = x.new_empty(routing.order.shape[0], values_of(weight).shape[1] // 2)
-    return _launch(x, weight, routing, config, bias, out, tma, True, activation)
+    return _launch(x, weight, routing, config, bias, out, True, activation)
 
 
 def expert_down(
     h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
-    bias: Tensor | None = None, *, tma: bool | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
-    times its weight, by slot: a token's result is the sum over k. Tma: as in expert_gate_up."""
+    times its weight, by slot: a token's result is the sum over k."""
     out = h.new_empty(routing.top_k, routing.num_tokens, values_of(weight).shape[1], dtype=out_dtype)
-    return _launch(h, weight, routing, config, bias, out, tma, False, ExpertActivation())
+    return _launch(h, weight, routing, config, bias, out, False, ExpertActivation())
 
 
 def _launch(
     x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, bias: Tensor | None, out: Tensor,
-    tma: bool | None, gated: bool, activation: ExpertActivation,
+    gated: bool, activation: ExpertActivation,
 ) -> Tensor:  # fmt: skip
-    """Fills and returns `out`. Weights in FP8 come by descriptors wherever K allows."""
+    """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
     values, x_scale = values_of(weight), None
-    k, span = values.shape[2], config.block_k
+    k, span, tma = values.shape[2], config.block_k, supports_tma(x.device)
     if isinstance(weight, FP8Weight):
-        x, x_scale = quantize_rows(x)
+        x, x_scale, _ = quantize_rows(x)
         tma, span = True, GROUP
-    elif tma is None:
-        tma = supports_tma(x.device)
     if x.shape[1] != k or x.dtype != values.dtype or not (x.is_contiguous() and values.is_contiguous()):
         found = f"{x.dtype} {list(x.shape)}, {values.dtype} {list(values.shape)}"
         raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")

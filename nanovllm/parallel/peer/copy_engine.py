@@ -86,8 +86,7 @@ def owned_rows(rows: int, world_size: int) -> list[slice]:
 
 
 class CopyEngineSums:
-    """The sums of one rank, in a side stream. `max_spins`: rounds of a wait before it gives up and sets the abort word
-    to 2.
+    """The sums of one rank, in a side stream.
 
     Order: the side stream waits for what the main stream has launched before each sum, and the main stream for each
     sum before the step ends. So sums follow one another in one order, the same on all ranks. In a capture these events
@@ -104,8 +103,11 @@ class CopyEngineSums:
     programs = 128
     """Programs of the kernel of step 2; any number is right."""
 
-    def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS) -> None:
-        self.memory, self.max_spins = memory, max_spins
+    max_spins = MAX_SPINS
+    """Rounds of a wait before it gives up and sets the abort word to 2."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
         layout, block = memory.layout, memory.block
         self.max_rows = layout.half_rows
         """Rows that one half holds."""
