@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import jsonschema
 import pytest
 from sampling_engines import PROMPT, Engines
 
@@ -41,6 +40,7 @@ def llm(engines: Engines) -> LLM:
 
 def test_hard_schemas_at_a_high_temperature(llm: LLM) -> None:
     """All schemas in one batch, several seeds, beside plain rows that stay what they are."""
+    jsonschema = pytest.importorskip("jsonschema")
     plain = SamplingParams(temperature=0.8, seed=1, max_tokens=40)
     (alone,) = llm.generate([PROMPT], plain, use_tqdm=False)
     wanted = [schema for schema in SCHEMAS.values() for _ in range(4)]
