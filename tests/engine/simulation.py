@@ -114,11 +114,12 @@ class Simulation:
         seed: int = 0,
         temperature: float = 0.0,
         watcher: Watcher | None = None,
+        salt: str | None = None,
     ) -> Request:
         capacity = self.scheduler.capacity_tokens
         seq = make_sequence(
             len(self.requests), prompt, max_tokens, stop=stop, seed=seed, capacity=capacity, temperature=temperature,
-            watcher=watcher,
+            watcher=watcher, salt=salt,
         )  # fmt: skip
         self.requests[seq.request_id] = Request(seq, list(prompt))
         self.scheduler.add(seq)
@@ -153,6 +154,7 @@ class Simulation:
             return None
         self._check_limits(plan, waiting_before)
         self._check_order_of_admission(plan)
+        self._check_shared(plan)
         tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
         last_rows = {seq: row for row, seq in enumerate(plan.seqs)}
         for (seq, row), node in zip(last_rows.items(), nodes, strict=True):
@@ -268,6 +270,15 @@ class Simulation:
             for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
                 if self._is_long(seq) and seq.num_tokens - start > config.long_prefill_threshold:
                     assert count <= config.long_prefill_threshold
+
+    def _check_shared(self, plan: StepPlan) -> None:
+        """Cached tokens were computed for a request that begins with them and has the same salt."""
+        for seq in plan.new_slots:
+            cached = seq.token_ids[: seq.num_cached_tokens]
+            owners = [one.seq for one in self.requests.values() if one.seq is not seq or seq.epoch]
+            assert not cached or any(
+                owner.extras == seq.extras and owner.token_ids[: len(cached)] == cached for owner in owners
+            )
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
         """Rows that wait, without those that may wait to share what rows of this step do not share yet."""

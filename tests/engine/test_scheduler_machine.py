@@ -63,12 +63,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([frozenset(), frozenset(), frozenset({0, 1, 2})]),
         seed=st.integers(-(2**63), 2**63 - 1) | st.just(0),
         watcher=st.none() | st.builds(Watcher, st.tuples(st.integers(0, 15), st.integers(0, 15)), st.booleans()),
+        salt=st.sampled_from([None, None, "a"]),
     )
     def add(
-        self, prompt: list[int], max_tokens: int, stop: frozenset[int], seed: int, watcher: Watcher | None = None
-    ) -> None:
+        self, prompt: list[int], max_tokens: int, stop: frozenset[int], seed: int, watcher: Watcher | None = None,
+        salt: str | None = None,
+    ) -> None:  # fmt: skip
         longest = self.simulation.scheduler.capacity_tokens
-        self.simulation.add(prompt[:longest], max_tokens, stop, seed, watcher=watcher)
+        self.simulation.add(prompt[:longest], max_tokens, stop, seed, watcher=watcher, salt=salt)
 
     @rule(prompt=prompts, count=st.integers(2, 5))
     def add_equal_ones(self, prompt: list[int], count: int) -> None:
@@ -101,6 +103,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def replace_weights(self) -> None:
         self.simulation.replace_weights()
+
+    @rule(keeps=st.booleans())
+    def forget_cached(self, keeps: bool) -> None:
+        scheduler = self.simulation.scheduler
+        (scheduler.keep_all if keeps else scheduler.reset_prefix_cache)()
+        self.simulation.check()
 
     def teardown(self) -> None:
         if hasattr(self, "simulation"):
