@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve.serving import ROOT, wait_for
+from serve.serving import ROOT
+from system import wait_for
 
 from nanovllm.cli import local_server
 from nanovllm.cli.http_client import Client

@@ -4,19 +4,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from serving import Server
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests that only ask questions."""
-    with Server(tmp_path_factory.mktemp("server")) as started:
-        started.wait_until_ready()
-        yield started
-        assert "Traceback" not in started.log
+from serving import Server, server  # noqa: F401
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as opened:
+def client(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
+    with server.client() as opened:
         yield opened

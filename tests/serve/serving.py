@@ -5,44 +5,26 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from programs import end_with_test_run
+from prometheus_client.parser import text_string_to_metric_families
+from system import PATIENCE, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
 ENGINE = ("--device", "cpu", "--max-num-seqs", "32", "--num-kvcache-blocks", "1024")
-PATIENCE = 60.0
 SOON_SILENT = {"nanovllm.host.handle:SILENCE": 10.0, "nanovllm.serve.api.basics:_SILENT_SECONDS": 2.0}
 """Limits under which an engine that stands still is noticed within seconds."""
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
-    """Polls until `condition` is true; returns what it returned."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.02)
-    return found
-
-
-def alive(processes: set[int]) -> set[int]:
-    """Processes of these that run."""
-    found = set()
-    for process in processes:
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found.add(process)
-    return found
 
 
 def _before_it_runs() -> None:
@@ -132,6 +114,16 @@ class Server:
         """Completions in flight."""
         return int(httpx.get(self.url + "/load", timeout=PATIENCE).json()["server_load"])
 
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of this name and these labels."""
+        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=PATIENCE).text)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """Sends a signal and waits; returns the exit code."""
         if self.process.poll() is None:
@@ -149,6 +141,22 @@ class Server:
             self.process.wait()
 
 
+@contextmanager
+def ready_server(folder: Path, *arguments: str, **options: Any) -> Iterator[Server]:
+    """A server that has loaded its model. Takes what Server takes."""
+    with Server(folder, *arguments, **options) as started:
+        started.wait_until_ready()
+        yield started
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests that only ask questions, in folders whose conftest.py imports this."""
+    with ready_server(tmp_path_factory.mktemp("server")) as started:
+        yield started
+        assert "Traceback" not in started.log
+
+
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     """The chunks of a stream; checks that it ends as it should."""
     done = False
@@ -161,6 +169,29 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         else:
             yield json.loads(line[6:])
     assert done, "the stream has no end"
+
+
+def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Chunks of a request's stream."""
+    with client.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return list(events(response))
+
+
+def message(path: str, body: dict[str, Any] | bytes) -> bytes:
+    """A request as it goes over a connection."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n%b" % (len(content), content)
+
+
+def read_until_done(connection: socket.socket) -> None:
+    """Reads a stream to its end."""
+    text = b""
+    while b"data: [DONE]" not in text:
+        data = connection.recv(1 << 16)
+        assert data, text[-300:]
+        text = text[-20:] + data
 
 
 def user(text: str) -> list[dict[str, str]]:

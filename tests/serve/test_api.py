@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import DEMO, Server, events, user, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+from serving import DEMO, Server, events, streamed, user
+from system import wait_for
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
@@ -50,8 +52,7 @@ def test_stream_to_the_byte(client: httpx.Client) -> None:
 
 def test_usage_of_a_stream(client: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    with client.stream("POST", CHAT, json=ASK | {"stream": True, "stream_options": options}) as response:
-        chunks = list(events(response))
+    chunks = streamed(client, CHAT, ASK | {"stream_options": options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts[0] == 0 and counts[:-1] == sorted({*counts}) and counts[-2:] == [9, 9]
     assert chunks[-1]["choices"] == []
@@ -126,8 +127,7 @@ def test_ids_of_prompts_in_streams(client: httpx.Client) -> None:
     for path, body in ((CHAT, ASK), (COMPLETIONS, {"prompt": ["a b", "c"], "max_tokens": 3, "ignore_eos": True})):
         body = body | {"return_token_ids": True, "n": 2}
         whole = client.post(path, json=body).json()
-        with client.stream("POST", path, json=body | {"stream": True}) as response:
-            chunks = list(events(response))
+        chunks = streamed(client, path, body)
         for choice in whole["choices"]:
             own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
             holders = [chunk if path == CHAT else chunk["choices"][0] for chunk in own]
@@ -184,8 +184,7 @@ def test_echo_with_logprobs_streamed_as_unstreamed(client: httpx.Client, more: d
     assert whole.status_code == 200, whole.text
     if more.get("stream") is False:  # as without another number for the prompt
         del body["prompt_logprobs"]
-    with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response:
-        chunks = list(events(response))
+    chunks = streamed(client, COMPLETIONS, body)
     for index, choice in enumerate(whole.json()["choices"]):
         text, logprobs = joined(chunks, index)
         assert (text, logprobs["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
@@ -213,8 +212,7 @@ def test_tokens_in_tokens_out(client: httpx.Client) -> None:
     whole = client.post("/inference/v1/generate", json=body).json()
     wanted = client.post(COMPLETIONS, json={"prompt": prompt, "return_token_ids": True} | params).json()
     assert whole["request_id"] == "my-id" and whole["prompt_token_ids"] == prompt
-    with client.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as response:
-        chunks = [choice for chunk in events(response) for choice in chunk["choices"]]
+    chunks = [choice for chunk in streamed(client, "/inference/v1/generate", body) for choice in chunk["choices"]]
     for index, (choice, other) in enumerate(zip(whole["choices"], wanted["choices"], strict=True)):
         assert choice["token_ids"] == other["token_ids"] and choice["finish_reason"] == other["finish_reason"]
         own = [chunk for chunk in chunks if chunk["index"] == index]
@@ -334,45 +332,30 @@ def test_continued_message(client: httpx.Client) -> None:
     assert client.post(CHAT, json=ASK | {"messages": messages} | both).status_code == 400
 
 
-def families(text: str) -> dict[str, Any]:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    return {family.name: family for family in text_string_to_metric_families(text)}
-
-
-def value(server: Server, name: str, **labels: str) -> float:
-    for family in families(httpx.get(server.url + "/metrics").text).values():
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    raise AssertionError(name)
-
-
 def test_tokens_are_counted_as_they_come(server: Server, client: httpx.Client) -> None:
     """Not only when a request has ended: rates of a long one would be nothing, and then a peak."""
     wait_for(lambda: server.num_running() == 0, "rest")
-    before = value(server, "vllm:generation_tokens_total")
+    before = server.metric("vllm:generation_tokens_total")
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with client.stream("POST", COMPLETIONS, json=body) as stream:
         for _ in stream.iter_lines():
             running = server.num_running()
-            if value(server, "vllm:generation_tokens_total") > before + 2:
+            if server.metric("vllm:generation_tokens_total") > before + 2:
                 break
         assert running == 1
     wait_for(lambda: server.num_running() == 0, "abort")
-    assert value(server, "vllm:generation_tokens_total") > before + 2, "a counter never goes back"
+    assert server.metric("vllm:generation_tokens_total") > before + 2, "a counter never goes back"
 
 
 def test_metrics(server: Server, client: httpx.Client) -> None:
     wait_for(lambda: server.num_running() == 0, "rest")
-    before = {name: value(server, name) for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")}
-    stops = value(server, "vllm:request_success_total", finished_reason="stop")
+    before = {name: server.metric(name) for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")}
+    stops = server.metric("vllm:request_success_total", finished_reason="stop")
     client.post(CHAT, json=ASK)
-    text = client.get("/metrics").text
-    assert value(server, "vllm:prompt_tokens_total") == before["vllm:prompt_tokens_total"] + 15
-    assert value(server, "vllm:generation_tokens_total") == before["vllm:generation_tokens_total"] + 9
-    assert value(server, "vllm:request_success_total", finished_reason="stop") == stops + 1
-    found = families(text)
+    assert server.metric("vllm:prompt_tokens_total") == before["vllm:prompt_tokens_total"] + 15
+    assert server.metric("vllm:generation_tokens_total") == before["vllm:generation_tokens_total"] + 9
+    assert server.metric("vllm:request_success_total", finished_reason="stop") == stops + 1
+    found = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     series = [(sample.name, *sorted(sample.labels.items())) for family in found.values() for sample in family.samples]
     assert len(series) == len(set(series)), "a series is there twice"
     for name in (
@@ -383,7 +366,7 @@ def test_metrics(server: Server, client: httpx.Client) -> None:
         *("iteration_tokens_total", "cache_config_info", "engine_sleep_state", "admission_rejections"),
     ):
         assert f"vllm:{name}" in found, name
-    assert value(server, "vllm:iteration_tokens_total_count") > 0
+    assert server.metric("vllm:iteration_tokens_total_count") > 0
     handlers = {sample.labels["handler"] for sample in found["http_requests"].samples}
     assert CHAT in handlers and handlers <= {"none"} | {path for _, path in ROUTES}
 

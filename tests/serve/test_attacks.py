@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import watching
-from serving import Server, user, wait_for
+from serving import Server, message, read_until_done, ready_server, user
+from system import wait_for
 
 from nanovllm.serve import limits
 
@@ -52,8 +53,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     watch = watching.Watch(folder / "watch")
     env = {watching.FILE: str(folder / "watch"), "PYTHONPATH": str(Path(__file__).parent)}
     patches = {"nanovllm.host.handle:MODULE": "watching", "nanovllm.serve.lifecycle:_DESCRIPTORS": 1}
-    with Server(folder, env=env, limits=patches, first="import watching; watching.watch_front(); ") as server:
-        server.wait_until_ready()
+    with ready_server(folder, env=env, limits=patches, first="import watching; watching.watch_front(); ") as server:
         assert httpx.post(server.url + COMPLETIONS, json=OBJECT, timeout=60).status_code == 200
         yield Watched(server, watch, peak(server))
         assert "Traceback" not in server.log
@@ -169,20 +169,14 @@ def chained(count: int) -> dict[str, Any]:
 
 def echo_read_late(server: Server) -> None:
     """The first chunks of most prompts wait for a client that reads when the engine is done."""
-    body = json.dumps({"prompt": [[5] * 950] * 13, "stream": True} | ECHO).encode()
-    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(60)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(head % (COMPLETIONS.encode(), len(body)) + body)
+        connection.sendall(message(COMPLETIONS, {"prompt": [[5] * 950] * 13, "stream": True} | ECHO))
         wait_for(lambda: server.num_running() > 1, "prompts")
         wait_for(lambda: server.num_running() <= 1, "end of the prompts")
-        text = b""
-        while b"data: [DONE]" not in text:
-            data = connection.recv(1 << 16)
-            assert data, text[-300:]
-            text = text[-20:] + data
+        read_until_done(connection)
 
 
 def pipeline(server: Server, reads: bool = False) -> None:

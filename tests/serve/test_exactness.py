@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import DEMO, Server, events
+from serving import DEMO, Server, streamed
 
 from nanovllm import LLM, SamplingParams
 
@@ -66,16 +66,13 @@ def ask(client: httpx.Client, request: dict[str, Any]) -> Texts:
 
 def ask_streamed(client: httpx.Client, request: dict[str, Any]) -> Texts:
     found: list[Any] = [["", [], None] for _ in range(request.get("n", 1))]
-    body = request | {"return_token_ids": True, "stream": True}
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        for event in events(response):
-            for choice in event["choices"]:
-                one = found[choice["index"]]
-                assert one[2] is None, "text after the end"
-                one[0] += choice["text"]
-                one[1] += choice.get("token_ids", [])
-                one[2] = choice["finish_reason"]
+    for event in streamed(client, "/v1/completions", request | {"return_token_ids": True}):
+        for choice in event["choices"]:
+            one = found[choice["index"]]
+            assert one[2] is None, "text after the end"
+            one[0] += choice["text"]
+            one[1] += choice.get("token_ids", [])
+            one[2] = choice["finish_reason"]
     return [tuple(one) for one in found]
 
 

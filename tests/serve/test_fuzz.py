@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 import httpx
-from serving import Server, user, wait_for
+from serving import Server, message, read_until_done, user
+from system import wait_for
 
-_HEAD = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-_CHAT = b"/v1/chat/completions"
+_CHAT = "/v1/chat/completions"
 _VALUES: list[Any] = [
     *(None, 1, -1, 0.5, "x", [], {}, [1], ["a"], {"a": 1}, {"5": 1}, True, 10**12, [[1]], [None], [{}], 1e300)
 ]
@@ -87,13 +87,13 @@ def test_random_requests(server: Server) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.settimeout(20)
             try:
-                message = _HEAD % (_CHAT, len(body), body)
-                sent = mangled(rng, message)
+                whole = message(_CHAT, body)
+                sent = mangled(rng, whole)
                 connection.sendall(sent)
                 if rng.random() < 0.4:  # leaves
                     time.sleep(rng.random() * 0.01)
                     continue
-                if not sent.startswith(message):  # the server may wait for more
+                if not sent.startswith(whole):  # the server may wait for more
                     connection.shutdown(socket.SHUT_WR)
                 status = connection.recv(12)
             except OSError:  # it was refused, and closed, while it was sending
@@ -107,23 +107,18 @@ def test_random_requests(server: Server) -> None:
 def test_clients_that_leave_as_tokens_come(server: Server) -> None:
     """At every moment of a stream, among others that go on."""
     rng = random.Random(6)
-    body = json.dumps(
-        {"messages": user("hello"), "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}
-    ).encode()
+    body = {"messages": user("hello"), "max_tokens": 60, "ignore_eos": True, "stream": True, "n": 2}
+    asked = message(_CHAT, body)
     waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
     for connection in waiting:
-        connection.sendall(_HEAD % (_CHAT, len(body), body))
+        connection.sendall(asked)
     whole, leaving = waiting[:5], waiting[5:]
     for connection in leaving:
         time.sleep(rng.random() * 0.02)
         connection.close()
     for connection in whole:
         connection.settimeout(60)
-        text = b""
-        while b"data: [DONE]" not in text:
-            data = connection.recv(1 << 16)
-            assert data, text[-300:]
-            text += data
+        read_until_done(connection)
         connection.close()
     wait_for(lambda: server.num_running() == 0, "end of all requests")
     assert "Traceback" not in server.log

@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import json
 import os
 import pty
 import re
@@ -24,7 +23,8 @@ from typing import Any, cast
 import httpx
 import pytest
 from programs import end_with_test_run
-from serving import DEMO, ROOT, SOON_SILENT, Server, alive, events, user, wait_for
+from serving import DEMO, ROOT, SOON_SILENT, Server, events, message, ready_server, user
+from system import alive, cpu_seconds, wait_for
 
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
@@ -35,14 +35,13 @@ from nanovllm.serve.options import ServeOptions
 
 LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 COMPLETIONS = "/v1/chat/completions"
-OPENING = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % COMPLETIONS.encode()
+ENDED = "vllm:request_success_total"
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two rows at a time, four in flight."""
-    with Server(tmp_path_factory.mktemp("small"), "--max-num-seqs", "2", "--max-num-queued-reqs", "4") as started:
-        started.wait_until_ready()
+    with ready_server(tmp_path_factory.mktemp("small"), "--max-num-seqs", "2", "--max-num-queued-reqs", "4") as started:
         yield started
 
 
@@ -155,13 +154,12 @@ def test_front_imports_no_large_libraries() -> None:
 
 
 def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", str(small.port)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    with Server(tmp_path, "--port", str(small.port)) as server:
+        assert server.process.wait(100) == 1
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0, "before anything is loaded"
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    [line] = server.log.splitlines()
     assert str(small.port) in line and str(small.process.pid) in line
 
 
@@ -224,11 +222,9 @@ def test_what_cannot_be_opened_is_named(options: dict[str, str], message: str) -
 def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> None:
     """Also where some completions still wait: two run at a time. One closes its sending side alone."""
     wait_for(lambda: small.num_running() == 0, "rest")
-    before = aborted(small)
+    before = small.metric(ENDED, finished_reason="abort")
     with socket.create_connection(("127.0.0.1", small.port)) as connection:
-        body = json.dumps(LONG | {"stream": stream, "n": n}).encode()
-        connection.sendall(OPENING + b"content-length: ")
-        connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+        connection.sendall(message(COMPLETIONS, LONG | {"stream": stream, "n": n}))
         wait_for(lambda: small.num_running() == n, "request")
         if stream:
             assert connection.recv(10).startswith(b"HTTP/1.1 2")
@@ -237,46 +233,34 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
             wait_for(lambda: small.num_running() == 0, "abort")
     wait_for(lambda: small.num_running() == 0, "abort")
     wait_for(lambda: httpx.get(small.url + "/load").json()["running"] == 0, "end in the engine")
-    assert aborted(small) - before == n
+    assert small.metric(ENDED, finished_reason="abort") - before == n
 
 
 def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None:
     """Nothing of it reaches the engine."""
     wait_for(lambda: small.num_running() == 0, "rest")
-    body = json.dumps(LONG | {"messages": user("the cat " * 700), "max_tokens": 600}).encode()
-    before = prompt_tokens(small)
+    long = message(COMPLETIONS, LONG | {"messages": user("the cat " * 700), "max_tokens": 600})
+    before = small.metric("vllm:prefix_cache_queries_total")
     for _ in range(8):
         with socket.create_connection(("127.0.0.1", small.port)) as connection:
-            connection.sendall(OPENING + b"content-length: ")
-            connection.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+            connection.sendall(long)
             linger = struct.pack("ii", 1, 0)  # a reset, which comes as fast as the body
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     httpx.post(small.url + COMPLETIONS, json=LONG | {"max_tokens": 1}, timeout=60)
     wait_for(lambda: small.num_running() == 0, "rest")
-    assert prompt_tokens(small) - before < 100, "prompts of clients that are gone"
-
-
-def prompt_tokens(server: Server) -> float:
-    [line] = [line for line in metrics(server).splitlines() if line.startswith("vllm:prefix_cache_queries_total{")]
-    return float(line.split()[1])
-
-
-def aborted(server: Server) -> float:
-    """Completions that ended so."""
-    lines = [line for line in metrics(server).splitlines() if line.startswith("vllm:request_success_total")]
-    return sum(float(line.split()[1]) for line in lines if '"abort"' in line)
+    found = small.metric("vllm:prefix_cache_queries_total") - before
+    assert 0 < found < 100, "prompts of clients that are gone"
 
 
 def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
     """Two rows and six in flight: one key of two may have half of the four that wait."""
     keys = ("--api-key", "greedy", "--api-key", "patient")
     with (
-        Server(tmp_path, "--max-num-seqs", "2", "--max-num-queued-reqs", "6", *keys) as server,
+        ready_server(tmp_path, "--max-num-seqs", "2", "--max-num-queued-reqs", "6", *keys) as server,
         ThreadPoolExecutor(1) as pool,
-        httpx.Client(base_url=server.url, timeout=60, headers={"authorization": "Bearer greedy"}) as greedy,
-        httpx.Client(base_url=server.url, timeout=60, headers={"authorization": "Bearer patient"}) as patient,
+        server.client("greedy") as greedy,
+        server.client("patient") as patient,
     ):
-        server.wait_until_ready()
 
         def in_flight() -> int:
             return int(patient.get("/load").json()["server_load"])
@@ -294,13 +278,14 @@ def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
         assert waiting.result().status_code == 200
         wait_for(lambda: in_flight() == 0, "abort")
         assert greedy.post(COMPLETIONS, json=LONG | {"max_tokens": 1}).status_code == 200
-        assert 'reason="key_full"} 2.0' in metrics(server)
+        assert server.metric("vllm:admission_rejections_total", reason="key_full") == 2
 
 
 def test_overload(small: Server) -> None:
     wait_for(lambda: small.num_running() == 0, "rest")
+    before = small.metric("vllm:admission_rejections_total", reason="queue_full")
     with (
-        httpx.Client(base_url=small.url, timeout=60) as client,
+        small.client() as client,
         client.stream("POST", COMPLETIONS, json=LONG | {"stream": True, "n": 4}) as running,
     ):
         stream = running.iter_bytes()  # kept: httpx closes the response with it
@@ -310,28 +295,20 @@ def test_overload(small: Server) -> None:
         assert refused.json()["error"]["code"] == "server_overloaded"
         assert int(refused.headers["retry-after"]) >= 1
         assert client.get("/health").status_code == 200
-    assert 'admission_rejections_total{engine="0",model_name="demo",reason="queue_full"} ' in metrics(small)
-
-
-def metrics(server: Server) -> str:
-    return httpx.get(server.url + "/metrics").text
+    assert small.metric("vllm:admission_rejections_total", reason="queue_full") == before + 1
 
 
 def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> None:
-    with Server(tmp_path, limits={"SLOW_SECONDS": 1.0, "WRITE_BUFFER": 16384}) as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, limits={"SLOW_SECONDS": 1.0, "WRITE_BUFFER": 16384}) as server:
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", server.port))
-            body = json.dumps(LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}).encode()
-            slow.sendall(OPENING + b"content-length: ")
-            slow.sendall(b"%d\r\n\r\n%s" % (len(body), body))
+            slow.sendall(message(COMPLETIONS, LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}))
             wait_for(lambda: server.num_running() == 8, "request")
-            with httpx.Client(base_url=server.url, timeout=60) as client:  # others do not notice
-                answer = client.post(COMPLETIONS, json=LONG | {"max_tokens": 8})
-                assert answer.json()["usage"]["completion_tokens"] == 8
+            answer = httpx.post(server.url + COMPLETIONS, json=LONG | {"max_tokens": 8}, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 8, "others do not notice"
             wait_for(lambda: server.num_running() == 0, "end of the slow stream", 40)
-        assert 'vllm:slow_clients_closed_total{engine="0",model_name="demo"} 1.0' in metrics(server)
+        assert server.metric("vllm:slow_clients_closed_total") == 1
         thread, found = begin_stream(server)
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: server.health().status_code == 503, "draining")
@@ -345,8 +322,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     """Also one that waits for its first token: a proxy must not take it for dead. All processes get the signal, as from
     systemd."""
     arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2", "--shutdown-timeout", "300")
-    with Server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         processes = server.everything()
         thread, found = begin_stream(server, LONG | {"max_tokens": 1900})
         with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
@@ -383,8 +359,7 @@ def begin_stream(server: Server, request: dict[str, Any] = LONG) -> tuple[thread
 
 def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
     """After --shutdown-timeout streams end with an error."""
-    with Server(tmp_path, "--shutdown-timeout", "0.5") as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, "--shutdown-timeout", "0.5") as server:
         thread, found = begin_stream(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
@@ -392,11 +367,13 @@ def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert found[-1]["error"]["code"] == "shutting_down"
 
 
-@pytest.mark.parametrize("victim", ["engine", "engine that drains", "rank"])
+@pytest.mark.parametrize("victim", ["engine", "engine that drains", "engine that stands still", "rank"])
 def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> None:
+    """Also where its process is stopped, and not dead: its socket stays open."""
     ranks = ("--tensor-parallel-size", "2") if victim == "rank" else ()
-    with Server(tmp_path, *ranks) as server, ThreadPoolExecutor(1) as pool:
-        server.wait_until_ready()
+    stands_still = victim == "engine that stands still"
+    limits = SOON_SILENT if stands_still else None
+    with ready_server(tmp_path, *ranks, limits=limits) as server, ThreadPoolExecutor(1) as pool:
         processes = server.everything()
         thread, found = begin_stream(server, LONG | {"n": 8})
         whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
@@ -404,35 +381,21 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
         if victim == "engine that drains":
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.health().status_code == 503, "draining")
-        os.kill(server.ranks[0] if victim == "rank" else server.engine, signal.SIGKILL)
+        killed = server.ranks[0] if victim == "rank" else server.engine
+        os.kill(killed, signal.SIGSTOP if stands_still else signal.SIGKILL)
+        if stands_still:
+            health = wait_for(lambda: (said := server.health()).status_code == 503 and said, "word of it")
+            assert health.json() == {"status": "silent"}
         thread.join(60)
-        assert found[-1]["error"]["type"] == "server_error"
+        error = found[-1]["error"]
+        assert error["type"] == "server_error" and (error["code"] == "engine_dead" or victim == "engine that drains")
         assert whole.result(60).status_code == 500
-        assert server.process.wait(60) == 1
-        wait_for(lambda: not alive(processes), "end of all processes")
-
-
-def test_an_engine_that_stands_still_ends_everything(tmp_path: Path) -> None:
-    """Its process is stopped, and not dead: its socket stays open."""
-    with Server(tmp_path, limits=SOON_SILENT) as server, ThreadPoolExecutor(1) as pool:
-        server.wait_until_ready()
-        processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"n": 8})
-        whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
-        wait_for(lambda: server.num_running() == 16, "both requests")
-        os.kill(server.engine, signal.SIGSTOP)
-        health = wait_for(lambda: (said := server.health()).status_code == 503 and said, "word of it")
-        assert health.json() == {"status": "silent"}
-        thread.join(60)
-        assert found[-1]["error"]["code"] == "engine_dead"
-        assert whole.result(60).status_code == 500
-        assert server.process.wait(60) == 1 and "gave no sign of life for 10 s" in server.log
+        assert server.process.wait(60) == 1 and stands_still == ("gave no sign of life for 10 s" in server.log)
         wait_for(lambda: not alive(processes), "end of all processes")
 
 
 def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
-    with Server(tmp_path, "--tensor-parallel-size", "2") as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, "--tensor-parallel-size", "2") as server:
         processes = server.everything()
         assert len(processes) >= 3
         with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as response:
@@ -442,30 +405,18 @@ def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
         wait_for(lambda: not alive(processes), "end of all processes")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
-    with Server(tmp_path) as server:
-        wait_for(lambda: " answers" in server.log, "port")
-        processes = server.everything()
-        assert server.stop(number) == 0
-        assert not alive(processes)
-
-
-def test_front_that_dies_while_the_engine_loads(tmp_path: Path) -> None:
+    """However it ends, the engine ends too: before it where it has a say in that."""
     with Server(tmp_path) as server:
         wait_for(lambda: " answers" in server.log, "port")
         processes = server.everything()
         assert len(processes) >= 2
-        server.process.kill()
-        wait_for(lambda: not alive(processes), "end of all processes")
-
-
-def cpu_seconds(processes: set[int]) -> float:
-    ticks = 0
-    for process in processes:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        if number == signal.SIGKILL:
+            assert server.stop(number) == -number
+            wait_for(lambda: not alive(processes), "end of all processes")
+        else:
+            assert server.stop(number) == 0 and not alive(processes)
 
 
 def test_idle_costs_nothing(server: Server) -> None:
@@ -482,8 +433,7 @@ def test_idle_costs_nothing(server: Server) -> None:
 
 def test_unix_socket_and_request_timeout(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with Server(tmp_path, "--uds", str(path), "--request-timeout", "1") as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, "--uds", str(path), "--request-timeout", "1") as server:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
             assert client.get("/health").status_code == 200

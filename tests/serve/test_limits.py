@@ -23,7 +23,8 @@ from unittest.mock import MagicMock, patch
 
 import httpx
 import pytest
-from serving import DEMO, Server, events, user, wait_for
+from serving import DEMO, Server, ready_server, streamed, user
+from system import wait_for
 
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.serve import limits
@@ -50,8 +51,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--api-key", "sesame", "--api-key", f"@{keys}")
     limits = {"BODIES_BYTES": 40 << 20, "HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
     folder, environment = tmp_path_factory.mktemp("impatient"), {"NANOVLLM_API_KEY": "from-environment"}
-    with Server(folder, *arguments, env=environment, limits=limits) as started:
-        started.wait_until_ready()
+    with ready_server(folder, *arguments, env=environment, limits=limits) as started:
         yield started
 
 
@@ -132,7 +132,7 @@ def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server
 
 def test_500_idle_connections(impatient: Server) -> None:
     idle = [socket.create_connection(("127.0.0.1", impatient.port)) for _ in range(500)]
-    with httpx.Client(base_url=impatient.url) as client:
+    with impatient.client() as client:
         still_serves(client)
     for connection in idle:
         connection.settimeout(60)
@@ -177,26 +177,26 @@ def test_slow_body(impatient: Server) -> None:
     assert (status, error["code"]) == (408, "request_timeout")
 
 
-def count(server: Server, metric: str) -> float:
-    """The sum of a counter's values."""
-    lines = httpx.get(server.url + "/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
-
-
 def test_unread_answers(impatient: Server) -> None:
     """A client that asks on and reads nothing is let go, whatever it asks for."""
-    pages, slow = 'http_requests_total{handler="/",', "vllm:slow_clients_closed_total"
-    before = count(impatient, pages)
+
+    def let_go() -> float:
+        return impatient.metric("vllm:slow_clients_closed_total")
+
+    def answered() -> float:
+        return impatient.metric("http_requests_total", handler="/")
+
+    before = answered()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", impatient.port))
         sent = 0
-        while not count(impatient, slow):
+        while not let_go():
             assert sent < 20_000
             connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * limits.PIPELINE)
             sent += limits.PIPELINE
             whole = before + sent
-            wait_for(lambda whole=whole: count(impatient, pages) >= whole or count(impatient, slow), "answers")
+            wait_for(lambda whole=whole: answered() >= whole or let_go(), "answers")
         with pytest.raises(ConnectionError):
             connection.sendall(b"GET")
             connection.recv(1)
@@ -489,13 +489,11 @@ def test_tls(tmp_path: Path) -> None:
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     subprocess.run([*made, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    with Server(tmp_path, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
+    with ready_server(tmp_path, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
         assert server.url.startswith("https://")
-        server.wait_until_ready()
         with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=certificate)) as client:
             assert client.post(CHAT, json=ASK).status_code == 200
-            with client.stream("POST", CHAT, json=ASK | {"stream": True}) as response:
-                assert list(events(response))
+            assert streamed(client, CHAT, ASK)
         assert server.stop() == 0
 
 
@@ -531,7 +529,7 @@ def test_memory_stays_flat(server: Server) -> None:
             client.post("/v1/completions", json=body | {"stream": kind < 0.7})
 
     def many(count: int) -> None:
-        with httpx.Client(base_url=server.url, timeout=30) as client:
+        with server.client() as client:
             for _ in range(count):
                 one(client)
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from serving import DEMO, Server, events, user, wait_for
+from serving import DEMO, Server, events, ready_server, streamed, user
+from system import wait_for
 
 from nanovllm.serve.api.reading import note_ignored
 from nanovllm.serve.errors import ApiError
@@ -25,14 +26,13 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     templates = ("--trust-request-chat-template", "--log-prompts")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
     options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8")
-    with Server(tmp_path_factory.mktemp("configured"), *options) as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path_factory.mktemp("configured"), *options) as server:
         yield server
 
 
 @pytest.fixture
 def client(configured: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=configured.url, headers={"authorization": "Bearer k"}, timeout=60) as opened:
+    with configured.client("k") as opened:
         yield opened
 
 
@@ -77,8 +77,7 @@ def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:
     """--skip-tokenizer-init: a folder without a tokenizer is served."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
-    with Server(tmp_path, "--skip-tokenizer-init", "--log-prompts", model=folder) as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, "--skip-tokenizer-init", "--log-prompts", model=folder) as server:
         params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
         with httpx.Client(base_url=server.url, timeout=60) as client:
             answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6], "sampling_params": params}).json()
@@ -107,8 +106,8 @@ def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
     """--stream-interval: fewer chunks, the same text."""
     ask = {"messages": user("Count"), "max_tokens": 25, "ignore_eos": True, "n": 2}
     whole = client.post(CHAT, json=ask).json()["choices"]
-    with client.stream("POST", CHAT, json=ask | {"stream": True, "return_token_ids": True}) as response:
-        chunks = [choice for event in events(response) for choice in event["choices"]]
+    events_of_both = streamed(client, CHAT, ask | {"return_token_ids": True})
+    chunks = [choice for event in events_of_both for choice in event["choices"]]
     for index in (0, 1):
         mine = [choice for choice in chunks if choice["index"] == index]
         assert "".join(each["delta"].get("content", "") for each in mine) == whole[index]["message"]["content"]

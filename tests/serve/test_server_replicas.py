@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import SOON_SILENT, Server, user, wait_for
+from serving import SOON_SILENT, ready_server, user
+from system import wait_for
 
 KEY = {"authorization": "Bearer admin"}
 LONG: dict[str, Any] = {
@@ -28,8 +29,7 @@ def text(url: str, seed: int) -> str:
 )
 def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--admin-api-key", "admin", "--max-num-seqs", "4")
-    with Server(tmp_path, *options, limits=SOON_SILENT) as server, ThreadPoolExecutor(6) as pool:
-        server.wait_until_ready()
+    with ready_server(tmp_path, *options, limits=SOON_SILENT) as server, ThreadPoolExecutor(6) as pool:
         tasks = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         engines = [int(pid) for pid in tasks.read_text().split()]
         assert len(engines) == 2, "no process in between"

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, events, user
+from serving import ready_server, streamed, user
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "hermes.jinja"
@@ -25,10 +25,9 @@ NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """The demo checkpoint behind the template of Qwen3: it writes calls because a grammar makes it."""
-    with Server(tmp_path_factory.mktemp("hermes"), "--chat-template", str(TEMPLATE)) as server:
-        server.wait_until_ready()
-        with httpx.Client(base_url=server.url, timeout=60) as client:
-            yield client
+    folder = tmp_path_factory.mktemp("hermes")
+    with ready_server(folder, "--chat-template", str(TEMPLATE)) as server, server.client() as client:
+        yield client
 
 
 def message_of(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
@@ -58,9 +57,7 @@ def both(client: httpx.Client, body: dict[str, Any]) -> tuple[dict[str, Any], st
     whole = choice["message"]
     calls = [call["function"] for call in whole.get("tool_calls", ())]
     found = {"content": whole["content"] or "", "reasoning": whole.get("reasoning") or "", "tool_calls": calls}
-    with client.stream("POST", CHAT, json=body | {"stream": True}) as response:
-        streamed = message_of(list(events(response)))
-    assert streamed == (found, choice["finish_reason"])
+    assert message_of(streamed(client, CHAT, body)) == (found, choice["finish_reason"])
     return whole, choice["finish_reason"]
 
 

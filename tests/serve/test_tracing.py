@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Server, events, user, wait_for
+from serving import events, ready_server, user
+from system import wait_for
 
 from nanovllm.serve.options import ServeOptions
 
@@ -50,8 +51,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Spans by request id: of a chat, a stream with a parent, a completion whose client leaves, and an error."""
     collector = Collector()
     folder, endpoint = tmp_path_factory.mktemp("traced"), f"http://127.0.0.1:{collector.server_port}"
-    with Server(folder, "--otlp-traces-endpoint", endpoint) as server:
-        server.wait_until_ready()
+    with ready_server(folder, "--otlp-traces-endpoint", endpoint) as server:
         head = {"x-request-id": "plain"}
         assert httpx.post(server.url + CHAT, json=ASK | {"top_p": 0.5}, headers=head).status_code == 200
         head = {"x-request-id": "child", "traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -112,8 +112,7 @@ def test_early_ends(spans: dict[str, Any]) -> None:
 
 def test_a_collector_that_is_not_there(tmp_path: Path) -> None:
     """It costs requests nothing, and the end a few seconds at most."""
-    with Server(tmp_path, "--otlp-traces-endpoint", "http://127.0.0.1:9") as server:
-        server.wait_until_ready()
+    with ready_server(tmp_path, "--otlp-traces-endpoint", "http://127.0.0.1:9") as server:
         assert httpx.post(server.url + CHAT, json=ASK).status_code == 200
         assert server.stop(seconds=15) == 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, user
+from serving import Server, ready_server, user
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -22,8 +22,7 @@ CLOSED = {**SCHEMA, "additionalProperties": False}
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A template with tools; the calls are what a grammar makes of the demo checkpoint."""
     kwargs = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-    with Server(tmp_path_factory.mktemp("hermes"), "--chat-template", str(TEMPLATE), *kwargs) as started:
-        started.wait_until_ready()
+    with ready_server(tmp_path_factory.mktemp("hermes"), "--chat-template", str(TEMPLATE), *kwargs) as started:
         yield started
 
 

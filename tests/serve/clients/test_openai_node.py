@@ -6,7 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving import Server, wait_for
+from serving import Server
+from system import wait_for
 
 SCRIPT = Path(__file__).with_name("openai.js")
 ANSWER = "The capital of Italy is Rome."

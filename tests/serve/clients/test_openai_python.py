@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from serving import Server, user, wait_for
+from serving import Server, user
+from system import wait_for
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
