@@ -10,12 +10,12 @@ from typing import Any
 PATIENCE = 60.0
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, interval: float = 0.02) -> Any:
     """Polls until `condition` is true; returns what it returned. Fails with `what` after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(interval)
     return found
 
 

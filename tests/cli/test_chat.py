@@ -15,6 +15,7 @@ import pytest
 from programs import end_with_test_run
 from running import nanovllm
 from serve.serving import ROOT, Server
+from system import wait_for
 
 CAPITAL = "What is the capital of France?"
 
@@ -104,17 +105,12 @@ def test_terminal(terminal: Terminal, server: Server, tmp_path: Path) -> None:
     terminal.wait_for("> ")
     terminal.type("Once upon a time\n")
     terminal.wait_for(" ")
-    deadline = time.monotonic() + 60
-    while server.num_running() == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(server.num_running, "answer")
     terminal.wait_for("\x1b[0m")
     terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the program
     terminal.wait_for("tok/s")
     terminal.wait_for("\n> ")
-    while server.num_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: server.num_running() == 0, "abort")
     terminal.type(f"/save {tmp_path / 'chat.json'}\n")
     terminal.wait_for("\n> ")
     assert [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())] == ["user", "assistant"]

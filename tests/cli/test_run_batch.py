@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from running import nanovllm
 from serve.serving import ROOT, Server
+from system import wait_for
 
 
 def chat(custom_id: str, **fields: Any) -> dict[str, Any]:
@@ -91,10 +91,7 @@ def test_killed_and_run_again(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanovllm", "run-batch", file, str(out), "--url", server.url]
     running = subprocess.Popen([*command, "--max-concurrency", "2"], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not out.exists() or out.read_bytes().count(b"\n") < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4, "records", interval=0.002)
     finally:
         running.send_signal(signal.SIGKILL)
         running.wait()

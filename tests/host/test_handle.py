@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from system import alive, wait_for
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import WorkerError
@@ -132,13 +133,6 @@ def test_an_engine_of_a_program_without_output_ends_in_order() -> None:
     assert handle.process.returncode == 0, "it had said what is wrong"
 
 
-def is_running(pid: int) -> bool:
-    """Zombies do not."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 @pytest.mark.parametrize("when", ["loading", "loaded"])
 def test_an_engine_ends_with_its_driver_though_a_fork_of_it_holds_the_socket(when: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
@@ -147,10 +141,8 @@ def test_an_engine_ends_with_its_driver_though_a_fork_of_it_holds_the_socket(whe
         subprocess.run(command, env=environment, stdout=said, timeout=120)
     pid, fork = map(int, (tmp_path / "pids").read_text().split())
     try:
-        deadline = time.monotonic() + 30
-        while is_running(pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not is_running(pid) and is_running(fork)
+        wait_for(lambda: not alive({pid}), "end of the engine", 30)
+        assert alive({fork})
     finally:
         for left in (pid, fork):
             with suppress(ProcessLookupError):

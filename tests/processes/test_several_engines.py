@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
+from system import cpu_seconds
 from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
@@ -197,16 +198,10 @@ def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
 
 def test_an_idle_engine_rests(llm: LLM, tiny: str) -> None:
     token_ids(llm, [5] * 9)
-    pid = llm.engine.executor.processes._processes[0].pid
-    before, seconds = _cpu_seconds(pid), 2.0
+    worker = {llm.engine.executor.processes._processes[0].pid}
+    before, seconds = cpu_seconds(worker), 2.0
     time.sleep(seconds)
-    assert _cpu_seconds(pid) - before <= 0.02 * seconds
-
-
-def _cpu_seconds(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    assert cpu_seconds(worker) - before <= 0.02 * seconds
 
 
 def test_close_while_another_thread_generates(tiny: str, mark: str) -> None:

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from system import free_port
 
 from nanovllm.transfer.receiver import WeightReceiver
 
@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def init_info(**more: Any) -> dict[str, Any]:
     """Arguments of a group of a trainer and one engine on this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **more}
+    return {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2, **more}
 
 
 def take_in(receiver: WeightReceiver, kind: str, folder: str, info: dict[str, Any], device: str) -> None:

@@ -1,12 +1,10 @@
 """openai-python, unchanged: every kind of call that chat and completions have. Needs the extra "clients"."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 from serving import Server, user
-from system import wait_for
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -86,11 +84,6 @@ def test_n_and_seed(client: Any) -> None:
     assert len({*texts}) > 1
 
 
-def test_n_greedy(client: Any) -> None:
-    answer = client.chat.completions.create(messages=ITALY, n=2, **GREEDY)
-    assert [choice.message.content for choice in answer.choices] == [ANSWER] * 2
-
-
 @pytest.mark.parametrize("stop", [" of", ["nothing", " of It"]])
 def test_stop(client: Any, stop: Any) -> None:
     for stream in (False, True):
@@ -126,21 +119,6 @@ def test_completion(client: Any) -> None:
     answer = client.completions.create(prompt="Monday, Tuesday,", max_tokens=40, **GREEDY)
     assert answer.choices[0].text == " Wednesday, Thursday, Friday, Saturday, Sunday."
     assert answer.object == "text_completion"
-
-
-def test_list_of_prompts(client: Any) -> None:
-    prompts = ["Monday, Tuesday,", "3 + 4 ="]
-    answer = client.completions.create(prompt=prompts, n=2, max_tokens=3, **GREEDY)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    alone = [client.completions.create(prompt=prompt, max_tokens=3, **GREEDY).choices[0].text for prompt in prompts]
-    assert [choice.text for choice in answer.choices] == [alone[0], alone[0], alone[1], alone[1]]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo(client: Any, stream: bool) -> None:
-    answer = client.completions.create(prompt="3 + 4 =", echo=True, max_tokens=3, stream=stream, **GREEDY)
-    text = "".join(chunk.choices[0].text for chunk in answer) if stream else answer.choices[0].text
-    assert text.startswith("3 + 4 = 7")
 
 
 def test_log_likelihood(client: Any) -> None:
@@ -185,32 +163,8 @@ def test_errors_by_class(client: Any, server: Server) -> None:
     assert "maximum context length" in str(long.value)
 
 
-def test_abort(client: Any, server: Server) -> None:
-    stream = client.chat.completions.create(
-        messages=user("Once upon a time"), model="demo", stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    wait_for(lambda: server.num_running() == 0, "abort", 5)
-
-
 def test_request_id(client: Any) -> None:
     headers = {"X-Request-Id": "mine-7"}
     answer = client.chat.completions.with_raw_response.create(messages=ITALY, extra_headers=headers, **GREEDY)
     assert answer.headers["x-request-id"] == "mine-7"
     assert answer.parse().id == "mine-7"
-
-
-def test_100_streams(server: Server) -> None:
-    async def one(client: Any, number: int) -> str:
-        prompt = f"{number} {number + 1} {number + 2}"
-        arguments = {"prompt": prompt, "max_tokens": 8, "seed": number, "model": "demo", "stream": True}
-        return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**arguments)])
-
-    async def everyone() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", timeout=120) as client:
-            together = await asyncio.gather(*(one(client, number) for number in range(100)))
-            return together, [await one(client, number) for number in range(0, 100, 10)]
-
-    together, alone = asyncio.run(everyone())
-    assert together[::10] == alone
