@@ -223,6 +223,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     """Also where some completions still wait: two run at a time. One closes its sending side alone."""
     wait_for(lambda: small.num_running() == 0, "rest")
     before = small.metric(ENDED, finished_reason="abort")
+    computed = small.metric("vllm:iteration_tokens_total_sum")
     with socket.create_connection(("127.0.0.1", small.port)) as connection:
         connection.sendall(message(COMPLETIONS, LONG | {"stream": stream, "n": n}))
         wait_for(lambda: small.num_running() == n, "request")
@@ -234,6 +235,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     wait_for(lambda: small.num_running() == 0, "abort")
     wait_for(lambda: httpx.get(small.url + "/load").json()["running"] == 0, "end in the engine")
     assert small.metric(ENDED, finished_reason="abort") - before == n
+    assert small.metric("vllm:iteration_tokens_total_sum") - computed < 1900 * n, "the engine went on to the end"
 
 
 def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None:
