@@ -8,6 +8,7 @@ import numpy as np
 from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -44,6 +45,7 @@ def make_sequence(
     capacity: int = 10**9,
     temperature: float = 0.0,
     watcher: Watcher | None = None,
+    salt: str | None = None,
 ) -> Sequence:
     return Sequence(
         request_id,
@@ -55,6 +57,7 @@ def make_sequence(
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
         sampling=watcher,  # type: ignore[arg-type]
+        extras=extras_of(salt),
     )
 
 
