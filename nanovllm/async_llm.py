@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from nanovllm.engine.inputs import GivenPrompt
+from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import WeightsIncomplete
 from nanovllm.llm import LLM
 from nanovllm.logprobs import LogprobsList
@@ -87,12 +88,15 @@ class AsyncLLM:
         self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> AsyncGenerator[TextDelta, None]:
         """Answers a chat; see LLM.chat for the options, `generate` for the rest."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if len(chats := as_chats(messages)) != 1:
+            raise ValueError(f"messages: must be one chat, found {len(chats)}")
 
-        def rendered() -> list[int]:
+        def rendered() -> Prompt:
             tokenizer = self.llm.engine.tokenizer
-            return tokenizer.own.encode(tokenizer.render_chat(messages, **template_options), False)
+            return as_prompt(tokenizer.render_chat(chats[0], **template_options), params, tokenizer, is_chat=True)
 
-        async with aclosing(self.generate(await self._in_thread(rendered), sampling_params)) as deltas:
+        async with aclosing(self.generate(await self._in_thread(rendered), params)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -122,8 +126,7 @@ class AsyncLLM:
             raise
 
     def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> int:
-        if isinstance(prompt, str):
-            prompt = self.llm.engine.tokenizer.own.encode(prompt)
+        prompt = as_prompt(prompt, params, self.llm.engine.tokenizer)
         with self._lock:  # none of its tokens is handed out before the stream is known
             if self._failure is not None:
                 raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure

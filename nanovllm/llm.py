@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_stats import EngineStats
-from nanovllm.engine.inputs import GivenPrompt, Prompt, as_batch, as_chats, as_params, as_token_ids, plain_prompt
+from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput, StepColumns, StepOutput
@@ -99,31 +100,31 @@ class LLM:
         names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
         """
         self._turns.require_open()
-        batch = as_batch(prompts)
-        params = as_params(sampling_params, len(batch))
-        token_ids = []
-        for index, (prompt, param) in enumerate(zip(batch, params, strict=True)):
+        given = as_batch(prompts)
+        params = as_params(sampling_params, len(given))
+        batch: list[Prompt] = []
+        for index, (prompt, param) in enumerate(zip(given, params, strict=True)):
             try:
-                token_ids.append(self._token_ids(prompt))
-                self.engine.book.check(token_ids[-1], param)
-            except ValueError as error:
-                raise ValueError(f"prompts[{index}]: {error}") from None
+                batch.append(as_prompt(prompt, param, self.engine.tokenizer))
+                self.engine.book.check(batch[-1], param)
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"prompts[{index}]: {error}") from None
         numbers = self.engine.book.reserve_ids(params)
         ids: list[int] = []
         with interrupt_between_steps() as interrupt:
             try:
                 with self._turns.step_lock:
                     self.engine.notice_new_weights()
-                    for index in self._queueing_order(token_ids, params):
-                        ids.append(self.engine.add_request(token_ids[index], params[index], numbers[index]))
+                    for index in self._queueing_order(batch, params):
+                        ids.append(self.engine.add_request(batch[index], params[index], numbers[index]))
                         if interrupt.has_come:
                             break
                     self._turns.generating.update(ids)
                 self._run_until_finished(ids, use_tqdm, interrupt)
                 if interrupt.has_come:
                     return []  # never reached by the caller: the `with` raises
-                texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-                return [self.engine.book.take(*each) for each in zip(numbers, texts, strict=True)]
+                return [self.engine.book.take(number) for number in numbers]
             finally:
                 # Another Ctrl-C waits too. A thread that took our last results in has handed them out by now.
                 with interrupt_between_steps(), self._turns.step_lock:
@@ -133,7 +134,7 @@ class LLM:
                     self._turns.generating.difference_update(ids)
                     self._turns.ended.difference_update(ids)
 
-    def _queueing_order(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[int]:
+    def _queueing_order(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[int]:
         """Indices of a batch in the order in which its requests are to begin.
 
         Most tokens to come first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): a step takes nearly
@@ -163,16 +164,10 @@ class LLM:
         self._turns.require_open()
         if not (chats := as_chats(messages)):
             return []
-        tokenizer = self.engine.tokenizer
-        texts = [tokenizer.render_chat(chat, **template_options) for chat in chats]
-        prompts = [tokenizer.own.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
-        return outputs
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokenizer.own.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        params, tokenizer = as_params(sampling_params, len(chats)), self.engine.tokenizer
+        texts = (tokenizer.render_chat(chat, **template_options) for chat in chats)
+        prompts = [as_prompt(text, param, tokenizer, is_chat=True) for text, param in zip(texts, params, strict=True)]
+        return self.generate(prompts, params, use_tqdm)
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)
@@ -205,11 +200,11 @@ class LLM:
         if self.engine.shares_weights:
             with self._turns.turn() as engine:
                 engine.notice_new_weights()
+        params = SamplingParams() if sampling_params is None else sampling_params
         return self.engine.add_request(
-            self._token_ids(plain_prompt(prompt)),
-            SamplingParams() if sampling_params is None else sampling_params,
+            as_prompt(prompt, params, self.engine.tokenizer), params,
             output_token_ids=None if output_token_ids is None else as_token_ids(list(output_token_ids)),
-        )
+        )  # fmt: skip
 
     def step(self) -> list[StepOutput]:
         """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the

@@ -33,6 +33,7 @@ import bench_replicas
 from bench_front import DEMO, ROOT, Counter, read_stream, request, start_front
 
 from nanovllm import SamplingParams
+from nanovllm.engine.prompt import Prompt
 
 _REQUESTS, _TOKENS, _ROWS, _RATE = 400, 128, 128, 40.0
 
@@ -88,7 +89,7 @@ def way() -> None:
         show("a token's way, HTTP", delays(came, Path(file.name)), " (bound 0.10)")
     with tempfile.NamedTemporaryFile() as file:
         engine, came = bench_replicas.start(1, rate=rate, stamps=file.name), []
-        engine.add_request([5] * 20, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        engine.add_request(Prompt([5] * 20), SamplingParams(max_tokens=tokens, ignore_eos=True))
         while engine.has_unfinished_requests():
             if len(engine.step()):
                 came.append(time.monotonic())
@@ -106,7 +107,7 @@ def first_token() -> None:
     engine, times = bench_replicas.start(1), []
     for _ in range(500):
         begin = time.monotonic()
-        engine.add_request([5] * 20, SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.add_request(Prompt([5] * 20), SamplingParams(max_tokens=2, ignore_eos=True))
         while not len(engine.step()):
             pass
         times.append(time.monotonic() - begin)
@@ -143,7 +144,7 @@ def throughput() -> None:
     engine = bench_replicas.start(1, rate=_RATE, rows=_ROWS)
     begin = time.monotonic()
     for _ in range(_REQUESTS):
-        engine.add_request([5] * 60, SamplingParams(max_tokens=_TOKENS, ignore_eos=True))
+        engine.add_request(Prompt([5] * 60), SamplingParams(max_tokens=_TOKENS, ignore_eos=True))
     while engine.has_unfinished_requests():
         engine.step()
     library = time.monotonic() - begin

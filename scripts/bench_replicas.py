@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from nanovllm.config import EngineConfig  # noqa: E402
+from nanovllm.engine.prompt import Prompt  # noqa: E402
 from nanovllm.host import wire  # noqa: E402
 from nanovllm.host.fleet_engine import FleetEngine  # noqa: E402
 from nanovllm.host.fleet_handles import FleetHandles  # noqa: E402
@@ -52,7 +53,7 @@ def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> 
     params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     cpu, wall, tokens = time.process_time(), time.perf_counter(), 0
     for prompt in prompts:
-        engine.add_request(prompt, params)
+        engine.add_request(Prompt(prompt), params)
     while engine.has_unfinished_requests():
         gained = engine.step()
         tokens += len(gained)

@@ -77,9 +77,15 @@ def test_a_text_comes_in_pieces_that_stay(engine: AsyncLLM) -> None:
 def test_chats(engine: AsyncLLM) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     params = SamplingParams(temperature=0, max_tokens=16)
-    [(text, *_)] = asyncio.run(whole(engine.chat(chat, params, enable_thinking=False)))
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("5 + ", "0 =")]}]
+    template = "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
     with LLM(DEMO, **OPTIONS) as llm:
-        assert text == llm.chat(chat, params, use_tqdm=False, enable_thinking=False)[0].text
+        for each, options in ((chat, {"enable_thinking": False}), (parts, {"chat_template": template})):
+            [(text, *_)] = asyncio.run(whole(engine.chat(each, params, **options)))
+            assert text == llm.chat(each, params, use_tqdm=False, **options)[0].text
+    for messages, wrong in (([], "must be one chat, found 0"), ([chat, chat], "found 2"), ([{}], "dict with a 'role'")):
+        with pytest.raises(ValueError, match=f"messages.*{wrong}"):
+            asyncio.run(whole(engine.chat(messages)))  # type: ignore[arg-type]
 
 
 async def until(condition: Any) -> None:

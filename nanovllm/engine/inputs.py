@@ -5,21 +5,32 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.prefix_keys import extras_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 
-Prompt = str | list[int]
-GivenPrompt = Prompt | Mapping[str, Prompt]
-"""Prompt as a user may give it, vLLM's forms included: {"prompt": text} or {"prompt_token_ids": ids}."""
+GivenPrompt = str | list[int] | Mapping[str, str | list[int]] | Prompt
+"""Prompt as a user may give it, vLLM's forms included: {"prompt": text} or {"prompt_token_ids": ids}; or one that was
+read already."""
 
 
-def plain_prompt(prompt: GivenPrompt) -> Prompt:
-    if not isinstance(prompt, Mapping):
-        return prompt
-    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-        more = f"; {TEXT_ALONE}" if "multi_modal_data" in prompt else ""
-        raise ValueError(f"prompt={shown(prompt)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
-    return next(iter(prompt.values()))
+def as_prompt(given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False) -> Prompt:
+    """Reads a prompt. `is_chat`: its text has its special tokens already. Raises ValueError and TypeError."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
+    if isinstance(given, Prompt):
+        return given
+    if not isinstance(given, (str, list)) and isinstance(given, Mapping):  # which takes longer to find out
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
+            more = f"; {TEXT_ALONE}" if "multi_modal_data" in given else ""
+            raise ValueError(f"prompt={shown(given)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
+        [given] = given.values()
+    extras = extras_of(params.cache_salt)
+    if isinstance(given, str):
+        return Prompt(tokenizer.own.encode(given, not is_chat), extras, given)
+    return Prompt(as_token_ids(given), extras)
 
 
 def as_token_ids(prompt: list[int]) -> list[int]:
@@ -36,19 +47,14 @@ def as_token_ids(prompt: list[int]) -> list[int]:
     return [int(token_id) for token_id in prompt]
 
 
-def as_batch(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [plain_prompt(prompts)]
+def as_batch(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[GivenPrompt]:
+    if isinstance(prompts, (str, Mapping, Prompt)):
+        return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Set)):
         found = type(prompts).__name__
         raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
-    batch = [plain_prompt(item) for item in prompts]  # type: ignore[arg-type]
-    if batch and all(isinstance(item, (int, np.integer)) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for index, prompt in enumerate(batch):
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompts[{index}]: must be a str or a list of token ids, found {type(prompt).__name__}")
-    return batch  # type: ignore[return-value]
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and all(isinstance(item, (int, np.integer)) for item in batch) else batch
 
 
 def as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:

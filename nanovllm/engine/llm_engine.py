@@ -9,6 +9,7 @@ from nanovllm.engine.control import EngineControl
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.loop import EngineLoop
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import QueueFull
@@ -42,7 +43,7 @@ class LLMEngine:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
         """Queues a request; returns its id. `request_id`: one that was reserved, for a request that was checked.
@@ -51,7 +52,7 @@ class LLMEngine:
         Raises ValueError as RequestBook.check does; QueueFull where max_queued_requests wait (reserved ids do not
         count).
         """
-        args = prompt_token_ids, params, request_id, output_token_ids
+        args = prompt, params, request_id, output_token_ids
         return self.book.open(*args, admit=self._check_queue, queue=self.loop.add)
 
     def _check_queue(self) -> None:

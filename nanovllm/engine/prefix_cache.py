@@ -171,15 +171,17 @@ class PrefixCache:
         if not self.enabled or end - begin < self._least_copied:
             return None
         self._extend_keys(seq, index)
-        return block_start(before_block(seq.block_keys, index, self.block_size, seq.extras), seq.token_ids[begin:end])
+        before = before_block(seq.block_keys, index, self.block_size, seq.prompt.extras)
+        return block_start(before, seq.token_ids[begin:end])
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
-        extend_keys(seq.block_keys, seq.token_ids, num_blocks, self.block_size, seq.extras)
+        extend_keys(seq.block_keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)
 
     def are_copies(self, seq: Sequence, other: Sequence) -> bool:
         """Whether one prefix serves both. `other` was looked up."""
         most = most_cached_tokens(seq)
-        if seq.num_tokens != other.num_tokens or most != most_cached_tokens(other) or seq.extras != other.extras:
+        same_extras = seq.prompt.extras == other.prompt.extras
+        if seq.num_tokens != other.num_tokens or most != most_cached_tokens(other) or not same_extras:
             return False
         num_blocks = most // self.block_size
         for row in (seq, other):

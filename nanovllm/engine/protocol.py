@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import StepColumns
@@ -48,7 +49,7 @@ class Engine(Protocol):
         """Prompt tokens, and tokens of rows with one to compute, since the start."""
 
     def add_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
         """Queues a request; returns its id. `request_id`: one that was reserved, for a request that was checked.

@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prefix_keys import extras_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import shown
@@ -28,7 +28,7 @@ _NO_OUTPUT = {
 
 def _only_prompt(params: SamplingParams) -> SamplingParams:
     """Parameters for max_tokens=0: the prompt is computed, and the one token is dropped. What shapes the output goes;
-    all else stays, since keys of the prompt's blocks may depend on it."""
+    all else stays."""
     found = copy(params)
     vars(found).update(_NO_OUTPUT)  # frozen, and checked: but nobody else has this one
     return found
@@ -55,20 +55,17 @@ class RequestBook:
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def check(
-        self, prompt_token_ids: list[int], params: SamplingParams, output_token_ids: Iterable[int] = ()
-    ) -> None:
-        """Raises ValueError naming what is wrong with a request, whose ids are integers (inputs.py), and the bound."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
-        length, limit = len(prompt_token_ids), self.max_total_tokens
+    def check(self, prompt: Prompt, params: SamplingParams, output_token_ids: Iterable[int] = ()) -> None:
+        """Raises ValueError naming what is wrong with a request, and the bound."""
+        token_ids, limit = prompt.token_ids, self.max_total_tokens
+        length = len(token_ids)
         if length == 0:
             raise ValueError("prompt: must have at least one token")
         if length + min(1, params.most_tokens) > limit:
             name, value = self._length_limit()
             raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
         vocab = self.model_config.vocab_size
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= vocab:
             bad = low if low < 0 else high
             raise ValueError(f"prompt: token id {shown(bad)} must be in 0..{vocab - 1} (vocab_size={vocab})")
@@ -118,7 +115,7 @@ class RequestBook:
         return request_id
 
     def open(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None, *, admit: Callable[[], None],
         queue: Callable[[list[Sequence]], None],
     ) -> int:  # fmt: skip
@@ -126,27 +123,25 @@ class RequestBook:
         reserved, for a request that was checked; else it is checked here, and `admit` may refuse it.
         `output_token_ids`: the output begins with these."""
         if request_id is None:
-            self.check(prompt_token_ids, params, output_token_ids or [])
+            self.check(prompt, params, output_token_ids or [])
         if params.max_tokens == 0:
             params = _only_prompt(params)
         eos = frozenset() if params.ignore_eos else self._eos
         given_ids = frozenset(params.stop_token_ids)
-        stop_ids, num_prompt_tokens = eos | given_ids, len(prompt_token_ids)
-        rows = self._sampling.rows(params, stop_ids, prompt_token_ids, output_token_ids or [])
-        extras = extras_of(params.cache_salt)
-        max_total_tokens = self._max_total_tokens(num_prompt_tokens, params.most_tokens)
+        stop_ids, known = eos | given_ids, output_token_ids or []
+        rows = self._sampling.rows(params, stop_ids, prompt.token_ids, known)
+        max_total_tokens = self._max_total_tokens(len(prompt), params.most_tokens)
         now = time.perf_counter()
         if request_id is None:
             admit()
             request_id = self._reserve(params.n)
         seqs = [
             Sequence(
-                request_id, [*prompt_token_ids, *(output_token_ids or ())], params,
-                num_prompt_tokens=num_prompt_tokens,
+                request_id, prompt, params,
                 constants=SlotConstants(params.temperature, self._seed(params, request_id, index)),
                 stop_token_ids=stop_ids, max_total_tokens=max_total_tokens,
                 metrics=RequestMetrics(arrival_time=now), index=index, sampling=row,
-                reported_stop_ids=given_ids - eos, extras=extras,
+                reported_stop_ids=given_ids - eos, known_ids=known,
             )
             for index, row in enumerate(rows)
         ]  # fmt: skip
@@ -200,13 +195,13 @@ class RequestBook:
         with self._lock:
             return self.rows.pop(request_id, [])
 
-    def take(self, request_id: int, prompt: str | None) -> RequestOutput:
-        """Drops a finished request; returns it. `prompt`: its text, where it was given as one."""
+    def take(self, request_id: int) -> RequestOutput:
+        """Drops a finished request; returns it."""
         seqs = self.forget(request_id)
         first = seqs[0]
         assert first.ending is not None
         return RequestOutput(
-            request_id, prompt, first.token_ids[: first.num_prompt_tokens], [self.completion(seq) for seq in seqs],
+            request_id, first.prompt.text, first.prompt.token_ids, [self.completion(seq) for seq in seqs],
             num_cached_tokens=first.ending.num_cached_tokens, metrics=first.ending.metrics,
             prompt_logprobs=first.ending.prompt_logprobs,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 """One request as a row of tokens, some computed and some not."""
 
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
-from nanovllm.engine.prefix_keys import Extras
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.step import SlotConstants
@@ -38,11 +39,9 @@ class Sequence:
 
     request_id: int
     """The request's, of which this is completion `index`. Requests of a batch may come in another order."""
-    token_ids: list[int]
-    """Token ids of prompt and output; the row's own list."""
+    prompt: Prompt
     params: SamplingParams
     _: KW_ONLY
-    num_prompt_tokens: int
     constants: SlotConstants
     stop_token_ids: frozenset[int]
     """Token ids that end the output; empty where they are to be ignored."""
@@ -54,9 +53,12 @@ class Sequence:
     """Ids of stop_token_ids that are a stop_reason: an end of text is none."""
     sampling: "SamplingRow | None" = None
     """Sampling beyond greedy and temperature; None for most rows."""
-    extras: Extras = ()
-    """Inputs beside the tokens that keys and values depend on."""
+    known_ids: InitVar[Iterable[int]] = ()
+    """Token ids that the output begins with."""
 
+    token_ids: list[int] = field(init=False)
+    """Token ids of prompt and output; the row's own list."""
+    num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     """The scheduler's number for it, in order of arrival; -1 until it is queued."""
@@ -98,8 +100,9 @@ class Sequence:
     version_starts: list[tuple[int, int]] = field(default_factory=list, init=False)
     """Versions of the weights that the output's tokens come from, and the first token of each."""
 
-    def __post_init__(self) -> None:
-        self.num_tokens = len(self.token_ids)
+    def __post_init__(self, known_ids: Iterable[int]) -> None:
+        self.token_ids = [*self.prompt.token_ids, *known_ids]
+        self.num_prompt_tokens, self.num_tokens = len(self.prompt.token_ids), len(self.token_ids)
         self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
         self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
 

@@ -3,7 +3,6 @@
 import pickle
 import time
 import traceback
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -124,11 +123,11 @@ class EngineHost:
     def _add(self, frame: wire.Add) -> None:
         engine = self._engine
         try:
-            prompt, params = _ids(frame.prompt), wire.sampling_params(frame.params)
+            prompt, params = frame.prompt(), wire.sampling_params(frame.params)
             engine.book.check(prompt, params)  # compiles its grammar
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
-            engine.add_request(prompt, params, frame.request_id, _ids(frame.known))
+            engine.add_request(prompt, params, frame.request_id, frame.known_ids())
         except Exception as error:  # of this request alone
             self._prompts_due.discard(frame.request_id)
             is_users = isinstance(error, (ValueError, TypeError))
@@ -277,12 +276,6 @@ class EngineHost:
         words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
         frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
         self._prompts_due.discard(request_id)
-
-
-def _ids(packed: bytes) -> list[int]:
-    ids = array("i")
-    ids.frombytes(packed)
-    return ids.tolist()
 
 
 def _done(request_id: int, seqs: list[Any]) -> wire.Done:

@@ -7,7 +7,6 @@ before is left out.
 """
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState, state_of_all
 from nanovllm.engine.engine_stats import EngineStats
-from nanovllm.engine.prefix_keys import extras_of, prefix_keys
+from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
 from nanovllm.host.flight import ENDED, Flight, without_known
@@ -99,7 +99,7 @@ class Fleet:
         """Whether any request was sent to an engine."""
         return any(flight.engine is not None for flight in self._live.values())
 
-    def add(self, request_id: int, prompt: bytes, params: dict[str, Any], known: Sequence[int] = ()) -> None:
+    def add(self, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> None:
         """Queues a request; `bind` sends it."""
         n = params.get("n", 1)
         tokens = [list(known) for _ in range(n)]
@@ -114,9 +114,9 @@ class Fleet:
     def _queue(self, flight: Flight, first: bool = False) -> None:
         """`first`: before all that wait."""
         known = len(flight.tokens[0]) if flight.goes_on else flight.num_known
-        length = flight.num_prompt + known
+        length = len(flight.prompt) + known
         most = flight.params.get("max_tokens", 16)
-        total = self.max_total if most is None else min(self.max_total, flight.num_prompt + most)
+        total = self.max_total if most is None else min(self.max_total, len(flight.prompt) + most)
         hashes = self._hashes(flight, flight.tokens[0][:known])
         self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
 
@@ -124,10 +124,7 @@ class Fleet:
         """Prefix keys for the router; empty where it has no choice."""
         if not self._hashes_wanted:
             return []
-        ids = array("i")
-        ids.frombytes(flight.prompt)
-        extras = extras_of(flight.params.get("cache_salt"))
-        return prefix_keys(ids.tolist() + output, self._block_size, extras)
+        return prefix_keys(flight.prompt.token_ids + output, self._block_size, flight.prompt.extras)
 
     def bind(self) -> None:
         """Sends the requests that engines have room for, all of an engine at once: those that come one by one begin in
@@ -147,11 +144,11 @@ class Fleet:
                 self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
             if self._keeps_tokens:
                 flight.note_version(index, self._versions[number])
-        params, most = flight.params, self.max_total - flight.num_prompt
+        params, most = flight.params, self.max_total - len(flight.prompt)
         if len(self._versions) > 1 and (params.get("max_tokens", 16) or _NO_BOUND) > most:
             # This engine's KV cache may hold more than that of others.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
-        return wire.Add(flight.request_id, flight.prompt, params, array("i", known).tobytes() if known else b"")
+        return wire.Add.of(flight.request_id, flight.prompt, params, known)
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; unknown ones are ignored."""

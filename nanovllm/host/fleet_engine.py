@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import check_version
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import QueueFull, ReplicaError, check_alive, require_awake, require_weights
@@ -79,13 +79,13 @@ class FleetEngine:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: int | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
         """See Engine.add_request."""
         if not self.fleet.num_live:
             self._handles.all[0].rouse()
-        args = prompt_token_ids, params, request_id, output_token_ids
+        args = prompt, params, request_id, output_token_ids
         return self.book.open(*args, admit=self._check_queue, queue=lambda seqs: self._ask_for("add", seqs))
 
     def _ask_for(self, kind: str, *what: Any) -> None:
@@ -125,9 +125,7 @@ class FleetEngine:
     def _queue(self, seqs: list[Sequence]) -> None:
         first = seqs[0]
         self._rows.open(seqs)
-        size = first.num_prompt_tokens
-        prompt, known = array("i", first.token_ids[:size]), first.token_ids[size:]
-        self.fleet.add(first.request_id, prompt.tobytes(), wire.params_fields(first.params), known)
+        self.fleet.add(first.request_id, first.prompt, wire.params_fields(first.params), first.output_token_ids)
         if self.config.device == "cuda" and self.fleet.num_live <= _SPIN_REQUESTS:
             self._reader.spin_until = time.monotonic() + _SPIN_SECONDS
 

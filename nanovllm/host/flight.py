@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 
 ENDED = 1 << 60
@@ -15,8 +16,7 @@ class Flight:
     """A request that has not ended."""
 
     request_id: int
-    prompt: bytes
-    """int32 token ids."""
+    prompt: Prompt
     params: dict[str, Any]
     num_known: int
     """Output tokens that the request came with."""
@@ -34,10 +34,6 @@ class Flight:
     @property
     def n(self) -> int:
         return len(self.tokens)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt) // 4
 
     @property
     def goes_on(self) -> bool:

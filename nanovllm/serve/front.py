@@ -1,7 +1,6 @@
 """The front process: the parts that handlers take, and what becomes of the engines' frames."""
 
 import asyncio
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +125,7 @@ class Front:
             own = {**request.params, "max_tokens": most}
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
-            fleet.add(request_id, array("i", prompt).tobytes(), own)
+            fleet.add(request_id, prompt, own)
         fleet.bind()
 
     def _sweep(self) -> None:

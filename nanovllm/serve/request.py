@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Client
@@ -73,7 +74,7 @@ class Request:
     interval = 1
     """Tokens that a chunk waits for, but for the first and the last one."""
 
-    def __init__(self, request_id: str, prompts: Sequence[list[int]], now: float) -> None:
+    def __init__(self, request_id: str, prompts: Sequence[Prompt], now: float) -> None:
         self.id = self.call_id = request_id
         self.key: int | None = None
         """Index of the API key that it came with, if the server asks for keys."""

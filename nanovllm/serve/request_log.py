@@ -42,7 +42,7 @@ class RequestLog:
             return
         if self._options.log_prompts:
             for prompt in request.prompts:
-                logger.info("%s: prompt %r", request.id, self._model.tokenizer.decode(prompt, False))
+                logger.info("%s: prompt %r", request.id, self._model.tokenizer.decode(prompt.token_ids, False))
         tokens = request.num_output_tokens
         reasons = {each.finish_reason or "abort" for each in request.completions}
         logger.info(

@@ -9,6 +9,7 @@ from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prefix_keys import extras_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -49,15 +50,13 @@ def make_sequence(
 ) -> Sequence:
     return Sequence(
         request_id,
-        list(prompt),
+        Prompt(prompt, extras_of(salt)),
         SamplingParams(max_tokens=max_tokens),
-        num_prompt_tokens=len(prompt),
         constants=SlotConstants(temperature, seed),
         stop_token_ids=stop,
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
         sampling=watcher,  # type: ignore[arg-type]
-        extras=extras_of(salt),
     )
 
 
@@ -279,9 +278,8 @@ class Simulation:
         for seq in plan.new_slots:
             cached = seq.token_ids[: seq.num_cached_tokens]
             owners = [one.seq for one in self.requests.values() if one.seq is not seq or seq.epoch]
-            assert not cached or any(
-                owner.extras == seq.extras and owner.token_ids[: len(cached)] == cached for owner in owners
-            )
+            owners = [owner for owner in owners if owner.prompt.extras == seq.prompt.extras]
+            assert not cached or any(owner.token_ids[: len(cached)] == cached for owner in owners)
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
         """Rows that wait, without those that may wait to share what rows of this step do not share yet."""

@@ -11,6 +11,7 @@ from simulation import blocks_of, make_sequence
 
 from nanovllm.engine.block_starts import BlockStarts, block_start
 from nanovllm.engine.prefix_keys import KEY_SIZE, prefix_keys
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence
 from nanovllm.wire.state import PageGroup, StateSize
@@ -45,7 +46,7 @@ def test_an_extra_counts_from_its_position_on() -> None:
 
     def text(digest: bytes) -> Sequence:
         seq = make_sequence(0, [*block_of(1, 2, 3), 0])
-        seq.extras = ((BLOCK_SIZE + 1, digest),)
+        seq.prompt = Prompt(seq.token_ids, ((BLOCK_SIZE + 1, digest),))
         return seq
 
     first = text(b"one")

@@ -12,6 +12,7 @@ from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sampling.plan import PromptPart, StepSampling, take_scores
 from nanovllm.engine.sampling.row import SamplingRow
@@ -116,8 +117,8 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
     row = sampling_row(params, bad_words, matcher)
     row.watches = False
     seq = Sequence(
-        0, [3] * 6, params, num_prompt_tokens=6, constants=SlotConstants(0, 0),
-        stop_token_ids=frozenset({STOP}), max_total_tokens=15, metrics=RequestMetrics(0.0), sampling=row,
+        0, Prompt([3] * 6), params, constants=SlotConstants(0, 0), stop_token_ids=frozenset({STOP}),
+        max_total_tokens=15, metrics=RequestMetrics(0.0), sampling=row,
     )  # fmt: skip
     begin(scheduler, seq)
     assert scheduler.schedule().seqs == [seq] * most
@@ -183,8 +184,9 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     ]
     ids = []
     for number, params in enumerate(every):
-        ids.append(engine.add_request([1, 2, 3 + number], params))
-        book.open([1, 2, 3 + number], params, admit=lambda: None, queue=rows.open)
+        prompt = Prompt([1, 2, 3 + number])
+        ids.append(engine.add_request(prompt, params))
+        book.open(prompt, params, admit=lambda: None, queue=rows.open)
     gained: dict[tuple[int, int], list[int]] = {}
     ended: list[tuple[int, int]] = []
     while engine.has_unfinished_requests():
@@ -199,7 +201,7 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     assert sorted(ended) == sorted(gained) and engine.scheduler.memory.num_free_blocks == 24
     found = []
     for request_id in ids:
-        for one in book.take(request_id, None).outputs:
+        for one in book.take(request_id).outputs:
             assert gained[request_id, one.index] == one.token_ids
             logprobs = one.logprobs and [next(iter(at or {})) for at in one.logprobs]
             assert logprobs in (None, one.token_ids)

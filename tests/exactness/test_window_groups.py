@@ -14,6 +14,7 @@ from programs import run_interpreted
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.memory import Pages
@@ -159,7 +160,7 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
     scheduler = Scheduler(config, StateSize(num_bytes // per_block, 128, layout.groups))
     for number in range(80):
         seq = Sequence(
-            number, [number % 7] * length, SamplingParams(max_tokens=MORE - 1), num_prompt_tokens=length,
+            number, Prompt([number % 7] * length), SamplingParams(max_tokens=MORE - 1),
             constants=SlotConstants(0, 0), stop_token_ids=frozenset(), max_total_tokens=length + MORE - 1,
             metrics=RequestMetrics(0.0),
         )  # fmt: skip

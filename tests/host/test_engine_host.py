@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
 
@@ -28,18 +29,18 @@ class Room:
         self.engine = Mock(book=book, add_request=self._add)
         self.host = EngineHost(self.engine, self.said.append, Mock())
 
-    def _check(self, prompt: list[int], params: Any) -> None:
+    def _check(self, prompt: Prompt, params: Any) -> None:
         if params.structured_outputs.regex == "slow":
             self.began.set()
             assert self.goes_on.wait(20)
 
-    def _add(self, prompt: list[int], params: Any, request_id: int, known: list[int]) -> None:
+    def _add(self, prompt: Prompt, params: Any, request_id: int, known: list[int]) -> None:
         with self.added:
             self.ids.append(request_id)
             self.added.notify_all()
 
     def add(self, request_id: int, params: dict[str, Any]) -> None:
-        self.host.handle(wire.Add(request_id, b"\5\0\0\0", params))
+        self.host.handle(wire.Add.of(request_id, Prompt([5]), params))
 
     def wait_for(self, request_id: int) -> None:
         with self.added:

@@ -7,16 +7,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = f"""
 import sys
-from array import array
 sys.path.insert(0, {str(ROOT)!r})
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.program import run
 
 class Intake:
     frames = [
         wire.Start({str(ROOT / "assets" / "demo-qwen3")!r}, {{"device": "cpu", "num_kvcache_blocks": 64}}),
-        wire.Add(0, array("i", [5, 6, 7]).tobytes(), {{"max_tokens": 3, "bad_words": ["red"]}}),
-        wire.Add(1, array("i", [5, 6, 7]).tobytes(), {{"max_tokens": 3, "stop": ["zzz"], "logprobs": 1}}),
+        wire.Add.of(0, Prompt([5, 6, 7]), {{"max_tokens": 3, "bad_words": ["red"]}}),
+        wire.Add.of(1, Prompt([5, 6, 7]), {{"max_tokens": 3, "stop": ["zzz"], "logprobs": 1}}),
     ]
     done = 0
 

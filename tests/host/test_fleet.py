@@ -1,6 +1,5 @@
 """Several engines as one: pure, with frames in and frames out."""
 
-from array import array
 from typing import Any
 from unittest.mock import Mock
 
@@ -8,6 +7,7 @@ import pytest
 
 from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import OutOfMemory, ReplicaError
 from nanovllm.host import fleet, fleet_handles, wire
 from nanovllm.host.fleet import Fleet
@@ -15,7 +15,7 @@ from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
 
 INFO = {"block_size": 16, "num_kvcache_blocks": 64, "page_groups": [(None, 1)], "max_num_seqs": 4, "max_model_len": 256}
-PROMPT = array("i", range(20)).tobytes()
+PROMPT = Prompt([*range(20)])
 
 
 class Engines:
@@ -71,7 +71,7 @@ def test_a_request_goes_on_behind_its_tokens_when_its_engine_is_lost() -> None:
     engines.out()
     engines.fleet.lose(first, "died")
     [(second, add)] = engines.take_sent()
-    assert second != first and add.known == array("i", [50, 51]).tobytes()
+    assert second != first and add.known_ids() == [50, 51]
     assert engines.started == [first]
     engines.fleet.take(second, wire.Step([], [], [wire.Finish(7, 52, "length", None)], [wire.Done(7)]))
     [step] = engines.out()
@@ -87,7 +87,7 @@ def test_tokens_of_several_completions_are_computed_again_and_left_out() -> None
     engines.out()
     engines.fleet.lose(first, "died")
     [(second, add)] = engines.take_sent()
-    assert add.known == b""
+    assert add.known_ids() == []
     for step in (
         wire.Step([4, 5], [50, 60], logprobs=[(4, b"a"), (5, b"b")]),
         wire.Step([5], [61], [wire.Finish(4, 51, "stop", None)]),

@@ -17,6 +17,7 @@ import pytest
 from system import alive, wait_for
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
 from nanovllm.host.handle import ChildHandle, Lost
@@ -46,10 +47,17 @@ def handle() -> Iterator[ChildHandle]:
     assert handle.process.returncode == 0
 
 
+def test_a_prompt_travels_whole_but_for_its_text() -> None:
+    sent = wire.Add.of(3, Prompt([5, 2**31 - 1], ((0, b"digest"),), "text"), {}, known=[7])
+    add = wire.down_decoder.decode(wire.pack(sent)[4:])
+    assert isinstance(add, wire.Add) and add.known_ids() == [7]
+    assert add.prompt() == Prompt([5, 2**31 - 1], ((0, b"digest"),))
+
+
 def test_a_request_gains_its_tokens_and_ends_once(handle: ChildHandle) -> None:
-    prompt = b"".join(number.to_bytes(4, "little") for number in (5, 6, 7))
-    handle.send(wire.Add(3, prompt, {"max_tokens": 4, "ignore_eos": True, "n": 2}))
-    handle.send(wire.Add(9, prompt, {"max_tokens": 100_000, "temperature": -1}))
+    prompt = Prompt([5, 6, 7])
+    handle.send(wire.Add.of(3, prompt, {"max_tokens": 4, "ignore_eos": True, "n": 2}))
+    handle.send(wire.Add.of(9, prompt, {"max_tokens": 100_000, "temperature": -1}))
     said = frames_until(handle, lambda frame: isinstance(frame, wire.Step) and bool(frame.done))
     steps = [frame for frame in said if isinstance(frame, wire.Step)]
     assert sorted(row for step in steps for row in step.rows) == [3] * 3 + [4] * 3

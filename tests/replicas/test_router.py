@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.host.router import Load, Router
@@ -65,9 +66,8 @@ class Fleet:
     def _start(self, replica: int, number: int, work: Work) -> tuple[int, Sequence]:
         prompt, count = work[number]
         seq = Sequence(
-            number, list(prompt), SamplingParams(max_tokens=count), num_prompt_tokens=len(prompt),
-            constants=SlotConstants(0, 0), stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count,
-            metrics=RequestMetrics(0.0),
+            number, Prompt(prompt), SamplingParams(max_tokens=count), constants=SlotConstants(0, 0),
+            stop_token_ids=frozenset(), max_total_tokens=len(prompt) + count, metrics=RequestMetrics(0.0),
         )  # fmt: skip
         self.schedulers[replica].add(seq)
         return replica, seq

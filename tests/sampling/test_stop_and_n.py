@@ -4,6 +4,7 @@ import pytest
 from sampling_engines import PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.engine.prompt import Prompt
 from nanovllm.outputs import RequestOutput
 
 SEEDED = {"temperature": 0.8, "seed": 1, "max_tokens": 60}
@@ -126,7 +127,7 @@ def test_n_completions_share_the_prompt(llm: LLM) -> None:
 def test_siblings_start_from_the_first_ones_blocks(llm: LLM) -> None:
     engine = llm.engine
     before = engine.computed[0]
-    request = engine.add_request(list(range(100, 165)), SamplingParams(n=4, max_tokens=3, seed=3))
+    request = engine.add_request(Prompt([*range(100, 165)]), SamplingParams(n=4, max_tokens=3, seed=3))
     while engine.has_unfinished_requests():
         engine.step()
     seqs = engine.book.forget(request)

@@ -8,6 +8,7 @@ import pytest
 from serving import user
 
 from nanovllm.engine import calls
+from nanovllm.engine.prompt import Prompt
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_details, fit
 from nanovllm.serve.errors import ApiError
@@ -126,12 +127,12 @@ def test_log_probabilities_of_an_answer_are_bounded() -> None:
     fields = {"messages": user("a"), "logprobs": True, "top_logprobs": 20}
     for n, stream, most in ((1, False, 399_457), (2, False, 199_728), (1, True, 999_999)):
         chat = api.read(api.ChatFields, fields | {"n": n, "stream": stream})[0]
-        assert fit(model, [5], chat, None, 20) == ([5], most)  # type: ignore[arg-type]
-        assert fit(model, [5], chat, 500_000, 20) == ([5], 500_000)  # type: ignore[arg-type]
-        assert fit(model, [5], chat, None, None) == ([5], 999_999)  # type: ignore[arg-type]
-        check_details(1030, {"logprobs": 20, "n": n}, [[5]], 0 if stream else most)
+        assert fit(model, [5], chat, None, 20) == (Prompt([5]), most)  # type: ignore[arg-type]
+        assert fit(model, [5], chat, 500_000, 20) == (Prompt([5]), 500_000)  # type: ignore[arg-type]
+        assert fit(model, [5], chat, None, None) == (Prompt([5]), 999_999)  # type: ignore[arg-type]
+        check_details(1030, {"logprobs": 20, "n": n}, [Prompt([5])], 0 if stream else most)
     with pytest.raises(ApiError, match="logprobs: 21 ids for each of 399458 tokens"):
-        check_details(1030, {"logprobs": 20}, [[5]], 399_458)
+        check_details(1030, {"logprobs": 20}, [Prompt([5])], 399_458)
 
 
 def test_max_tokens_beyond_the_context_is_cut(client: httpx.Client) -> None:

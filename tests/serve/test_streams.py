@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError, engine_dead
@@ -63,7 +64,7 @@ class Room:
         self.aborted: list[int] = []
         self.metrics = Metrics()
         self.streams = Streams(self.metrics, self.aborted.append)
-        self.request = Stream("id", [[1, 2]] * prompts, 0.0)
+        self.request = Stream("id", [Prompt([1, 2])] * prompts, 0.0)
         texts = [VisibleText(Text()) for _ in range(n * prompts)]
         self.request.completions = [Completion(self.request, i, i // n, text) for i, text in enumerate(texts)]
         self.streams.add(self.request)

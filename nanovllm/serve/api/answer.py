@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from nanovllm.engine.prefix_keys import extras_of
+from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
@@ -26,7 +28,7 @@ class Prepared(NamedTuple):
     """A request, checked and tokenized: what its `Answer` is made of."""
 
     fields: api.CommonFields
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     params: dict[str, Any]
     """Fields of SamplingParams, for all prompts."""
     max_tokens: list[int]
@@ -190,7 +192,7 @@ class Answer(Request):
         """Fields about a prompt; null where the request does not ask for them."""
         found: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
         if self.fields.return_token_ids:
-            found["prompt_token_ids"] = self.prompts[prompt_index]
+            found["prompt_token_ids"] = self.prompts[prompt_index].token_ids
         if (k := self.fields.prompt_logprobs) is not None:
             if prompt_index not in self._prompt_entries:
                 entries = prompt_entries(self.prompt_lines[prompt_index] or [], k, self.show)
@@ -229,7 +231,7 @@ async def answer(call: Call, request: Answer) -> None:
         front.log.end_request(request)
 
 
-def check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> None:
+def check_details(vocab: int, params: dict[str, Any], prompts: list[Prompt], max_tokens: int) -> None:
     """Raises ApiError where an answer may name more ids than it holds. `max_tokens`: of all prompts, kept up to its
     end."""
     n = params.get("n", 1)
@@ -245,24 +247,24 @@ def check_details(vocab: int, params: dict[str, Any], prompts: list[list[int]], 
 
 
 def fit(
-    model: ServedModel, prompt: list[int], fields: api.CommonFields, asked: int | None, k: int | None
-) -> tuple[list[int], int]:
-    """The prompt, cut where the request says so, and the most tokens that it can be continued by. Raises ApiError.
-    `k`: likeliest ids of each token that the answer names, None where it names none. If no number of tokens is asked
-    for, the most is as many as one answer may name them of."""
+    model: ServedModel, token_ids: list[int], fields: api.CommonFields, asked: int | None, k: int | None
+) -> tuple[Prompt, int]:
+    """The prompt of these ids, cut where the request says so, and the most tokens that it can be continued by. Raises
+    ApiError. `k`: likeliest ids of each token that the answer names, None where it names none. If no number of tokens
+    is asked for, the most is as many as one answer may name them of."""
     limit = model.info["max_model_len"]
     if (keep := fields.truncate_prompt_tokens) is not None:
-        prompt = prompt[-(limit - 1 if keep == -1 else max(1, keep)) :]
-    if not prompt:
+        token_ids = token_ids[-(limit - 1 if keep == -1 else max(1, keep)) :]
+    if not token_ids:
         raise bad_request("the prompt is empty", "prompt")
-    if len(prompt) + (asked != 0) > limit:
+    if len(token_ids) + (asked != 0) > limit:
         more = "at least 1" if asked is None else asked
-        what = f"{len(prompt)} tokens in the prompt and asks for {more} in the completion"
+        what = f"{len(token_ids)} tokens in the prompt and asks for {more} in the completion"
         raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt")
-    room = limit - len(prompt)
+    room = limit - len(token_ids)
     if asked is None and k is not None and not fields.stream:
         asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))
-    return prompt, room if asked is None else min(asked, room)
+    return Prompt(token_ids, extras_of(fields.cache_salt)), room if asked is None else min(asked, room)
 
 
 def check_size(model: ServedModel, size: int, name: str) -> None:

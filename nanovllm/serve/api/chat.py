@@ -57,7 +57,8 @@ class ChatAnswer(Answer):
     def head(self, completion: Completion) -> bytes:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._event(choice, **({"prompt_token_ids": self.prompts[0]} if self.fields.return_token_ids else {}))
+        ids = {"prompt_token_ids": self.prompts[0].token_ids} if self.fields.return_token_ids else {}
+        return self._event(choice, **ids)
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(completion)}
@@ -202,8 +203,8 @@ def prepare(
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
         params = api.sampling_fields(fields, model, asked, k, wanted)
-        text, prompt = encode(front, fields)
-        prompt, room = fit(model, prompt, fields, model.default_max_tokens if asked is None else asked, k)
+        text, ids = encode(front, fields)
+        prompt, room = fit(model, ids, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
+from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
@@ -28,10 +31,8 @@ class CompletionAnswer(Answer):
 
     fields: api.CompletionFields
 
-    def __init__(self, front: Front, call: Call, prepared: Prepared, echoes: list[str] | None) -> None:
-        """`echoes`: the prompts' texts, where they are to be shown."""
+    def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         super().__init__(front, call, prepared)
-        self.echoes = echoes
         self._heads: dict[Completion, asyncio.Task[bytes]] = {}
         """First chunks, with log-probabilities of the prompts, which are written in the pool one at a time."""
 
@@ -39,7 +40,7 @@ class CompletionAnswer(Answer):
         return b'{"index":%d,"text":' % index
 
     def head(self, completion: Completion) -> bytes | None:
-        if self.echoes is None or completion.lines is None:
+        if not self.fields.echo or completion.lines is None:
             return self._head(completion)
         if (lines := self.prompt_lines[completion.prompt_index]) is None:
             return None
@@ -61,15 +62,16 @@ class CompletionAnswer(Answer):
 
     def _head(self, completion: Completion) -> bytes:
         with_ids = bool(self.fields.return_token_ids)
-        if self.echoes is None and not with_ids:
+        if not self.fields.echo and not with_ids:
             return b""
-        text, logprobs = "" if self.echoes is None else self.echoes[completion.prompt_index], None
+        prompt, logprobs = self.prompts[completion.prompt_index], None
+        text = prompt.text or ""
         completion.state = len(text)
-        if completion.lines is not None and self.echoes is not None:
+        if completion.lines is not None and self.fields.echo:
             logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [], 0)
         choice = {"index": completion.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if with_ids:
-            choice["prompt_token_ids"] = self.prompts[completion.prompt_index]
+            choice["prompt_token_ids"] = prompt.token_ids
         return self._event(choice)
 
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
@@ -80,15 +82,15 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> shapes.TextLogprobs:
         """Log-probabilities of tokens that follow `offset` characters; the next ones follow where these end."""
-        ids = self.prompts[completion.prompt_index]
+        ids = self.prompts[completion.prompt_index].token_ids
         found = completion_logprobs(lines, ids, self.k or 0, self.show, offset)
         completion.state = offset + sum(map(len, found.tokens))
         return found
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]
-        if self.echoes is not None:
-            text = self.echoes[completion.prompt_index] + text
+        if self.fields.echo:
+            text = (self.prompts[completion.prompt_index].text or "") + text
             if lines is not None:
                 lines = [*(self.prompt_lines[completion.prompt_index] or []), *lines]
         logprobs = None if lines is None else self._logprobs(completion, lines, 0)
@@ -121,7 +123,7 @@ def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
     return prompt
 
 
-def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Prepared, list[str] | None]:
+def _prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request; what `CompletionAnswer` is made of. Raises ApiError."""
     model, fields = front.model, read(front, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
@@ -131,14 +133,16 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> tuple[Prepared, 
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = _prompts(model, fields)
-    prompts, counts = zip(*[fit(model, prompt, fields, asked, fields.logprobs) for prompt in given], strict=True)
-    echoes = None
+    prompts, counts = map(list, zip(*[fit(model, ids, fields, asked, fields.logprobs) for ids in given], strict=True))
     if fields.echo:
-        whole = fields.truncate_prompt_tokens is None
-        both = zip(_as_list(fields.prompt), prompts, strict=True)
-        decode = partial(model.tokenizer.decode, skip_special_tokens=False)
-        echoes = [text if whole and isinstance(text, str) else decode(ids) for text, ids in both]
-    return Prepared(fields, [*prompts], params, [*counts]), echoes
+        prompts = [*map(partial(_with_text, model, fields), _as_list(fields.prompt), prompts)]
+    return Prepared(fields, prompts, params, counts)
+
+
+def _with_text(model: ServedModel, fields: api.CompletionFields, given: Any, prompt: Prompt) -> Prompt:
+    """A prompt with the text of its tokens, which may be fewer than were given."""
+    whole = isinstance(given, str) and fields.truncate_prompt_tokens is None
+    return replace(prompt, text=given if whole else model.tokenizer.decode(prompt.token_ids, False))
 
 
 def _is_short(body: dict[str, Any]) -> bool:
@@ -152,7 +156,7 @@ async def completions(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
     prepared = await front.pool.read(call, lambda body: _prepare(front, call, body), _is_short)
-    await answer(call, CompletionAnswer(front, call, *prepared))
+    await answer(call, CompletionAnswer(front, call, prepared))
 
 
 def _as_list(given: Any) -> list[Any]:

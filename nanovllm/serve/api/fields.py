@@ -279,7 +279,7 @@ def max_tokens(fields: "ChatFields | CompletionFields") -> int | None:
 
 
 _SAMPLING = {*CommonFields.__struct_fields__}.intersection(SamplingParams.__dataclass_fields__)
-_SAMPLING -= {"max_tokens", "structured_outputs"}
+_SAMPLING -= {"max_tokens", "structured_outputs", "cache_salt"}
 
 
 def sampling_fields(
