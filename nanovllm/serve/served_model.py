@@ -23,7 +23,7 @@ class ServedModel:
 
     def __init__(self, path: str, options: ServeOptions) -> None:
         """`path`: as the command names it. `tokenizer` and `parser` come with `read_text`."""
-        self.path, self._options = path, options
+        self.path, self.options = path, options
         self.names = options.served_model_name or (path,)
         self.name = self.names[0]
         self.created = int(time.time())
@@ -37,16 +37,16 @@ class ServedModel:
     def read_text(self, folder: str) -> None:
         """Reads tokenizer, templates and sampling defaults. Raises ValueError and OSError naming what is wrong."""
         self._read_defaults(folder)
-        options = self._options
+        options = self.options
         has_text = not options.skip_tokenizer_init
         self.tokenizer = CheckpointTokenizer(folder, options.chat_template) if has_text else NoTokenizer()
         _ = self.tokenizer.longest_token
         self.parser = OutputParser(self.tokenizer, options.tool_call_parser, options.reasoning_parser)
 
     def _read_defaults(self, folder: str) -> None:
-        wanted = self._options.generation_config
+        wanted = self.options.generation_config
         path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
-        found = ({} if wanted == "vllm" else read_json(path)) | self._options.override_generation_config
+        found = ({} if wanted == "vllm" else read_json(path)) | self.options.override_generation_config
         self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
         self.default_max_tokens = found.get("max_new_tokens")
         try:
@@ -56,7 +56,7 @@ class ServedModel:
 
     def require_tokenizer(self) -> None:
         """Raises ApiError (400) under skip_tokenizer_init."""
-        if self._options.skip_tokenizer_init:
+        if self.options.skip_tokenizer_init:
             raise bad_request("skip_tokenizer_init: the server has no tokenizer")
 
     def check_name(self, name: Any) -> None:

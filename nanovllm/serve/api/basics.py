@@ -13,6 +13,7 @@ from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 _SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
@@ -48,19 +49,19 @@ async def metrics(front: Front, call: Call) -> None:
     await call.respond(front.metrics.text(), content_type=_METRICS_TYPE)
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
-    about = {"created": front.model.created, "owned_by": "nanovllm", "root": front.model.path}
-    return {"id": name, "object": "model", **about, "max_model_len": front.model.info.get("max_model_len")}
+def _entry(model: ServedModel, name: str) -> dict[str, Any]:
+    about = {"created": model.created, "owned_by": "nanovllm", "root": model.path}
+    return {"id": name, "object": "model", **about, "max_model_len": model.info.get("max_model_len")}
 
 
 async def models(front: Front, call: Call) -> None:
-    await call.respond_json({"object": "list", "data": [_model(front, name) for name in front.model.names]})
+    await call.respond_json({"object": "list", "data": [_entry(front.model, name) for name in front.model.names]})
 
 
 async def model(front: Front, call: Call) -> None:
     name = unquote(call.path.removeprefix("/v1/models/"))
     front.model.check_name(name)
-    await call.respond_json(_model(front, name))
+    await call.respond_json(_entry(front.model, name))
 
 
 def _require_tokenizer(front: Front) -> None:
@@ -77,10 +78,10 @@ async def tokenize(front: Front, call: Call) -> None:
     def work(body: dict[str, Any]) -> bytes:
         fields: api.TokenizeChatFields | api.TokenizeFields
         if "messages" in body:
-            fields = chat = read(front, call, api.TokenizeChatFields, body)
-            _, ids = encode(front, chat)
+            fields = chat = read(front.model, call, api.TokenizeChatFields, body)
+            _, ids = encode(front.model, chat)
         else:
-            fields = read(front, call, api.TokenizeFields, body)
+            fields = read(front.model, call, api.TokenizeFields, body)
             check_characters(front.model, len(fields.prompt), "prompt")
             ids = front.model.tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
         names = None
@@ -97,7 +98,7 @@ async def detokenize(front: Front, call: Call) -> None:
     most, vocab = front.model.info["max_model_len"], front.model.info["vocab_size"]
 
     def work(body: dict[str, Any]) -> str:
-        tokens = read(front, call, api.DetokenizeFields, body).tokens
+        tokens = read(front.model, call, api.DetokenizeFields, body).tokens
         if len(tokens) > most:
             raise bad_request(f"tokens: must have at most {most} items")
         if max(tokens, default=0) >= vocab:

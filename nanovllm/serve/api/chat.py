@@ -18,6 +18,7 @@ from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
 from nanovllm.serve.request import Completion
+from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 Result = TypeVar("Result")
@@ -156,22 +157,22 @@ def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str,
     return kwargs
 
 
-def encode(front: Front, fields: api.ChatFields) -> tuple[str, list[int]]:
+def encode(model: ServedModel, fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError."""
     source, continues = fields.chat_template, bool(fields.continue_final_message)
-    if source is not None and not front.options.trust_request_chat_template:
+    if source is not None and not model.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
     messages = template_values(fields.messages)
-    check_characters(front.model, sum(_characters(message["content"]) for message in messages), "messages")
-    tokenizer = front.model.tokenizer
+    check_characters(model, sum(_characters(message["content"]) for message in messages), "messages")
+    tokenizer = model.tokenizer
     with refusing():
         return (tokenizer if source is None else tokenizer.with_template(source)).encode_chat(
             messages,
             None if fields.tool_choice == "none" else fields.tools,
             add_generation_prompt=not continues if (asked := fields.add_generation_prompt) is None else asked,
             continue_final_message=continues,
-            chat_template_kwargs=_template_kwargs(front.options, fields),
-            trust_special_tokens=front.options.trust_special_tokens,
+            chat_template_kwargs=_template_kwargs(model.options, fields),
+            trust_special_tokens=model.options.trust_special_tokens,
         )
 
 
@@ -190,11 +191,11 @@ async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]]
 
 
 def prepare(
-    front: Front, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
+    model: ServedModel, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
 ) -> tuple[Prepared, Plan]:
     """Checks and tokenizes a request; what `ChatAnswer` is made of. Raises ApiError. `text_grammars`: see
     check_tools."""
-    model, fields = front.model, read(front, call, api.ChatFields, body)
+    fields = read(model, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
     asked = api.max_tokens(fields)
@@ -203,7 +204,7 @@ def prepare(
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
         params = api.sampling_fields(fields, model, asked, k, wanted)
-        text, ids = encode(front, fields)
+        text, ids = encode(model, fields)
         prompt, room = fit(model, ids, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
@@ -213,5 +214,5 @@ def prepare(
 
 async def chat(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
-    prepared = await work_on_chat(front, call, lambda body: prepare(front, call, body), "messages")
+    prepared = await work_on_chat(front, call, lambda body: prepare(front.model, call, body), "messages")
     await answer(call, ChatAnswer(front, call, *prepared))

@@ -123,9 +123,9 @@ def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
     return prompt
 
 
-def _prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
+def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request; what `CompletionAnswer` is made of. Raises ApiError."""
-    model, fields = front.model, read(front, call, api.CompletionFields, body)
+    fields = read(model, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
@@ -155,7 +155,7 @@ def _is_short(body: dict[str, Any]) -> bool:
 async def completions(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
-    prepared = await front.pool.read(call, lambda body: _prepare(front, call, body), _is_short)
+    prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body), _is_short)
     await answer(call, CompletionAnswer(front, call, prepared))
 
 

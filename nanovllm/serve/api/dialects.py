@@ -74,11 +74,11 @@ async def create_response(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
     def work(body: dict[str, Any]) -> tuple[Prepared, Plan, dict[str, Any], ResponsesTools]:
-        fields = read(front, call, responses.ResponsesFields, body)
+        fields = read(front.model, call, responses.ResponsesFields, body)
         tools = ResponsesTools(fields.tools or ())
         note_ignored(front.options, call, tools.ignored)
         request = responses.chat_request(fields, tools)
-        return *prepare(front, call, request, tools.text_grammars), body, tools
+        return *prepare(front.model, call, request, tools.text_grammars), body, tools
 
     prepared, plan, body, tools = await work_on_chat(front, call, work, "input")
     request = ResponsesAnswer(front, call, prepared, plan)
@@ -91,7 +91,8 @@ async def create_message(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
     def work(body: dict[str, Any]) -> tuple[Prepared, Plan]:
-        return prepare(front, call, anthropic.chat_request(read(front, call, anthropic.MessagesFields, body)))
+        fields = read(front.model, call, anthropic.MessagesFields, body)
+        return prepare(front.model, call, anthropic.chat_request(fields))
 
     request = MessagesAnswer(front, call, *await work_on_chat(front, call, work, "messages"))
     request.writer = anthropic.MessageWriter(request.id, request.model)
@@ -102,8 +103,8 @@ async def count_tokens(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
     def work(body: dict[str, Any]) -> int:
-        request = anthropic.chat_request(read(front, call, anthropic.CountFields, body))
-        _, ids = encode(front, read(front, call, api.ChatFields, request))
+        request = anthropic.chat_request(read(front.model, call, anthropic.CountFields, body))
+        _, ids = encode(front.model, read(front.model, call, api.ChatFields, request))
         return len(ids)
 
     await call.respond_json({"input_tokens": await work_on_chat(front, call, work, "messages")})

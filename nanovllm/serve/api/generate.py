@@ -15,6 +15,7 @@ from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Completion
+from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.no_tokenizer import NoText
 
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
@@ -60,20 +61,20 @@ def _written(ids: bytes) -> list[int]:
     return shapes.written(memoryview(ids).cast("i").tolist())
 
 
-def _prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
+def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks a request; what `GenerateAnswer` is made of. Raises ApiError."""
-    given = read(front, call, api.GenerateFields, body)
+    given = read(model, call, api.GenerateFields, body)
     wanted = dict(given.sampling_params)
     masked = wanted.pop("sampling_mask", False)
     if masked is not False and (masked is not True or given.stream):
         raise bad_request("sampling_mask: must be true or false, and not with stream=true")
     names = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
     wanted |= {name: value for name in names if (value := getattr(given, name)) is not None}
-    fields = read(front, call, api.CompletionFields, wanted | {"prompt": given.token_ids})
+    fields = read(model, call, api.CompletionFields, wanted | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
-    prompt, room = fit(front.model, token_ids(front.model, given.token_ids), fields, asked, fields.logprobs)
-    params = api.sampling_fields(fields, front.model, asked, fields.logprobs, api.structured(fields))
+    prompt, room = fit(model, token_ids(model, given.token_ids), fields, asked, fields.logprobs)
+    params = api.sampling_fields(fields, model, asked, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
             raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")
@@ -86,5 +87,5 @@ def _prepare(front: Front, call: Call, body: dict[str, Any]) -> Prepared:
 async def generate(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
-    prepared = await front.pool.read(call, lambda body: _prepare(front, call, body))
+    prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body))
     await answer(call, GenerateAnswer(front, call, prepared))

@@ -5,18 +5,18 @@ from typing import Any
 
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.errors import bad_request
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.served_model import ServedModel
 
 logger = logging.getLogger("nanovllm.serve")
 
 
-def read(front: Front, call: Call, kind: type[api.Given], body: dict[str, Any]) -> api.Given:
+def read(model: ServedModel, call: Call, kind: type[api.Given], body: dict[str, Any]) -> api.Given:
     """The fields of a request; a header names those that mean nothing here. Raises ApiError."""
     fields, ignored = api.read(kind, body)
-    note_ignored(front.options, call, ignored)
-    front.model.check_name(fields.model)
+    note_ignored(model.options, call, ignored)
+    model.check_name(fields.model)
     return fields
 
 
