@@ -39,6 +39,7 @@ from soak_ledger import (  # noqa: E402
     children,
     resident_mib,
 )
+from soak_questions import DrawnQuestions, variant  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.kernels.sampling.rng import gumbel_noise_reference, random_words_reference, row_key_reference  # noqa: E402
@@ -67,6 +68,7 @@ class Soak:
         self.draw = random.Random(seed)
         assert config.kvcache_block_size
         self.unit = config.kvcache_block_size
+        self.drawn = DrawnQuestions(self.draw, model.vocab_size, self.unit)
         self.questions: list[Question] = []
         self._asking = threading.Event()
         self._stepping = threading.Event()
@@ -75,45 +77,17 @@ class Soak:
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.draw.randrange(self.llm.model_config.vocab_size) for _ in range(count)]
-
-    def _prompt(self, shared: list[int], longest: int) -> list[int]:
-        unit, kind = self.unit, self.draw.random()
-        if kind < 0.3:
-            return self._tokens(self.draw.randint(1, unit))
-        if kind < 0.65:
-            return shared[: self.draw.randint(1, len(shared))] + self._tokens(self.draw.choice((0, 1, unit // 2, unit)))
-        if kind < 0.9:
-            return self._tokens(self.draw.randint(unit, 4 * unit))
-        return self._tokens(self.draw.randint(longest // 2, longest))
-
-    def _params(self, num_tokens: int) -> SamplingParams:
-        draw = self.draw
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=draw.randrange(2**40))
-        kind, extra = draw.random(), draw.random()
-        if kind > 0.4:
-            params = replace(params, temperature=draw.choice((0.7, 1.0, 1.3)))
-        if kind > 0.85:
-            params = replace(params, seed=None)
-        if extra < 0.12:
-            params = replace(params, top_k=draw.randint(2, 10))
-        elif extra < 0.24:
-            params = replace(params, presence_penalty=draw.choice((-0.5, 0.9)), frequency_penalty=0.3)
-        elif extra < 0.36:
-            params = replace(params, logprobs=2)
-        return replace(params, n=2) if draw.random() < 0.1 else params
-
     def ask_alone(self) -> None:
         """A new round's questions, and their answers from an engine that has nothing else to do."""
-        shared = self._tokens(6 * self.unit)
+        shared = self.drawn.tokens(6 * self.unit)
         self.questions = []
         for number in range(NUM_QUESTIONS):
-            params = self._params(max(1, round(3 * self.unit * self.draw.random() ** 2)))
+            params = self.drawn.params(max(1, round(3 * self.unit * self.draw.random() ** 2)))
             if number == OF_CROWD:
                 params = replace(params, max_tokens=3 * self.unit)
             longest = self.llm.engine.book.max_total_tokens - params.max_tokens - 1
-            prompt = self._tokens(self.unit) if number == OF_CROWD else self._prompt(shared, longest)[:longest]
+            of_crowd = number == OF_CROWD
+            prompt = self.drawn.tokens(self.unit) if of_crowd else self.drawn.prompt(shared, longest)[:longest]
             question = Question(prompt, params)
             if params.seed is not None:
                 self.llm.engine.scheduler.reset_prefix_cache()
@@ -123,16 +97,8 @@ class Soak:
             self._show()
 
     def _variant(self, draw: random.Random) -> tuple[Question, SamplingParams]:
-        """A question, shorter than it was asked alone, or with an end that depends on what is drawn."""
         question = draw.choice(self.questions)
-        params = replace(question.params, max_tokens=draw.randint(1, question.params.max_tokens))
-        if draw.random() < 0.5:
-            params = replace(params, max_tokens=question.params.max_tokens)
-        if draw.random() < 0.3:
-            params = replace(params, ignore_eos=False)
-        if question.answers is not None and draw.random() < 0.2:
-            params = replace(params, stop_token_ids=(draw.choice(question.answers[0]),))
-        return question, params
+        return question, variant(question, draw)
 
     # -- threads ------------------------------------------------------------------------------------------------
 

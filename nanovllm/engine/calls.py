@@ -211,8 +211,9 @@ def _info(engine: Any) -> Any:
 Options = dict[str, Any]
 
 
-def _tags_asleep(state: EngineState, options: Options) -> int:
-    return len(set(options.get("tags") or TAGS).intersection(state.asleep))
+def _sleeps(state: EngineState, options: Options) -> bool:
+    """Whether any memory that a call names is asleep."""
+    return not set(options.get("tags") or TAGS).isdisjoint(state.asleep)
 
 
 def _missed_pause(own: EngineState, others: EngineState) -> list[Options]:
@@ -287,12 +288,9 @@ CALLS: dict[str, CallSpec] = {
     "resume": CallSpec(_resume, Nothing, "/resume", missed=_missed_resume),
     "sleep": CallSpec(
         _sleep, Sleep, "/sleep", merge=_sum_of_bytes, empties_cache=True,
-        is_due=lambda state, options: not _tags_asleep(state, options),
+        is_due=lambda state, options: not _sleeps(state, options),
     ),
-    "wake_up": CallSpec(
-        _wake_up, WakeUp, "/wake_up", brings_weights=True,
-        is_due=lambda state, options: bool(_tags_asleep(state, options)),
-    ),
+    "wake_up": CallSpec(_wake_up, WakeUp, "/wake_up", brings_weights=True, is_due=_sleeps),
     "reset_prefix_cache": CallSpec(_reset_prefix_cache, Nothing, "/reset_prefix_cache", empties_cache=True),
     "join_transfer": CallSpec(_join_transfer, JoinTransfer, "/init_weight_transfer_engine", by_first=True),
     "begin_update": CallSpec(

@@ -50,13 +50,18 @@ class Engines:
         assert add.request_id == request_id
         return number
 
-
     def call(self, name: str, **options: Any) -> int:
         """Begins a call on all; returns its number."""
         self.fleet.call(name, options)
         calls = self.take_sent()
         assert {frame.name for _, frame in calls} == {name} and [engine for engine, _ in calls] == self.fleet.numbers
         return int(calls[0][1].number)
+
+    def complete(self, name: str, state: EngineState, **options: Any) -> None:
+        """A call to all, which each answers with this state."""
+        number = self.call(name, **options)
+        for engine in self.fleet.numbers:
+            self.fleet.take(engine, answer(number, {}, state))
 
 
 def answer(number: int, value: Any, state: EngineState | None = None, **more: Any) -> wire.Answer:
@@ -176,9 +181,7 @@ def test_an_engine_that_returns_is_first_made_as_the_others_are(monkeypatch: pyt
     monkeypatch.setitem(CALLS, "raise", spec)
     engines, both = Engines(2), EngineState(paused=True, level=2)
     for name in ("pause", "raise"):
-        number = engines.call(name)
-        for engine in range(2):
-            engines.fleet.take(engine, answer(number, {}, both))
+        engines.complete(name, both)
     engines.fleet.lose(1, "died")
     assert engines.started == [1] and not engines.take_sent(), "it must compute first"
     engines.fleet.take(1, wire.Ready(INFO))
@@ -199,9 +202,7 @@ def test_an_engine_that_returns_is_first_made_as_the_others_are(monkeypatch: pyt
 
 def test_an_engine_that_cannot_become_as_the_others_is_given_up() -> None:
     engines = Engines(2)
-    number = engines.call("pause")
-    for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}, PAUSED))
+    engines.complete("pause", PAUSED)
     engines.fleet.lose(1, "died")
     engines.fleet.take(1, wire.Ready(INFO))
     [(_, call)] = engines.take_sent()
@@ -228,9 +229,7 @@ def test_an_engine_that_is_lost_during_a_call_starts_after_it_and_misses_nothing
 
 def test_what_an_engine_that_starts_says_of_itself_is_not_the_state_of_all() -> None:
     engines = Engines(2)
-    number = engines.call("pause")
-    for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}, PAUSED))
+    engines.complete("pause", PAUSED)
     engines.fleet.lose(0, "died")
     engines.fleet.lose(1, "died")
     assert engines.started == [0, 1]
@@ -244,9 +243,7 @@ def test_what_an_engine_that_starts_says_of_itself_is_not_the_state_of_all() -> 
 def test_versions_go_on_from_those_of_lost_engines() -> None:
     """New weights have one number more than those before, also where nobody is left who had these."""
     engines = Engines(2)
-    number = engines.call("load_weights", folder="x", weight_version=7)
-    for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=7)))
+    engines.complete("load_weights", EngineState(weight_version=7), folder="x", weight_version=7)
     engines.fleet.lose(1, "died")
     number = engines.call("begin_update")
     for engine in range(2):
