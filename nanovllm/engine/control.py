@@ -179,15 +179,16 @@ class EngineControl:
     # -- pauses -------------------------------------------------------------------------------------------------
 
     def end_requests(self, mode: str, option: str) -> Generator[None, None, None]:
-        """Ends requests before new weights or a pause: yields where a step must run, until requests that have begun
-        have ended ("wait"), or all have ("abort"; any other mode: none need to). No request begins meanwhile.
+        """Ends requests before new weights or a pause. "abort": all of them now, also where no step can run. "wait":
+        those that have begun: yields where a step must run, and no other begins meanwhile. Any other mode: none.
 
         `option`: what the user calls the mode. Raises ValueError where it would take for ever."""
         if mode == "abort":
             self.abort_all()
-        elif mode != "wait":
+            self._loop.take_in()
+        if mode != "wait":
             return
-        elif self._loop.is_paused and self._loop.scheduler.has_begun():
+        if self._loop.is_paused and self._loop.scheduler.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
         self._scheduler.holds_new = True
         try:

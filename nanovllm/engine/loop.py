@@ -199,6 +199,10 @@ class EngineLoop:
             self._error = error
             raise
 
+    def take_in(self) -> None:
+        """Takes in what other threads asked for without a step; the next one hands out what was aborted."""
+        self.settle(lambda: self._drain_inbox(self._unreported))
+
     def take_unreported(self) -> StepColumns:
         """Takes the outputs that the next step would hand out beside its own."""
         gained, self._unreported = self._unreported, StepColumns()

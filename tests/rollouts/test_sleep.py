@@ -85,6 +85,20 @@ def test_requests_sleep_in_a_pause(sleeper: LLM) -> None:
     assert [gained[i] for i in ids] == expected
 
 
+def test_requests_that_wait_for_a_sleeper_are_aborted(sleeper: LLM) -> None:
+    expected = texts(sleeper)
+    sleeper.sleep()
+    waiting = {sleeper.add_request(prompt, GREEDY) for prompt in PROMPTS}
+    sleeper.pause("abort")
+    ended: dict[int, str | None] = {}
+    while sleeper.has_unfinished_requests():
+        ended |= {output.request_id: output.finish_reason for output in sleeper.step()}
+    assert ended == dict.fromkeys(waiting, "abort")
+    sleeper.wake_up()
+    sleeper.resume()
+    assert texts(sleeper) == expected
+
+
 @pytest.mark.parametrize(("options", "said"), [({"level": 3}, "level=3"), ({"tags": ["graphs"]}, "tags=")])
 def test_mistakes(sleeper: LLM, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):

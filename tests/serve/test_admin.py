@@ -370,9 +370,7 @@ def test_mistakes_are_named(admin: httpx.Client, path: str, body: dict[str, Any]
 
 def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: ThreadPoolExecutor) -> None:
     """The last one here: it ends the server."""
-    body = LONG | {"max_tokens": 1900, "n": 8}
-    pool.submit(admin.post, "/v1/chat/completions", json=body)
-    wait_for(lambda: admin.get("/load").json()["server_load"] == 8, "requests")
+    Stream(admin, pool, max_tokens=1900, n=8).begun()
     pause = pool.submit(admin.post, "/pause?mode=wait")
     assert still_waits(pause)
     os.kill(server.engine, signal.SIGKILL)
