@@ -120,6 +120,12 @@ def test_phone(page: Page, server: Server) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     box = page.evaluate("(({top, bottom, left, right}) => [top, bottom, left, right])(send.getBoundingClientRect())")
     assert 0 <= box[0] < box[1] <= 640 and 0 <= box[2] < box[3] <= 360
+    for is_shown in (True, False):  # the panel does not cover the button that closes it
+        page.evaluate(
+            "(({left, top}) => document.elementFromPoint(left + 8, top + 8).click())"
+            "(document.getElementById('state').getBoundingClientRect())"
+        )
+        assert page.evaluate("!live.hidden") is is_shown
 
 
 @needs_browser
@@ -131,41 +137,92 @@ def test_error_is_shown(page: Page) -> None:
     assert page.evaluate("ask.value") == "Hello" and page.evaluate("messages.length") == 0, "the question is put back"
 
 
-MARKDOWN = """# Title <b>
-Some **bold**, *slanted* and `code`, 2*3*4.
+MARKDOWN = r"""# Title <b>
+Some **bold**, *slanted*, ***both*** and `code`, 2*3*4.
 
 - one
+  goes on
   - inner
 - two
 1. first
+   ```python
+   if x:
+       y
 
+   # no heading
+   ```
+---
 | a | b |
 |---|---|
-| 1 | <i>2</i> |
+| 1 \| 3 | <i>2</i> |
 
-```python
-print("x")
-
-# no heading
-```
-> quoted"""
+> quoted
+## Second"""
 
 
 @needs_browser
 def test_markdown_becomes_elements_and_never_html(page: Page) -> None:
     page.evaluate(f"globalThis.place = element('div'); place.append(...markdown({json.dumps(MARKDOWN)}))")
     tags = page.evaluate("[...place.children].map((each) => each.tagName.toLowerCase())")
-    assert tags == ["h3", "p", "ul", "table", "div", "blockquote"]
+    assert tags == ["h3", "p", "ul", "div", "hr", "table", "blockquote", "h4"]
     assert page.evaluate("place.querySelector('h3').textContent") == "Title <b>"
     assert page.evaluate("['strong', 'em', 'p code'].map((tag) => place.querySelector(tag).textContent)") == [
         *("bold", "slanted", "code")
     ]
-    assert page.evaluate("place.querySelector('p').textContent").endswith("2*3*4.")
+    assert page.evaluate("place.querySelector('p').textContent").endswith(", both and code, 2*3*4.")
+    assert page.evaluate("place.querySelector('strong em').textContent") == "both"
+    assert page.evaluate("place.querySelector('li').firstChild.textContent") == "one goes on"
     assert page.evaluate("place.querySelector('ul ul li').textContent") == "inner"
-    assert page.evaluate("[...place.querySelectorAll('td')].map((each) => each.textContent)") == ["1", "<i>2</i>"]
-    assert page.evaluate("place.querySelector('pre').textContent") == 'print("x")\n\n# no heading'
+    assert page.evaluate("[...place.querySelectorAll('td')].map((each) => each.textContent)") == ["1 | 3", "<i>2</i>"]
+    assert page.evaluate("place.querySelector('pre').textContent") == "if x:\n    y\n\n# no heading"
     assert page.evaluate("place.querySelector('.code div').firstChild.textContent") == "python"
     assert page.evaluate("place.querySelectorAll('b, i').length") == 0
+
+
+@needs_browser
+def test_no_text_becomes_another_element_or_attribute(page: Page) -> None:
+    """Random texts of what Markdown and HTML are made of."""
+    found = page.evaluate("""(() => {
+      const bits = ["<img src=x onerror=hit=1>", "<script>hit=1</" + "script>", "[a](javascript:hit=1)", "![a](x)",
+        "&lt;", ..."`|```|~~~|**|*|- |  - |1) |# |> |a |---|\\u0000|\\ud800|\\\\|\\"|\\n".split("|"), "|", "|---|"];
+      const tags = "H3 H4 H5 H6 P UL OL LI STRONG EM CODE PRE TABLE TR TD TH DIV BUTTON BLOCKQUOTE HR".split(" ");
+      const wrong = [];
+      let seed = 1;
+      const random = (n) => (seed = (seed * 1103515245 + 12345) & 0x7fffffff) % n;
+      for (let k = 0; k < 3000; k++) {
+        const text = Array.from({ length: 1 + random(25) }, () => bits[random(bits.length)]).join("");
+        const place = element("div");
+        place.append(...markdown(text));
+        for (const each of place.querySelectorAll("*")) {
+          const names = [...each.attributes].map(({ name }) => name);
+          const isKnown = tags.includes(each.tagName) && names.every((name) => /^(class|type|start)$/.test(name));
+          if (!isKnown) wrong.push(text);
+        }
+      }
+      return wrong;
+    })()""")
+    assert found == [] and page.evaluate("typeof hit") == "undefined"
+
+
+@needs_browser
+def test_code_is_copied_also_where_the_browser_lends_no_clipboard(page: Page) -> None:
+    """As at http://192.168.0.2:8000, which is no secure origin."""
+    page.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {value: undefined}); document.addEventListener('copy', () => "
+        "{ globalThis.copied = String(getSelection()); }); log.append(...markdown('```\\nx = 1\\n```'))"
+    )
+    page.send("Runtime.evaluate", expression="document.querySelector('.code button').click()", userGesture=True)
+    assert page.evaluate("globalThis.copied") == "x = 1"
+
+
+@needs_browser
+def test_keys(page: Page) -> None:
+    """Named by their place: Option and N write another letter on a Mac."""
+    is_hidden = page.evaluate("live.hidden")
+    page.evaluate("messages.push({role: 'user', content: 'x'})")
+    for code in ("KeyN", "KeyL"):
+        page.evaluate(f"dispatchEvent(new KeyboardEvent('keydown', {{altKey: true, code: '{code}', key: 'Dead'}}))")
+    assert page.evaluate("messages.length") == 0 and page.evaluate("live.hidden") is not is_hidden
 
 
 @needs_browser

@@ -107,6 +107,7 @@ async function chat() {
   log.scrollTop = log.scrollHeight;
   const stop = running = new AbortController();
   send.textContent = "Stop";
+  log.setAttribute("aria-busy", "true"); // a screen reader waits for the whole answer
   let said = "", isError = false;
   try {
     const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: body(), signal: stop.signal });
@@ -126,6 +127,7 @@ async function chat() {
   if (chat === messages) remember();
   running = null;
   send.textContent = "Send";
+  log.setAttribute("aria-busy", "false");
 }
 
 // A question that failed goes back into the field; the error stays in the log.
@@ -167,7 +169,7 @@ function newChat() {
 $("new").addEventListener("click", newChat);
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !$("settings").open) running?.abort();
-  if (event.altKey && event.key === "n") { event.preventDefault(); newChat(); }
+  if (event.altKey && event.code === "KeyN") { event.preventDefault(); newChat(); }
 });
 $("open").addEventListener("click", () => $("settings").showModal());
 $("settings").addEventListener("close", () => { for (const id of kept) sessionStorage.setItem(id, $(id).value); find(); });

@@ -114,5 +114,5 @@ function toggle() {
 
 build();
 $("state").addEventListener("click", toggle);
-addEventListener("keydown", (event) => { if (event.altKey && event.key === "l") { event.preventDefault(); toggle(); } });
+addEventListener("keydown", (event) => { if (event.altKey && event.code === "KeyL") { event.preventDefault(); toggle(); } });
 if (matchMedia("(min-width: 60rem)").matches) toggle();

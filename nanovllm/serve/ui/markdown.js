@@ -9,14 +9,15 @@ function element(tag, className, text) {
   return made;
 }
 
-// `code`, **bold**, *italic*; everything else is text. Returns nodes.
+// `code`, **bold**, *italic*, ***both***; everything else is text. Returns nodes.
 function inline(text) {
-  const nodes = [], pattern = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])/g;
+  const nodes = [], pattern = /`([^`\n]+)`|\*\*(\*[^*\n]+\*|[^*\n]+)\*\*|(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])/g;
   let end = 0;
   for (const found of text.matchAll(pattern)) {
     nodes.push(document.createTextNode(text.slice(end, found.index)));
-    nodes.push(found[1] !== undefined ? element("code", "", found[1])
-      : found[2] !== undefined ? element("strong", "", found[2]) : element("em", "", found[3]));
+    const made = element(found[1] !== undefined ? "code" : found[2] !== undefined ? "strong" : "em");
+    made.append(...(found[2] !== undefined ? inline(found[2]) : [found[1] ?? found[3]]));
+    nodes.push(made);
     end = found.index + found[0].length;
   }
   nodes.push(document.createTextNode(text.slice(end)));
@@ -28,7 +29,11 @@ function codeBlock(language, text) {
   const pre = element("pre");
   copy.type = "button";
   copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else { // not at an http address of another machine
+      getSelection().selectAllChildren(pre);
+      document.execCommand("copy");
+    }
     copy.textContent = "Copied";
     setTimeout(() => { copy.textContent = "Copy"; }, 1500);
   });
@@ -38,7 +43,7 @@ function codeBlock(language, text) {
   return box;
 }
 
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+const cells = (line) => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 
 function table(lines) {
   const made = element("table");
@@ -62,7 +67,9 @@ function list(lines) {
   if (ordered) made.start = Number(ordered[1]);
   for (let n = 0; n < lines.length;) {
     const item = element("li"), inside = [];
-    item.append(...inline(lines[n++].replace(/^\s*([-*+]|\d+[.)])\s+/, "")));
+    let text = lines[n++].replace(/^\s*([-*+]|\d+[.)])\s+/, "");
+    while (n < lines.length && !isItem(lines[n])) text += " " + lines[n++].trim();
+    item.append(...inline(text));
     while (n < lines.length && depth(lines[n]) > outer) inside.push(lines[n++]);
     if (inside.length) item.append(list(inside));
     made.append(item);
@@ -70,10 +77,12 @@ function list(lines) {
   return made;
 }
 
-const isItem = (line) => /^\s*([-*+]|\d+[.)])\s+\S/.test(line);
+const isItem = (line) => /^\s*([-*+]|\d+[.)])\s+\S/.test(line) && !isLine(line);
+const isLine = (line) => /^\s*([-*_])(\s*\1){2,}\s*$/.test(line);
+const FENCE = /^(\s*)(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const isRule = (line) => line !== undefined && line.includes("|") && /^[\s|:-]+$/.test(line) && line.includes("-");
 
-// The nodes of a text in Markdown: headings, lists, tables, quotations, code, paragraphs.
+// The nodes of a text in Markdown: headings, lists, tables, quotations, code, lines, paragraphs.
 function markdown(text) {
   const lines = text.split("\n"), nodes = [];
   let paragraph = [];
@@ -86,20 +95,24 @@ function markdown(text) {
   };
   const take = (n, wanted) => { let end = n; while (end < lines.length && wanted(lines[end])) end++; return lines.slice(n, end); };
   for (let n = 0; n < lines.length; n++) {
-    const line = lines[n], fence = line.match(/^\s*(`{3,}|~{3,})\s*([\w+#.-]*)/), heading = line.match(/^#{1,6}\s+(.*)/);
+    const line = lines[n], fence = line.match(FENCE), heading = line.match(/^(#{1,6})\s+(.*)/);
     if (fence) {
       flush();
-      const inside = take(n + 1, (each) => !each.trim().startsWith(fence[1]));
-      nodes.push(codeBlock(fence[2], inside.join("\n")));
+      const inside = take(n + 1, (each) => !each.trim().startsWith(fence[2]));
+      const indent = new RegExp(`^\\s{0,${fence[1].length}}`);
+      nodes.push(codeBlock(fence[3], inside.map((each) => each.replace(indent, "")).join("\n")));
       n += inside.length + 1;
     } else if (heading) {
       flush();
-      const made = element("h3");
-      made.append(...inline(heading[1]));
+      const made = element("h" + Math.min(6, heading[1].length + 2));
+      made.append(...inline(heading[2]));
       nodes.push(made);
+    } else if (isLine(line)) {
+      flush();
+      nodes.push(element("hr"));
     } else if (isItem(line)) {
       flush();
-      const items = take(n, (each) => isItem(each));
+      const items = take(n, (each) => isItem(each) || (/^\s+\S/.test(each) && !FENCE.test(each)));
       nodes.push(list(items));
       n += items.length - 1;
     } else if (line.includes("|") && isRule(lines[n + 1])) {
