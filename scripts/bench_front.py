@@ -38,9 +38,9 @@ def start_front(
 
     options |= {"rate": rate, "text": CheckpointTokenizer(DEMO).encode(TEXT)}
     code = (
-        "import sys; from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
-        f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0, chat_template={template!r}), "
-        "'simulated_engine'))"
+        "import sys; from nanovllm.host import handle; handle.MODULE = 'simulated_engine'\n"
+        "from nanovllm.serve.lifecycle import serve; from nanovllm.serve.options import ServeOptions\n"
+        f"sys.exit(serve({str(DEMO)!r}, {options!r}, ServeOptions(port=0, chat_template={template!r})))"
     )
     places = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the front goes on writing to it)

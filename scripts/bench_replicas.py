@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from nanovllm.config import EngineConfig  # noqa: E402
 from nanovllm.engine.prompt import Prompt  # noqa: E402
-from nanovllm.host import wire  # noqa: E402
+from nanovllm.host import handle, wire  # noqa: E402
 from nanovllm.host.fleet_engine import FleetEngine  # noqa: E402
 from nanovllm.host.fleet_handles import FleetHandles  # noqa: E402
 from nanovllm.host.start import await_ready  # noqa: E402
@@ -39,7 +39,8 @@ def start(replicas: int, **options: Any) -> FleetEngine:
         hf_overrides={"max_position_embeddings": 4096}, data_parallel_size=replicas, data_parallel_backend="local",
     )  # fmt: skip
 
-    handles = FleetHandles(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas}, "simulated_engine")
+    handle.MODULE = "simulated_engine"
+    handles = FleetHandles(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas})
     ready = await_ready(handles)
     for one in ready:
         one.info["model"], one.config = config.model, wire.config_fields(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
-from nanovllm.host.handle import EXIT_GRACE, MODULE, SILENCE, ChildHandle, Handle, Lost
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, ChildHandle, Handle, Lost
 
 _AWAY_SECONDS = 5.0  # without a look: what was not heard then says nothing
 
@@ -16,15 +16,14 @@ _AWAY_SECONDS = 5.0  # without a look: what was not heard then says nothing
 class FleetHandles:
     """The handles of all engines, and the Fleet that they form once all are ready."""
 
-    def __init__(self, model: str, options: dict[str, Any], module: str = MODULE) -> None:
-        """Starts engines of this host at once; those of Ray by `start`. `options`: of EngineConfig. `module`: what
-        children run."""
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        """Starts engines of this host at once; those of Ray by `start`. `options`: of EngineConfig."""
         self._model, self._options = model, options
         self.count = int(options.get("data_parallel_size", 1))
         backend = options.get("data_parallel_backend")
         self._on_ray = backend == "ray"
         self._has_failover = self.count > 1 or backend is not None
-        self._make: Callable[[wire.Start], Handle] = lambda start: ChildHandle(start, module)
+        self._make: Callable[[wire.Start], Handle] = ChildHandle
         self._close_cluster: Callable[[], None] = lambda: None
         self.watch: Callable[[Handle], None] = lambda handle: None
         """Begins to read an engine's frames."""

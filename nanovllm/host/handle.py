@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from nanovllm.host import wire
 from nanovllm.processes.child import end, start_linked
-from nanovllm.processes.framing import READ_BYTES
+from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 
 MODULE = "nanovllm.host.program"
+"""Program of an engine's process; a benchmark puts a simulator here."""
 SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
 EXIT_GRACE = 6.0
@@ -46,7 +47,7 @@ class Handle(ABC):
         self.on_room: Callable[[Handle, bool], None] = lambda handle, waits: None
         """Called with True where the owner is to call `flush` once `fileno` can be written to, and with False when that
         is over."""
-        self._buffer = wire.FrameBuffer()
+        self._buffer = FrameBuffer()
         self._failure: wire.Failed | None = None
         """Failure that the engine told of."""
         self._reason: str | None = None
@@ -123,10 +124,9 @@ class Handle(ABC):
 class ChildHandle(Handle):
     """An engine in a process of this host."""
 
-    def __init__(self, start: wire.Start, module: str = MODULE) -> None:
-        """`module`: what the process runs; a benchmark puts a simulator here."""
+    def __init__(self, start: wire.Start) -> None:
         super().__init__(start.number)
-        self.process, self._socket = start_linked(module, str(os.getpid()))
+        self.process, self._socket = start_linked(MODULE, str(os.getpid()))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket.setblocking(False)
         self._sends = threading.Lock()

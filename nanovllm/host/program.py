@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.host import wire
 from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
-from nanovllm.processes.framing import READ_BYTES
+from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
@@ -139,7 +139,7 @@ class SocketIntake:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._buffer = wire.FrameBuffer()
+        self._buffer = FrameBuffer()
         self._frames: deque[wire.Down] = deque()
         self._heard, self._rung = socket.socketpair()
         self._heard.setblocking(False)

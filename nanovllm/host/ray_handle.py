@@ -15,6 +15,7 @@ from nanovllm.host import wire
 from nanovllm.host.handle import EXIT_GRACE, SILENCE, Handle, Lost
 from nanovllm.host.program import run
 from nanovllm.host.ray_cluster import Placement
+from nanovllm.processes.framing import FrameBuffer
 
 _LARGE = 1 << 16  # bytes of a frame that goes through Ray's object store
 _LARGE_AHEAD = 2
@@ -27,7 +28,7 @@ class _QueueIntake:
 
     def __init__(self) -> None:
         self._packed: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
-        self._buffer = wire.FrameBuffer()
+        self._buffer = FrameBuffer()
         self._frames: deque[wire.Down] = deque()
 
     def put(self, packed: bytes) -> None:

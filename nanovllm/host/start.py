@@ -8,17 +8,16 @@ from nanovllm.host import wire
 from nanovllm.host.devices import devices_of_replicas
 from nanovllm.host.fleet_engine import FleetEngine
 from nanovllm.host.fleet_handles import FleetHandles
-from nanovllm.host.handle import MODULE, Lost
+from nanovllm.host.handle import Lost
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.text.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 0.01
 
 
-def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
+def start_fleet(config: EngineConfig) -> FleetEngine:
     """The engine over all replicas of `config`. Raises what the first one raises that cannot start; ImportError without
-    the Ray that is asked for; ValueError, before any replica starts, where there are too few devices. `module`: what
-    children run."""
+    the Ray that is asked for; ValueError, before any replica starts, where there are too few devices."""
     options = wire.config_fields(config)
     here = resolve_model_folder(config)  # a hub id is fetched by every node of a cluster
     model_config = read_model_config(here)
@@ -27,7 +26,7 @@ def start_fleet(config: EngineConfig, module: str = MODULE) -> FleetEngine:
         devices_of_replicas(here)
     begin = time.perf_counter()
     tokenizer = Tokenizer(here)
-    handles = FleetHandles(config.model if on_ray else here.model, options, module)
+    handles = FleetHandles(config.model if on_ray else here.model, options)
     try:
         handles.start()
         engine = FleetEngine(handles, await_ready(handles), config, model_config, tokenizer)

@@ -1,14 +1,12 @@
 """The frames between an engine elsewhere and who drives it: the only wire of an engine.
 
-A frame is a length (4 bytes, little-endian) and a tagged msgpack array. A request is known by the id of its first
+A frame is a length (8 bytes, little-endian) and a tagged msgpack array. A request is known by the id of its first
 completion; completion i of n is row id + i. The driver gives the ids, ascending.
 """
 
-import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,10 +17,8 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import Extras
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import OutOfMemory, WeightsIncomplete
-from nanovllm.processes import framing
+from nanovllm.processes.framing import LENGTH
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
-
-_LENGTH = struct.Struct("<I")
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
@@ -214,11 +210,7 @@ up_decoder = msgspec.msgpack.Decoder(Up)
 def pack(frame: Frame) -> bytes:
     """The frame's bytes, length first."""
     body = _encoder.encode(frame)
-    return _LENGTH.pack(len(body)) + body
-
-
-FrameBuffer = partial(framing.FrameBuffer, _LENGTH)
-"""Cuts a stream into the bodies of frames."""
+    return LENGTH.pack(len(body)) + body
 
 
 def aborted(request_id: int, n: int) -> Step:

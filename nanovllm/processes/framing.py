@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 
 LENGTH = struct.Struct("<Q")
-"""Length prefix of a pickled message between our own processes."""
+"""Length prefix of a message between our own processes."""
 READ_BYTES = 1 << 16
 """Most bytes to read at once. The buffer of a larger read is mapped anew each time, which takes 10 to 15 us."""
 _ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to be sent at once
@@ -13,19 +13,17 @@ _ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to 
 class FrameBuffer:
     """Cuts a stream into messages."""
 
-    def __init__(self, length: struct.Struct = LENGTH) -> None:
-        """length: how it is written."""
-        self._length = length
+    def __init__(self) -> None:
         self._rest = bytearray()
         """Begins with a length; the message behind it is not all there."""
 
     def feed(self, data: bytes | memoryview) -> Iterator[memoryview]:
         """The messages that `data` completes, each to be read before the next is asked for."""
         self._rest += data
-        begin, size = 0, self._length.size
+        begin, size = 0, LENGTH.size
         with memoryview(self._rest) as whole:
             while len(whole) - begin >= size:
-                end = begin + size + self._length.unpack_from(whole, begin)[0]
+                end = begin + size + LENGTH.unpack_from(whole, begin)[0]
                 if end > len(whole):
                     break
                 with whole[begin + size : end] as body:

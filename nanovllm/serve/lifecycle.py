@@ -98,8 +98,8 @@ def _owner_of(port: int) -> int | None:
     return None
 
 
-def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, module: str | None = None) -> int:
-    """Runs the server until it is told to end; returns the exit code. `module`: the engine process's, if not ours."""
+def serve(model: str, engine_options: dict[str, Any], options: ServeOptions) -> int:
+    """Runs the server until it is told to end; returns the exit code."""
     begin = time.monotonic()
     set_up_logging(options.log_format)
     try:
@@ -107,7 +107,7 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions, mod
     except OSError as error:
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
-    engines = FleetHandles(model, engine_options, *([module] if module else []))
+    engines = FleetHandles(model, engine_options)
     _allow_descriptors()
     _return_memory()
     try:

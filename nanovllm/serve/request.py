@@ -70,7 +70,6 @@ class Request:
     id_prefix = ""
     """Prefix of the ids that the server gives."""
     is_streamed = False
-    include_usage = False
     interval = 1
     """Tokens that a chunk waits for, but for the first and the last one."""
 

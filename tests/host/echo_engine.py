@@ -4,24 +4,24 @@ driver that never listens: it forks, which leaves its socket open, and is killed
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 
 from nanovllm.host import wire
 from nanovllm.host.handle import ChildHandle
+from nanovllm.processes.framing import LENGTH, FrameBuffer
 
 DEMO = os.path.join(os.path.dirname(wire.__file__), "..", "demo_model")
 
 
 def echo(link: socket.socket) -> None:
-    buffer, starts = wire.FrameBuffer(), True
+    buffer, starts = FrameBuffer(), True
     while data := link.recv(1 << 18):
         for body in buffer.feed(data):
             if starts:  # the driver's first frame
                 starts = False
                 continue
-            link.sendall((struct.pack("<I", len(body)) + bytes(body)) * 3)
+            link.sendall((LENGTH.pack(len(body)) + bytes(body)) * 3)
 
 
 def drive() -> None:

@@ -335,7 +335,7 @@ def test_an_engine_may_return_with_less_room(
     blocks: int, longest: int, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks for what its options give, as at its first start; the longest text that is served must fit."""
-    monkeypatch.setattr(fleet_handles, "ChildHandle", lambda start, module: Mock(number=start.number, start=start))
+    monkeypatch.setattr(fleet_handles, "ChildHandle", lambda start: Mock(number=start.number, start=start))
     handles = FleetHandles("model", {"data_parallel_size": 2})
     handles.form([wire.Ready(INFO)] * 2)
     first: Any = handles.all[0]

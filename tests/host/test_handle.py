@@ -21,6 +21,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
 from nanovllm.host.handle import ChildHandle, Lost
+from nanovllm.processes.framing import LENGTH
 
 DEMO = str(Path(__file__).resolve().parents[2] / "nanovllm" / "demo_model")
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 256, "skip_tokenizer_init": True}
@@ -49,7 +50,7 @@ def handle() -> Iterator[ChildHandle]:
 
 def test_a_prompt_travels_whole_but_for_its_text() -> None:
     sent = wire.Add.of(3, Prompt([5, 2**31 - 1], ((0, b"digest"),), "text"), {}, known=[7])
-    add = wire.down_decoder.decode(wire.pack(sent)[4:])
+    add = wire.down_decoder.decode(wire.pack(sent)[LENGTH.size :])
     assert isinstance(add, wire.Add) and add.known_ids() == [7]
     assert add.prompt() == Prompt([5, 2**31 - 1], ((0, b"digest"),))
 
@@ -106,10 +107,11 @@ def test_an_engine_that_is_killed_is_lost() -> None:
     handle.close()
 
 
-def test_driver_and_engine_that_both_send_do_not_wait_for_each_other() -> None:
+def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine does not read while it cannot send, and nothing is taken out meanwhile; all arrives, in order."""
     sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
-    echo = ChildHandle(wire.Start(DEMO, {}), "echo_engine")
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    echo = ChildHandle(wire.Start(DEMO, {}))
     room: list[bool] = []
     echo.on_room = lambda _, waits: room.append(waits)
     for frame in sent:

@@ -105,13 +105,13 @@ def draw_samples(given: Any, tokenizer_folder: str) -> list[Sample]:
     return (random_samples if given.dataset_name == "random" else sharegpt_samples)(given, tokenizer)
 
 
-def add_dataset_options(parser: Any, num_prompts: int) -> None:
+def add_dataset_options(parser: Any) -> None:
     from nanovllm.cli.options import count
 
     group = parser.add_argument_group("prompts")
     group.add_argument("--dataset-name", choices=("random", "sharegpt"), default="random")
     group.add_argument("--dataset-path", metavar="FILE", help="ShareGPT's JSON")
-    group.add_argument("--num-prompts", type=count, default=num_prompts, metavar="N", help=f"[{num_prompts}]")
+    group.add_argument("--num-prompts", type=count, default=1000, metavar="N", help="[1000]")
     group.add_argument("--random-input-len", "--input-len", type=count, default=1024, metavar="N", help="[1024]")
     group.add_argument("--random-output-len", "--output-len", type=count, default=128, metavar="N", help="[128]")
     text = "lengths are uniform within this share of the two above [0]"

@@ -37,7 +37,7 @@ def add_options(parser: Parser) -> None:
     group.add_argument("--served-model-name", metavar="NAME", help="the same, where --model is a folder")
     group.add_argument("--tokenizer", metavar="DIR", help="whose tokens prompts are drawn from; default: the model's")
     group.add_argument("--header", action="append", default=[], metavar="KEY=VALUE")
-    add_dataset_options(parser, 1000)
+    add_dataset_options(parser)
     group = parser.add_argument_group("requests")
     group.add_argument("--request-rate", type=float, default=float("inf"), metavar="N", help="a second [inf: at once]")
     text = "1: a Poisson process; smaller: burstier (the shape of gamma-distributed gaps) [1]"

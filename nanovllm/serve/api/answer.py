@@ -158,9 +158,6 @@ class Answer(Request):
             choice["stop_reason"] = completion.stop_reason
         return choice
 
-    def finish_reason(self, completion: Completion) -> str | None:
-        return completion.finish_reason
-
     def ending(self) -> bytes:
         if not self.include_usage:
             return super().ending()

@@ -59,10 +59,10 @@ def one_of(rule: str, terms: list[str]) -> str:
     return f"{rule}: " + "\n  | ".join(terms)
 
 
-def json_calls(rule: str, tools: tuple[Tool, ...], arguments: str) -> str:
-    """The rule for {"name": ..., "arguments": ...}."""
+def json_calls(tools: tuple[Tool, ...], arguments: str) -> str:
+    """The rule `function`: {"name": ..., "arguments": ...}."""
     heads = [json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ') for tool in tools]
-    return one_of(rule, [f'{head} {tool.arguments()} "}}"' for head, tool in zip(heads, tools, strict=True)])
+    return one_of("function", [f'{head} {tool.arguments()} "}}"' for head, tool in zip(heads, tools, strict=True)])
 
 
 def read_json_call(source: Source, output: Output, names: Collection[str] | None = None) -> Steps:

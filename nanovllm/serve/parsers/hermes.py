@@ -10,7 +10,7 @@ class Hermes(ToolFamily):
 
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         call = rf'call: "\n" function "\n" {self.marks[1].lark}'
-        return self.tagged_calls(parallel, free, call, json_calls("function", tools, "arguments"))
+        return self.tagged_calls(parallel, free, call, json_calls(tools, "arguments"))
 
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         yield from read_json_call(source, output)

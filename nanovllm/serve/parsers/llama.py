@@ -11,7 +11,7 @@ class Llama(ToolFamily):
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         text = r'body: "" | PROSE | calls' + "\n" + r"PROSE: /[^{](.|\n)*/" if free else "body: calls"
         calls = f"calls: {self.opening.lark}? " + repeated("function", '"; "', parallel)
-        return "\n".join((text, calls, json_calls("function", tools, "parameters")))
+        return "\n".join((text, calls, json_calls(tools, "parameters")))
 
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         return read_json_call(source, output, {tool.name for tool in tools})

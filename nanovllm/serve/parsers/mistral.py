@@ -15,7 +15,7 @@ class MistralList(ToolFamily):
 
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         calls = 'calls: / ?/ "[" ' + repeated("function", '", "', parallel) + ' "]"'
-        return "\n".join((self.body(free), calls, json_calls("function", tools, "arguments")))
+        return "\n".join((self.body(free), calls, json_calls(tools, "arguments")))
 
     def call(self, tools: tuple[Tool, ...], source: Source, output: Output) -> Steps:
         yield from source.blanks()
