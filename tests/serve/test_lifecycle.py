@@ -163,25 +163,21 @@ def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
     assert str(small.port) in line and str(small.process.pid) in line
 
 
-def test_model_that_is_not_there(tmp_path: Path) -> None:
-    with Server(tmp_path, model=tmp_path / "nothing") as server:
-        assert server.process.wait(60) == 2
-    [line] = server.log.splitlines()
-    assert "no such folder" in line
-
-
-def test_folder_without_a_model(tmp_path: Path) -> None:
-    with Server(tmp_path, model=tmp_path) as server:
-        assert server.process.wait(60) == 1
-        assert f"model='{tmp_path}': config.json is missing" in server.log and "Traceback" not in server.log
-
-
-def test_parser_that_is_not_there(tmp_path: Path) -> None:
-    """Said while the engine still loads, which may take minutes."""
-    with Server(tmp_path, "--tool-call-parser", "none-such") as server:
-        assert server.process.wait(60) == 1
-        assert "tool_call_parser='none-such': must be" in server.log
-        assert "Traceback" not in server.log and "capturing graphs" not in server.log
+@pytest.mark.parametrize(
+    ("folder", "arguments", "code", "said"),
+    [
+        ("nothing", (), 2, "no such folder"),
+        ("", (), 1, "': config.json is missing"),
+        (DEMO, ("--tool-call-parser", "none-such"), 1, "tool_call_parser='none-such': must be"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    folder: Any, arguments: tuple[str, ...], code: int, said: str, tmp_path: Path
+) -> None:
+    """A parser while the engine still loads, which may take minutes."""
+    with Server(tmp_path, *arguments, model=tmp_path / folder) as server:
+        assert server.process.wait(60) == code
+        assert said in server.log and "Traceback" not in server.log and "capturing graphs" not in server.log
 
 
 def test_sampling_defaults_that_no_request_can_have() -> None:
