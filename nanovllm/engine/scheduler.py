@@ -268,10 +268,10 @@ class Scheduler:
         seq.slot = self._free_slots.pop()
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens
         if seq.num_prompt_cached_tokens is None:
-            seq.num_prompt_cached_tokens = seq.num_cached_tokens
+            seq.num_prompt_cached_tokens = min(prefix.num_tokens, seq.num_prompt_tokens)
             if seq.index == 0:
                 self.num_prompt_tokens += seq.num_prompt_tokens
-                self.num_prompt_cached_tokens += seq.num_cached_tokens
+                self.num_prompt_cached_tokens += seq.num_prompt_cached_tokens
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)

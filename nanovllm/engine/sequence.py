@@ -75,7 +75,7 @@ class Sequence:
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_prompt_cached_tokens: int | None = field(default=None, init=False)
-    """num_cached_tokens of the first admission: what a preemption finds later is the request's own work."""
+    """Prompt tokens cached at the first admission: what a preemption finds later is the request's own work."""
     slot: int = field(default=-1, init=False)
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""

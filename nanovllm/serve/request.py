@@ -191,7 +191,7 @@ class Request:
 
     def _write(self, data: bytes, now: float) -> None:
         assert self.connection is not None
-        self.connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.connection.in_chunks else data)
         self.last_write = now
 
     def _waits(self, completion: Completion) -> bool:

@@ -47,6 +47,7 @@ def make_sequence(
     temperature: float = 0.0,
     watcher: Watcher | None = None,
     salt: str | None = None,
+    known_ids: tuple[int, ...] = (),
 ) -> Sequence:
     return Sequence(
         request_id,
@@ -57,6 +58,7 @@ def make_sequence(
         max_total_tokens=min(len(prompt) + max_tokens, capacity + 1),  # the last token needs no KV
         metrics=RequestMetrics(arrival_time=0.0),
         sampling=watcher,  # type: ignore[arg-type]
+        known_ids=known_ids,
     )
 
 

@@ -205,6 +205,17 @@ def test_outputs_are_hits_too() -> None:
     assert followup.seq.num_prompt_cached_tokens == 12
 
 
+def test_output_that_a_request_comes_with_is_no_hit_of_its_prompt() -> None:
+    """As that of a request which another replica had begun: no more tokens of a prompt are cached than it has."""
+    simulation = Simulation(block_size=4)
+    first = simulation.add([1, 2, 3], max_tokens=10)
+    simulation.run_to_end()
+    moved = make_sequence(1, [1, 2, 3], max_tokens=10, known_ids=tuple(first.gained[:6]))
+    simulation.scheduler.add(moved)
+    assert rows(simulation.scheduler.schedule()) == [(1, 8, 1)]
+    assert moved.num_prompt_cached_tokens == simulation.scheduler.num_prompt_cached_tokens == 3
+
+
 def test_a_prompt_is_shared_once_the_step_that_computes_it_is_launched() -> None:
     """Later steps run after it, so its results need not be there; rows of one step cannot share."""
     simulation = Simulation(block_size=4)

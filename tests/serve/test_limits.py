@@ -198,6 +198,19 @@ def test_a_short_pipeline_is_answered_in_order(server: Server) -> None:
     assert found == [b"200", b"200", b"200", b"404"] * 7 + [b"200"]
 
 
+def test_a_stream_for_http_1_0_is_not_cut_into_chunks(server: Server) -> None:
+    """As proxies speak it, nginx by default."""
+    body = json.dumps(ASK | {"stream": True}).encode()
+    request = OPENING.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    head, _, rest = raw(server, request).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert rest.endswith(b"data: [DONE]\n\n") and all(line.startswith(b"data: ") for line in rest.split(b"\n\n")[:-1])
+
+
+def test_a_request_whose_target_is_no_url_is_refused(server: Server) -> None:
+    assert refusal(raw(server, b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n"))[0] == 400
+
+
 def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Server) -> None:
     """Java's client offers HTTP/2 with each request."""
     body = json.dumps(ASK | {"user": "a" * 100_000}).encode()

@@ -22,7 +22,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.written, self.is_closed = b"", False
-        self.is_full = False
+        self.is_full, self.in_chunks = False, True
         self.transport = self
         self.let_go = self.abort
 

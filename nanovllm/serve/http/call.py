@@ -30,6 +30,8 @@ class Client(ABC):
     """Called once when the client leaves before the response is complete."""
     on_writable: Callable[[], None] | None = None
     """Called when the write buffer has been drained after it was full."""
+    in_chunks = True
+    """Whether the stream that is being written is cut into chunks."""
 
     @property
     @abstractmethod
@@ -49,11 +51,13 @@ class Call:
     """HTTP request as a handler gets it, and the way to answer it."""
 
     def __init__(
-        self, connection: Client, method: str, url: bytes, headers: list[tuple[bytes, bytes]], stays: bool
-    ) -> None:
-        """`headers`: names in lower case; `stays`: whether the connection is kept for further requests. Raises
-        httptools' error for a URL that is none."""
+        self, connection: Client, method: str, url: bytes, headers: list[tuple[bytes, bytes]], stays: bool,
+        knows_chunks: bool = True,
+    ) -> None:  # fmt: skip
+        """`headers`: names in lower case; `stays`: whether the connection is kept for further requests; `knows_chunks`:
+        whether a body may come in chunks, as of HTTP/1.1. Raises httptools' error for a URL that is none."""
         self.connection, self.method, self._headers, self.stays = connection, method, headers, stays
+        self._knows_chunks = knows_chunks
         parsed = httptools.parse_url(url)
         self.path = unquote((parsed.path or b"/").decode("latin-1"))
         self.query = (parsed.query or b"").decode("latin-1")
@@ -135,14 +139,15 @@ class Call:
     # -- the response -------------------------------------------------------------------------------------------
 
     def begin(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Sends status and headers of a body that follows in chunks. Raises ConnectionError where the client is gone,
-        as `end` and `respond`."""
-        head = self._head(status, content_type, [*headers, (b"transfer-encoding", b"chunked")])
-        self.connection.transport.write(head)
+        """Sends status and headers of a body that follows in chunks, or until the connection ends where the client
+        knows none. Raises ConnectionError where the client is gone, as `end` and `respond`."""
+        self.connection.in_chunks = self._knows_chunks
+        framing = [(b"transfer-encoding", b"chunked")] if self._knows_chunks else []
+        self.connection.transport.write(self._head(status, content_type, [*headers, *framing]))
 
     def end(self) -> None:
         """Sends the end of the chunks."""
-        self._end([b"0\r\n\r\n"])
+        self._end([b"0\r\n\r\n"] if self._knows_chunks else [])
 
     async def respond(
         self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Sequence[tuple[bytes, bytes]] = ()
@@ -169,6 +174,7 @@ class Call:
 
     def _end(self, pieces: list[bytes]) -> None:
         self.require_client()
-        self.connection.transport.writelines(pieces)
+        if pieces:  # some event loops do not take an empty list
+            self.connection.transport.writelines(pieces)
         self.is_over = True
         self.connection.end_answer(self)

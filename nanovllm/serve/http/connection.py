@@ -211,10 +211,11 @@ class Connection(Client, asyncio.Protocol):
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if len(length) > 12 or int(length) > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
-        self._in_headers, self._received = False, 0
         parser = self._parser
-        stays = parser.get_http_version() == "1.1" and parser.should_keep_alive()
-        call = self._incoming = Call(self, parser.get_method().decode(), self._url, headers, stays)
+        is_1_1 = parser.get_http_version() == "1.1"
+        stays = is_1_1 and parser.should_keep_alive()
+        call = self._incoming = Call(self, parser.get_method().decode(), self._url, headers, stays, is_1_1)
+        self._in_headers, self._received = False, 0
         if self._answering is None and not self._waiting and not self.is_full:
             self._start(call)
         else:
