@@ -1,22 +1,20 @@
 """Says hello: continues a few prompts, by default with the small checkpoint that ships with nanovllm."""
 
 import argparse
-from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
 
-DEMO = Path(__file__).resolve().parent / "assets" / "demo-qwen3"
 DEMO_PROMPTS = ["The capital of France is", "1 2 3 4 5", "3 + 4 =", "Monday, Tuesday,", "The opposite of hot is"]
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(DEMO), help="a checkpoint folder or a hub id (default: %(default)s)")
+    parser.add_argument("--model", default="demo", help="a checkpoint folder or a hub id (default: %(default)s)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     args = parser.parse_args()
-    is_demo = Path(args.model).resolve() == DEMO
+    is_demo = args.model == "demo"
 
     with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, device=args.device) as llm:
         prompts = DEMO_PROMPTS if is_demo else PROMPTS

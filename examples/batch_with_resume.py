@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 PROMPTS = [f"Story {number}: once upon a time" for number in range(20)]
 AT_ONCE = 8  # prompts a call: what an interruption can cost
 

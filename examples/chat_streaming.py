@@ -7,7 +7,7 @@ import asyncio
 
 from nanovllm import AsyncLLM, SamplingParams
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 
 
 async def answer(llm: AsyncLLM, name: str, question: str, most: int) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from nanovllm import AsyncLLM, SamplingParams
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 
 
 class Question(BaseModel):

@@ -5,7 +5,7 @@ python examples/logprobs.py
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 QUESTION, ANSWERS = "The capital of France is", [" Paris.", " London.", " a"]
 
 

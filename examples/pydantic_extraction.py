@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 TEXT = "Ada Lovelace, born 1815 in London, wrote the first program."
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 TOOLS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
 STEP = {

@@ -5,7 +5,7 @@ python examples/two_replicas.py
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "assets/demo-qwen3"
+MODEL = "demo"
 
 
 def main() -> None:

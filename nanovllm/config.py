@@ -8,6 +8,8 @@ from typing import Any
 from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse, require_known
 from nanovllm.vllm_options import translated
 
+DEMO_MODEL = "demo"
+"""Name of the checkpoint that ships with the package; a folder of that name comes first."""
 MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
 DTYPES = ("bfloat16", "float16", "float32")
@@ -106,7 +108,7 @@ class EngineConfig:
     """Options of the engine. `None` means: chosen from the model, the device and the memory that is there."""
 
     model: str
-    """A folder with config.json and *.safetensors, or a hub id."""
+    """A folder with config.json and *.safetensors, a hub id, or "demo": a small model that comes along."""
     tokenizer: str | None = None
     """A folder or hub id; default: the model's."""
     skip_tokenizer_init: bool = False
@@ -226,6 +228,8 @@ class EngineConfig:
             _require(holds(value), option, value, bound)
             if holds is _is_path:
                 object.__setattr__(self, option, str(value))
+        if self.model == DEMO_MODEL and not os.path.isdir(DEMO_MODEL):
+            object.__setattr__(self, "model", os.path.realpath(os.path.join(os.path.dirname(__file__), "demo_model")))
         size = self.kvcache_block_size
         _require(size is None or size % 16 == 0, "kvcache_block_size", size, "a multiple of 16")
         if self.ray_address is not None and self.data_parallel_backend != "ray":

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object
-from nanovllm.cli.serve import DEMO_NAME, add_model, check_engine, demo_model
-from nanovllm.config import EngineConfig
+from nanovllm.cli.serve import add_model, check_engine
+from nanovllm.config import DEMO_MODEL, EngineConfig
 
 _SAMPLING = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
@@ -92,8 +92,7 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
             raise ValueError(f"{name}: not together with --url")
         yield given.url
         return
-    if model is None:
-        model, names = demo_model(), names or [DEMO_NAME]
+    model = DEMO_MODEL if model is None else model
     check_engine(model, engine)
     from nanovllm.cli.local_server import LocalServer
 

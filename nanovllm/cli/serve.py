@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.cli.config_file import parse_with_config
 from nanovllm.cli.options import Parser, add_fields, add_fixed, chosen
-from nanovllm.config import EngineConfig
+from nanovllm.config import DEMO_MODEL, EngineConfig
 from nanovllm.models.registry import is_hub_id
 from nanovllm.serve.options import ServeOptions
 from nanovllm.vllm_options import FIXED, translated
@@ -25,7 +25,6 @@ _SERVER_GROUPS = {
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
 }
-DEMO_NAME = "demo"
 _ANY = ("true", "false")
 SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "api_server_count": (("1",), "one process serves HTTP"),
@@ -82,7 +81,9 @@ def make_parser() -> Parser:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", help="a folder with config.json and *.safetensors, or a hub id; none: the small demo model"
+        "model",
+        nargs="?",
+        help="a folder with config.json and *.safetensors, a hub id, or demo, a small model that comes along [demo]",
     )
 
 
@@ -90,14 +91,6 @@ def check_engine(model: str, options: dict[str, Any]) -> None:
     """Raises ValueError or FileNotFoundError, before anything starts, for a mistake that needs no look at the model's
     files."""
     is_hub_id(EngineConfig.from_options(model, **options))
-
-
-def demo_model() -> str:
-    """The folder of the checkpoint that ships with the project."""
-    folder = Path(__file__).resolve().parents[1] / "demo_model"
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError("the demo model is not part of this installation: name a model")
-    return str(folder.resolve())
 
 
 def _api_keys(given: list[str], option: str, variable: str) -> tuple[str, ...]:
@@ -129,10 +122,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     """Serves until it is told to end."""
     given = parse_with_config(parser, arguments)
     engine, server = translated_options(given)
-    model = engine.pop("model", None)
-    if model is None:
-        model = demo_model()
-        server.setdefault("served_model_name", (DEMO_NAME,))
+    model = engine.pop("model", DEMO_MODEL)
     check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")

@@ -199,10 +199,13 @@ def test_help_is_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(serve.make_parser().format_help().splitlines()) <= 120
 
 
-def test_demo_model_ships_with_the_package() -> None:
-    folder = Path(serve.demo_model())
+def test_demo_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(EngineConfig("demo").model)
     assert json.loads((folder / "config.json").read_text())["architectures"]
     assert (folder / "model.safetensors").stat().st_size < 8 << 20
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    assert EngineConfig("demo").model == "demo", "a folder of that name comes first"
 
 
 def test_version_and_help_of_the_program() -> None:

@@ -43,7 +43,7 @@ def test_a_wheel_serves_the_demo_model_without_the_repository(tmp_path: Path) ->
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert "Rome" in answer["choices"][0]["message"]["content"]
         assert "<title>" in httpx.get(url + "/", timeout=30).text
-        where = "import nanovllm; print(nanovllm.__file__)"
+        where = "from nanovllm.config import EngineConfig; print(EngineConfig('demo').model)"
         place = subprocess.check_output([sys.executable, "-c", where], env=environment, cwd=tmp_path, text=True)
         assert place.startswith(str(site))
     finally:

@@ -26,8 +26,7 @@ from nanovllm.cli.bench.modes import Bench
 from nanovllm.cli.bench.roofline import DeviceFigures, Roofline, device_figures
 from nanovllm.cli.bench.workloads import StallWorkload, sampling
 from nanovllm.cli.options import Parser, add_fields, chosen
-from nanovllm.cli.serve import demo_model
-from nanovllm.config import EngineConfig
+from nanovllm.config import DEMO_MODEL, EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 
 IMPORTED_AT = time.perf_counter()
@@ -78,8 +77,8 @@ def engine_options(parser: Parser, args: argparse.Namespace, **defaults: Any) ->
     """The options of LLM() that were given, above `defaults`; ends with an error that names a wrong one. Replaces a
     size in `args.model` by its whole name: such a model has random weights."""
     published = None if Path(args.model).is_dir() else published_name(args.model)
-    args.model = published or (demo_model() if args.model == "demo" else args.model)
-    if not published and not Path(args.model).is_dir() and args.model.count("/") != 1:
+    args.model = published or args.model
+    if not published and not Path(args.model).is_dir() and args.model.count("/") != 1 and args.model != DEMO_MODEL:
         parser.error(f"--model {args.model}: no such folder, no hub id (owner/name), not demo and not one of {SIZES}")
     load_format = "dummy" if published else "auto"
     options = {"load_format": load_format, "skip_tokenizer_init": True, **defaults, **chosen(args, EngineConfig)}
