@@ -53,19 +53,6 @@ def check_alive(closed: bool, error: BaseException | None) -> None:
         raise RuntimeError(f"this engine has failed and cannot go on: {short(error)}") from error
 
 
-def require_awake(asleep: Iterable[str]) -> None:
-    """Raises RuntimeError where these kinds of an engine's memory are asleep, unless there are none."""
-    if asleep := sorted(asleep):
-        raise RuntimeError(f"this engine is asleep ({', '.join(asleep)}): call wake_up first")
-
-
-def require_weights(incomplete: str | None) -> None:
-    """Raises WeightsIncomplete for an engine that lacks weights. `incomplete`: why; None or "" where it has them."""
-    if incomplete:
-        until = "no step can run until load_weights, or begin_update and finish_update, succeed"
-        raise WeightsIncomplete(f"{incomplete}: {until}")
-
-
 class ReplicaError(RuntimeError):
     """No replica is left; the text says why the last one was lost."""
 

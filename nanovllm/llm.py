@@ -179,7 +179,7 @@ class LLM:
                     self._turns.dispatch(self.engine.step())
                     unfinished -= self._turns.ended
                 progress.update(len(request_ids) - len(unfinished))
-                if self.engine.is_paused and unfinished:
+                if self.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)
 
     # -- a caller's own loop ------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class LLM:
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next step runs with; 0 for those that the engine started with."""
-        return self.engine.weight_version
+        return self.engine.state.weight_version
 
     def weights_changed(self) -> None:
         """Says that the module of from_module was written to: requests in flight start over from their tokens so far,
@@ -349,7 +349,7 @@ class LLM:
     @property
     def is_paused(self) -> bool:
         """True between `pause` and `resume`."""
-        return self.engine.is_paused
+        return self.engine.state.is_paused
 
     def abort_all(self) -> list[int]:
         """Ends every unfinished request with what it has: step() and generate() hand it out with reason "abort".

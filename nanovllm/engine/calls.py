@@ -17,7 +17,6 @@ from nanovllm.errors import ReplicaError, refuse, shown
 
 if TYPE_CHECKING:
     from nanovllm.engine.control import EngineControl
-    from nanovllm.engine.loop import EngineLoop
     from nanovllm.transfer.receiver import Relay, WeightReceiver
 
 Steps = Generator[None, None, Any]
@@ -30,11 +29,7 @@ class CalledEngine(Protocol):
     """Parts of an engine that calls work on."""
 
     control: "EngineControl"
-    loop: "EngineLoop"
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether launching steps is paused."""
+    state: EngineState
 
     def info(self) -> dict[str, Any]:
         """Facts about the engine, by name."""
@@ -78,11 +73,10 @@ def _sleep(
 ) -> Steps:
     """`mode` None: refused where requests run. Requests that come meanwhile wait for `wake_up`."""
     engine.control.check_sleep(level, tags)
-    if mode is not None:
+    if mode is None:
+        engine.control.require_rest("sleep")
+    else:
         yield from engine.control.end_requests(mode, "mode")
-        if not engine.is_paused:
-            engine.control.pause_steps()
-            engine.loop.settle()
     return {"freed_bytes": engine.control.sleep(level, tags)}
 
 
@@ -124,7 +118,7 @@ def _join_transfer(engine: CalledEngine, init_info: dict[str, Any]) -> Any:
 def _end_in_flight(engine: CalledEngine, asked: str | None) -> Generator[None, None, str]:
     """Ends requests in flight, or leaves them, as `asked`; returns the mode. Default: "keep" within a pause by "keep",
     else "recompute"."""
-    in_flight = asked or ("keep" if engine.control.pause_mode == "keep" else "recompute")
+    in_flight = asked or ("keep" if engine.state.pause_mode == "keep" else "recompute")
     yield from engine.control.end_requests(in_flight, "in_flight")
     return in_flight
 
@@ -145,7 +139,7 @@ class Receive(msgspec.Struct):
 
 def _receive(engine: CalledEngine, update_info: dict[str, Any], relay: "Relay" = iter) -> Any:
     """Weights from a trainer, or from a folder."""
-    if not engine.control.lacks_weights:
+    if not engine.state.lacks_weights:
         raise RuntimeError("update_weights: start_weight_update was not called")
     if (folder := update_info.get("weight_dir")) is not None:
         engine.control.update(_folder(folder))
@@ -217,11 +211,11 @@ def _sleeps(state: EngineState, options: Options) -> bool:
 
 
 def _missed_pause(own: EngineState, others: EngineState) -> list[Options]:
-    return [{"mode": "keep"}] if others.paused and not own.paused else []
+    return [{"mode": "keep"}] if others.is_paused and not own.is_paused else []
 
 
 def _missed_resume(own: EngineState, others: EngineState) -> list[Options]:
-    return [{}] if own.paused and not others.paused else []
+    return [{}] if own.is_paused and not others.is_paused else []
 
 
 def _first(answers: list[Any]) -> Any:

@@ -4,10 +4,10 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.engine_state import TAGS
+from nanovllm.engine.engine_state import TAGS, EngineState
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.errors import is_integer, refuse, require_awake, require_weights
+from nanovllm.errors import is_integer, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -23,26 +23,18 @@ _DROPPED = "sleep(level=2) has dropped the weights"
 
 class EngineControl:
     """Changes a loop's weights, its memory and whether it runs. Called between two steps, by the thread that may step;
-    but abort_all, pause_steps and resume may be called from any thread."""
+    but abort_all and resume may be called from any thread."""
 
-    def __init__(self, loop: EngineLoop, book: RequestBook) -> None:
-        self._loop, self._book, self._executor, self._scheduler = loop, book, loop.executor, loop.scheduler
-        self.pause_mode: str | None = None
-        """Mode of the pause that lasts; None: not paused."""
-        self.sleep_level = 0
-        """Level of the last `sleep`."""
+    def __init__(self, loop: EngineLoop, book: RequestBook, state: EngineState) -> None:
+        self._loop, self._book, self._state = loop, book, state
+        self._executor, self._scheduler = loop.executor, loop.scheduler
         self.receiver: WeightReceiver | None = None
         """Receiver of a trainer's calls, once there were any."""
 
     @property
     def weight_version(self) -> int:
         """Version of the weights that steps run with."""
-        return self._book.weight_version
-
-    @property
-    def asleep(self) -> set[str]:
-        """Memory that sleeps, of TAGS."""
-        return self._loop.asleep
+        return self._state.weight_version
 
     @property
     def device(self) -> str:
@@ -64,7 +56,7 @@ class EngineControl:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
         self.check_load(weights, in_flight, version)
         self.begin_update(in_flight, partial=False)
-        self._loop.incomplete = "load_weights did not finish"
+        self._state.incomplete = "load_weights did not finish"
         self.update(weights)
         self.finish_update(version)
 
@@ -72,13 +64,13 @@ class EngineControl:
         """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
         self._check_update(in_flight)
         self._loop.settle(self._scheduler.keep_all if in_flight == "keep" else self._scheduler.preempt_all)
-        self._loop.incomplete = "an update of the weights has begun and did not finish"
+        self._state.incomplete = "an update of the weights has begun and did not finish"
         self._executor.call("weights.begin_update", partial)
 
     def _check_update(self, in_flight: str) -> None:
         if self._executor.shares_weights:
             raise ValueError("load_weights: this engine computes with a module's weights: load them there")
-        require_awake(self.asleep & {"weights"})
+        self._state.require_awake(["weights"])
         if in_flight not in IN_FLIGHT:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
         self._loop.raise_failure()
@@ -96,18 +88,13 @@ class EngineControl:
         self._require_update("finish_update")
         check_version(version, self.weight_version)
         self._executor.finish_weight_update()
-        self._loop.incomplete = None
+        self._state.incomplete = ""
         self._book.set_version(self.weight_version + 1 if version is None else version)
 
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether an update has begun and not finished, or sleep has dropped them."""
-        return self._loop.incomplete is not None
-
     def _require_update(self, method: str) -> None:
-        require_awake(self.asleep & {"weights"})
+        self._state.require_awake(["weights"])
         self._loop.raise_failure()
-        if self._loop.incomplete in (None, _DROPPED):
+        if self._state.incomplete in ("", _DROPPED):
             raise RuntimeError(f"{method}: begin_update was not called")
 
     def notice_new_weights(self, surely: bool = False) -> None:
@@ -120,9 +107,9 @@ class EngineControl:
 
     def checksum(self) -> dict[str, str]:
         """Checksums of the weights: see LLM.checksum."""
-        require_awake(self.asleep & {"weights"})
+        self._state.require_awake(["weights"])
         self._loop.raise_failure()
-        require_weights(self._loop.incomplete)
+        self._state.require_weights()
         self._loop.settle()
         return self._executor.checksum()
 
@@ -133,7 +120,7 @@ class EngineControl:
     # -- sleep --------------------------------------------------------------------------------------------------
 
     def check_sleep(self, level: int, tags: Iterable[str] | None) -> tuple[str, ...]:
-        """Returns the tags that are to sleep. Raises as `sleep` does, except for running requests."""
+        """Returns the tags that are to sleep. Raises as `sleep` does."""
         self._loop.raise_failure()
         config = self._executor.config
         if not config.enable_sleep:
@@ -143,31 +130,34 @@ class EngineControl:
         if level not in (1, 2) or isinstance(level, bool):
             refuse("level", level, "1 or 2")
         wanted = self._tags(tags)
-        if asleep := self.asleep.intersection(wanted):
-            raise RuntimeError(f"sleep: {', '.join(sorted(asleep))} asleep already")
+        if asleep := [tag for tag in self._state.asleep if tag in wanted]:
+            raise RuntimeError(f"sleep: {', '.join(asleep)} asleep already")
         return wanted
 
+    def require_rest(self, method: str) -> None:
+        """Raises RuntimeError where requests are running."""
+        if self._scheduler.has_begun() and not self._loop.is_held:
+            raise RuntimeError(f"{method}: requests are running: pause(), or abort_all(), first")
+
     def sleep(self, level: int, tags: Iterable[str] | None) -> int:
-        """Lets memory sleep: see LLM.sleep."""
+        """Lets memory sleep: see LLM.sleep. Requests that have begun start over from their tokens so far."""
         wanted = self.check_sleep(level, tags)
-        if self._loop.scheduler.has_begun() and not self._loop.is_paused:
-            raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         self._loop.settle(self._scheduler.preempt_all)
         freed = self._executor.sleep(wanted, keep_weights=level == 1)
-        self._loop.asleep |= set(wanted)
-        self.sleep_level = level
+        self._state.asleep, self._state.level = sorted({*self._state.asleep, *wanted}), level
         if level == 2 and "weights" in wanted:
-            self._loop.incomplete = _DROPPED
+            self._state.incomplete = _DROPPED
         return freed
 
     def wake_up(self, tags: Iterable[str] | None) -> None:
         """Wakes memory up: see LLM.wake_up."""
         self._loop.raise_failure()
-        wanted = tuple(sorted(self.asleep)) if tags is None else self._tags(tags)
-        if not wanted or not self.asleep.issuperset(wanted):
-            raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - self.asleep)) or 'the engine'}")
+        asleep = set(self._state.asleep)
+        wanted = tuple(self._state.asleep) if tags is None else self._tags(tags)
+        if not wanted or not asleep.issuperset(wanted):
+            raise RuntimeError(f"wake_up: not asleep: {', '.join(sorted(set(wanted) - asleep)) or 'the engine'}")
         self._executor.wake_up(wanted)
-        self._loop.asleep -= set(wanted)
+        self._state.asleep = sorted(asleep.difference(wanted))
         self._loop.wake()
 
     def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
@@ -188,11 +178,11 @@ class EngineControl:
             self._loop.take_in()
         if mode != "wait":
             return
-        if self._loop.is_paused and self._loop.scheduler.has_begun():
+        if self._loop.is_held and self._scheduler.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
         self._scheduler.holds_new = True
         try:
-            while self._scheduler.holds_new and self._loop.is_busy() and not self.lacks_weights:
+            while self._scheduler.holds_new and self._loop.is_busy() and not self._state.lacks_weights:
                 yield
         finally:
             self._scheduler.holds_new = False
@@ -200,18 +190,14 @@ class EngineControl:
 
     def pause(self, mode: str) -> None:
         """LLM.pause, when requests have ended as `mode` says."""
-        self.pause_steps()
+        self._state.pause_mode = mode
         self._loop.settle()
-        self.pause_mode = mode
-
-    def pause_steps(self) -> None:
-        """No step is launched until `resume`."""
-        self._loop.hold(True)
 
     def resume(self) -> None:
         """Steps go on, and requests begin again."""
-        self.pause_mode = None
-        self._loop.hold(False)
+        self._state.pause_mode = None
+        self._scheduler.holds_new = False
+        self._loop.wake()
 
     def abort_all(self) -> list[int]:
         """Ends all requests that are unfinished now, with what they have; returns their ids."""

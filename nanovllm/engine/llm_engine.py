@@ -33,10 +33,11 @@ class LLMEngine:
     ) -> None:
         """`executor`: started, and from here on this engine's to close."""
         self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace
-        self.loop = EngineLoop(executor, model_config, trace)
+        self.state = EngineState()
+        self.loop = EngineLoop(executor, model_config, trace, self.state)
         self.scheduler = self.loop.scheduler
-        self.book = RequestBook(self.config, model_config, tokenizer, self.scheduler.capacity_tokens)
-        self.control = EngineControl(self.loop, self.book)
+        self.book = RequestBook(self.config, model_config, tokenizer, self.scheduler.capacity_tokens, self.state)
+        self.control = EngineControl(self.loop, self.book, self.state)
         self.tokenizer = tokenizer
         self.startup_seconds = 0.0
 
@@ -111,28 +112,9 @@ class LLMEngine:
         self.control.notice_new_weights(surely)
 
     @property
-    def state(self) -> EngineState:
-        """State of the engine that calls change."""
-        control = self.control
-        return EngineState(
-            control.pause_mode is not None, sorted(control.asleep), control.sleep_level, control.lacks_weights,
-            self.weight_version, self.loop.incomplete or "",
-        )  # fmt: skip
-
-    @property
     def shares_weights(self) -> bool:
         """Whether it computes with the weights of a module, whose owner writes to them."""
         return self.executor.shares_weights
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that the next step runs with."""
-        return self.book.weight_version
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether launching steps is paused."""
-        return self.loop.is_paused
 
     def resume(self) -> None:
         """Ends a pause. From any thread."""

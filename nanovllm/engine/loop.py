@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import check_alive, require_awake, require_weights
+from nanovllm.errors import check_alive
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import Ending, StepColumns
@@ -30,8 +31,10 @@ class Launched(NamedTuple):
 class EngineLoop:
     """The scheduler, the steps that run, and what comes in from other threads meanwhile. One thread at a time steps."""
 
-    def __init__(self, executor: Executor, model_config: ModelConfig, trace: Trace | None) -> None:
-        self.executor, self.config, self._trace = executor, executor.config, trace
+    def __init__(
+        self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState
+    ) -> None:
+        self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step
         )
@@ -46,12 +49,8 @@ class EngineLoop:
         self._closed = False
         self._error: BaseException | None = None
         """The error that ended this engine."""
-        self.incomplete: str | None = None
-        """Reason why there are no weights to step with; None where there are."""
-        self.asleep: set[str] = set()
-        """Memory that sleeps, of TAGS (calls.py)."""
-        self.is_paused = False
-        """Whether launching steps is paused."""
+        self.rests = False
+        """Whether requests wait while memory sleeps or weights lack; else steps are refused."""
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
@@ -79,12 +78,11 @@ class EngineLoop:
         """Rows that wait, and calls of other threads that the next step takes in: about so many requests do not run."""
         return len(self.scheduler.waiting) + len(self._inbox)
 
-    def hold(self, is_paused: bool) -> None:
-        """Pauses the launching of steps, or ends the pause: requests then begin again. Callable from any thread."""
-        with self._work:
-            self.is_paused = is_paused
-            self.scheduler.holds_new &= is_paused
-        self.wake()
+    @property
+    def is_held(self) -> bool:
+        """Whether no step is launched: in a pause, and where the loop rests."""
+        state = self._state
+        return state.pause_mode is not None or (self.rests and bool(state.asleep or state.incomplete))
 
     def close(self) -> None:
         """No step can follow."""
@@ -93,11 +91,14 @@ class EngineLoop:
 
     def step(self) -> StepColumns:
         """Launches a step if there is one, and takes in the results of the step before it."""
-        self.check_can_step()
+        self.raise_failure()
+        if not (is_held := self.is_held):
+            self._state.require_awake()
+            self._state.require_weights()
         try:
             gained = self.take_unreported()
             self._drain_inbox(gained)
-            plan = None if self.is_paused else self.scheduler.schedule()
+            plan = None if is_held else self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
             depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
@@ -208,13 +209,6 @@ class EngineLoop:
         gained, self._unreported = self._unreported, StepColumns()
         return gained
 
-    def check_can_step(self) -> None:
-        """Raises RuntimeError where a step would compute without weights or memory."""
-        self.raise_failure()
-        if not self.is_paused:
-            require_awake(self.asleep)
-            require_weights(self.incomplete)
-
     def raise_failure(self) -> None:
         """Raises RuntimeError if this engine is closed or has failed."""
         check_alive(self._closed, self._error)
@@ -228,7 +222,7 @@ class EngineLoop:
         if self._inbox or self._launched or self._unreported.request_ids:
             return True
         scheduler = self.scheduler
-        return not self.is_paused and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
+        return not self.is_held and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
         """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most

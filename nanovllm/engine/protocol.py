@@ -37,14 +37,6 @@ class Engine(Protocol):
         """State of the engine that calls change."""
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights that the next step runs with."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether launching steps is paused."""
-
-    @property
     def computed(self) -> tuple[int, int]:
         """Prompt tokens, and tokens of rows with one to compute, since the start."""
 

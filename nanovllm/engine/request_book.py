@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -39,19 +40,19 @@ class RequestBook:
     are forgotten. From any thread."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, capacity_tokens: int
-    ) -> None:
+        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, capacity_tokens: int,
+        state: EngineState,
+    ) -> None:  # fmt: skip
         """`config`: with nothing left open. `capacity_tokens`: of the KV cache that one request can have."""
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
         self._capacity_tokens, self._eos = capacity_tokens, frozenset(model_config.eos_token_ids)
+        self._state = state
         self._sampling = RequestSampling(tokenizer, model_config, config)
         self._lock = threading.Lock()
         self.rows: dict[int, list[Sequence]] = {}
         """The completions of every request that is known, by its id."""
         self.num_requests = 0
         """Ids given so far."""
-        self.weight_version = 0
-        """Version of the weights that the next token comes from."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class RequestBook:
         ]  # fmt: skip
         with self._lock:
             for seq in seqs:
-                seq.note_version(self.weight_version)
+                seq.note_version(self._state.weight_version)
             self.rows[request_id] = seqs
             queue(seqs)  # with the lock: no abort of another thread's comes before it
         return request_id
@@ -168,7 +169,7 @@ class RequestBook:
     def set_version(self, version: int) -> None:
         """Tokens from here on come from weights of this version."""
         with self._lock:
-            self.weight_version = version
+            self._state.weight_version = version
             for seq in (seq for seqs in self.rows.values() for seq in seqs):
                 if seq.status is not SequenceStatus.FINISHED:
                     seq.note_version(version)

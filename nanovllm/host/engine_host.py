@@ -6,6 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +46,7 @@ class EngineHost:
     def __init__(self, engine: "LLMEngine", send: Callable[[wire.Up], None], intake: Intake) -> None:
         """`send`: from any thread."""
         self._engine, self._send, self._intake = engine, send, intake
+        engine.loop.rests = True
         self._calls: deque[wire.Call] = deque()
         """Calls that have not begun."""
         self._running: tuple[wire.Call, Steps] | None = None
@@ -189,7 +191,7 @@ class EngineHost:
         return True
 
     def _answer(self, call: wire.Call, value: Any = None, kind: str | None = None, message: str = "") -> None:
-        """Lets steps run or not, as the engine is now, and answers."""
+        """Answers, behind all that was gained before."""
         engine = self._engine
         if call.takes_weights:
             with suppress(RuntimeError):
@@ -197,16 +199,10 @@ class EngineHost:
         if call.relays:
             self._send(wire.Bucket(call.number, None, None if kind is None else "the first engine did not take them"))
         if not engine.executor.failed:
-            control = engine.control
-            must_rest = control.pause_mode is not None or bool(control.asleep) or control.lacks_weights
-            if must_rest and not engine.is_paused:
-                control.pause_steps()
-            elif engine.is_paused and not must_rest:
-                engine.resume()
             engine.loop.settle()
             self._send_gained(engine.loop.take_unreported())
             self._send_stats()
-        self._send(wire.Answer(call.number, value, engine.state, kind, message))
+        self._send(wire.Answer(call.number, value, copy(engine.state), kind, message))
 
     def _weights(self, number: int) -> "Iterator[tuple[str, torch.Tensor]]":
         """(checkpoint name, tensor) of the buckets of a call, up to the last one."""

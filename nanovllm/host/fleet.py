@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from nanovllm.engine.calls import CALLS, CallSpec
-from nanovllm.engine.engine_state import EngineState, state_of_all
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.prompt import Prompt
@@ -50,8 +50,8 @@ class Fleet:
         groups = tuple(PageGroup(*group) for group in infos[0]["page_groups"])
         self._router = Router(count, self._block_size, rows, groups)
         self._keeps_tokens = restart is not None
-        self._states: dict[int, EngineState] = {}
-        """State of each engine that has answered a call."""
+        self._states = [EngineState() for _ in infos]
+        """State of each engine, as its last answer had it."""
         self.state = EngineState()
         """State of all engines together."""
         self.ended: str | None = None
@@ -70,7 +70,6 @@ class Fleet:
         self._calls: dict[int, Pending] = {}
         self._num_calls = 0
         self._stats = FleetStats(count)
-        self._versions = [0] * count
         self.num_restarts = [0] * count
         self._starting: dict[int, dict[str, Any] | None] = {}
         """Engines that were started again and are not yet as the others are; their infos once they have begun."""
@@ -143,9 +142,9 @@ class Fleet:
             if (count := len(tokens) - len(known)) or index in flight.ended:
                 self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
             if self._keeps_tokens:
-                flight.note_version(index, self._versions[number])
+                flight.note_version(index, self._states[number].weight_version)
         params, most = flight.params, self.max_total - len(flight.prompt)
-        if len(self._versions) > 1 and (params.get("max_tokens", 16) or _NO_BOUND) > most:
+        if not self._is_alone and (params.get("max_tokens", 16) or _NO_BOUND) > most:
             # This engine's KV cache may hold more than that of others.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
         return wire.Add.of(flight.request_id, flight.prompt, params, known)
@@ -277,7 +276,7 @@ class Fleet:
     def _wanted(self, spec: CallSpec, options: dict[str, Any]) -> list[int]:
         """Engines that a call goes to."""
         numbers = self.numbers
-        due = [number for number in numbers if spec.is_due(self._states.get(number, EngineState()), options)]
+        due = [number for number in numbers if spec.is_due(self._states[number], options)]
         return (due or numbers)[: 1 if spec.by_first else None]
 
     def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
@@ -287,9 +286,8 @@ class Fleet:
             self._send(engine, [wire.Bucket(number, data, error)])
 
     def _take_answer(self, number: int, answer: wire.Answer) -> None:
-        self._states[number] = answer.state
-        if (version := answer.state.weight_version) != self._versions[number]:
-            self._versions[number] = version
+        before, self._states[number] = self._states[number], answer.state
+        if (version := answer.state.weight_version) != before.weight_version:
             for flight in self._live.values() if self._keeps_tokens else ():
                 if flight.engine == number:
                     for index in set(range(flight.n)) - flight.ended:
@@ -310,22 +308,20 @@ class Fleet:
         self._start_lost()
 
     def _sum_states(self, last_words: Sequence[EngineState] = ()) -> None:
-        """The state of all engines but those that start; versions never go down. `last_words`: states that engines of
-        which none is left had."""
-        states = [state for number, state in self._states.items() if number not in self._starting]
+        """The state of all engines but those that start. `last_words`: states that engines of which none is left
+        had."""
+        states = [self._states[number] for number in self.numbers if number not in self._starting]
         if states or last_words:
-            version, self.state = self.state.weight_version, state_of_all(states or last_words)
-            self.state.weight_version = max(version, self.state.weight_version)
+            self.state.sum_up(states or last_words)
 
     # -- engines that are lost ----------------------------------------------------------------------------------
 
     def lose(self, number: int, reason: str) -> None:
         """An engine is gone. Its requests go on elsewhere, before all that wait."""
         self._there.discard(number)
-        self._states.pop(number, None)
+        self._states[number] = EngineState()
         self._starting.pop(number, None)
         bound = self._router.leave(number)
-        self._versions[number] = 0
         self._stats.restart(number)
         if self._restart is None:
             self.ended = reason
@@ -367,8 +363,8 @@ class Fleet:
         info = self._starting[number]
         if info is None or any(number in each.waiting for each in self._calls.values()):
             return
-        own = self._states.get(number, EngineState())
-        calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, self.state)]
+        own, others = self._states[number], self.state
+        calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
         if not calls:
             del self._starting[number]
             self._join(number, info)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import check_version
-from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import QueueFull, ReplicaError, check_alive, require_awake, require_weights
+from nanovllm.errors import QueueFull, ReplicaError, check_alive
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.fleet_rows import FleetRows
@@ -57,8 +56,9 @@ class FleetEngine:
         )  # fmt: skip
         self.model_config, self.tokenizer = model_config, tokenizer
         capacity = min(one.info["max_model_len"] for one in ready)
-        self.book = RequestBook(self.config, model_config, tokenizer, capacity)
         self.fleet = handles.form(ready)
+        self.state = self.fleet.state
+        self.book = RequestBook(self.config, model_config, tokenizer, capacity, self.state)
         self._rows = FleetRows(self.book)
         self._facts = [one.facts for one in ready]
         self.owner, self.shares_weights = os.getpid(), False
@@ -67,7 +67,7 @@ class FleetEngine:
         self._inbox: deque[tuple[str, Any]] = deque()
         """Tasks from other threads: ("add", rows), ("abort", id), ("resume", None)."""
         self._unreported = StepColumns()
-        self._is_paused = self._closed = False
+        self._closed = False
         self._error: BaseException | None = None
         self._reader = FrameReader()
         self._reads = threading.Lock()
@@ -136,7 +136,7 @@ class FleetEngine:
         self._check_can_step()
         try:
             self._drain_inbox()
-            waits = not len(self._unreported) and bool(self.fleet.num_live) and not self.is_paused
+            waits = not len(self._unreported) and bool(self.fleet.num_live) and not self.state.is_paused
             self._take_in(_LOOK_SECONDS if waits and not self.fleet.out else 0.0)
             self._drain_inbox()
             self._hand_out()
@@ -158,9 +158,9 @@ class FleetEngine:
 
     def _check_can_step(self) -> None:
         check_alive(self._closed, self._error)
-        if not self.is_paused:
-            require_awake(self.fleet.state.asleep)
-            require_weights(self.fleet.state.incomplete)
+        if not self.state.is_paused:
+            self.state.require_awake()
+            self.state.require_weights()
 
     def _read(self, timeout: float) -> None:
         if (now := time.monotonic()) > self._next_look:
@@ -194,7 +194,7 @@ class FleetEngine:
         """See Engine.is_busy."""
         if self._inbox or self._unreported.request_ids or self.fleet.out:
             return True
-        if not self.is_paused and self.fleet.num_live:
+        if not self.state.is_paused and self.fleet.num_live:
             return True
         if not self._reader.come and self._reads.acquire(blocking=False):
             try:
@@ -223,27 +223,23 @@ class FleetEngine:
         if isinstance(weights, (str, Path)):
             weights, options["folder"] = None, str(weights)
         self._check_call(name, options)
-        try:
-            self._drain_inbox()
-            if weights is not None and name == "load_weights":
-                return (yield from self._load(weights, **options))
-            answer = yield from self._ask(name, options, weights)
-        finally:
-            self._is_paused = self.fleet.state.paused
-        return answer
+        self._drain_inbox()
+        if weights is not None and name == "load_weights":
+            return (yield from self._load(weights, **options))
+        return (yield from self._ask(name, options, weights))
 
     def _check_call(self, name: str, options: dict[str, Any]) -> None:
         """Raises for a mistake that no engine alone can notice."""
-        if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.is_paused:
+        if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.state.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         option, mode = CALLS[name].in_flight(options)
-        if mode == "wait" and self.is_paused and self.fleet.has_begun():
+        if mode == "wait" and self.state.is_paused and self.fleet.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
 
     def _load(
         self, weights: "Iterable[tuple[str, torch.Tensor]]", in_flight: str, weight_version: int | None
     ) -> Generator[StepColumns, None, Any]:
-        check_version(weight_version, self.weight_version)
+        check_version(weight_version, self.state.weight_version)
         yield from self._ask("begin_update", {"in_flight": in_flight}, None)
         for name, options, given in (
             ("update", {}, weights),
@@ -288,24 +284,9 @@ class FleetEngine:
     def notice_new_weights(self, surely: bool = False) -> None:
         """No module shares its weights with engines elsewhere."""
 
-    @property
-    def weight_version(self) -> int:
-        """See Engine.weight_version."""
-        return self.fleet.state.weight_version
-
-    @property
-    def state(self) -> EngineState:
-        """See Engine.state."""
-        return self.fleet.state
-
-    @property
-    def is_paused(self) -> bool:
-        """See Engine.is_paused."""
-        return self._is_paused
-
     def resume(self) -> None:
         """See Engine.resume; engines hear of it with the next step."""
-        self._is_paused = False
+        self.state.pause_mode = None
         self._ask_for("resume", None)
 
     # -- the rest -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fake_executor import FakeExecutor
 from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
@@ -171,7 +172,7 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     config, tokenizer = resolve(given, model), Tokenizer(given)
     gain = (lambda most: chosen.randint(1, most)) if tokens_per_step > 1 else None
     engine = LLMEngine(FakeExecutor(config, tokens_per_step, gain), model, tokenizer)
-    book = RequestBook(config, model, tokenizer, engine.scheduler.capacity_tokens)
+    book = RequestBook(config, model, tokenizer, engine.scheduler.capacity_tokens, EngineState())
     host, rows = EngineHost(engine, lambda frame: None, cast(Any, None)), FleetRows(book)
     stop = tokenizer.own.decode([3, 9])
     every = [

@@ -172,14 +172,14 @@ def test_an_engine_that_is_lost_after_new_weights_waits_for_the_next() -> None:
     assert [engine for engine, _ in engines.take_sent()] == [0, 1], "it hears of the update as it starts"
 
 
-PAUSED = EngineState(paused=True)
+PAUSED = EngineState(pause_mode="keep")
 
 
 def test_an_engine_that_returns_is_first_made_as_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """By whatever calls say that it missed them: those of today, and such as change something else."""
     spec = CallSpec(Mock(), missed=lambda own, others: [{"to": others.level}] if others.level > own.level else [])
     monkeypatch.setitem(CALLS, "raise", spec)
-    engines, both = Engines(2), EngineState(paused=True, level=2)
+    engines, both = Engines(2), EngineState(pause_mode="keep", level=2)
     for name in ("pause", "raise"):
         engines.complete(name, both)
     engines.fleet.lose(1, "died")
@@ -237,7 +237,7 @@ def test_what_an_engine_that_starts_says_of_itself_is_not_the_state_of_all() -> 
     for engine in range(2):
         engines.fleet.take(engine, wire.Ready(INFO))
         engines.fleet.take(engine, answer(number, {}))
-    assert engines.fleet.state.paused and {call.name for _, call in engines.take_sent()} == {"pause"}
+    assert engines.fleet.state.is_paused and {call.name for _, call in engines.take_sent()} == {"pause"}
 
 
 def test_versions_go_on_from_those_of_lost_engines() -> None:
@@ -247,10 +247,11 @@ def test_versions_go_on_from_those_of_lost_engines() -> None:
     engines.fleet.lose(1, "died")
     number = engines.call("begin_update")
     for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=7 - 7 * engine, lacks_weights=True)))
+        state = EngineState(weight_version=7 - 7 * engine, incomplete="an update")
+        engines.fleet.take(engine, answer(number, {}, state))
     engines.fleet.take(1, wire.Ready(INFO))
     engines.fleet.lose(0, "died")
-    engines.fleet.take(1, answer(engines.call("update"), {}, EngineState(lacks_weights=True)))
+    engines.fleet.take(1, answer(engines.call("update"), {}, EngineState(incomplete="an update")))
     engines.fleet.call("finish_update", {})
     [(_, call)] = engines.take_sent()
     assert call.options == {"weight_version": 8}

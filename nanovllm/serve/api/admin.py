@@ -59,7 +59,7 @@ async def _state(front: Front, call: Call) -> None:
     """Answers a GET of one value of the engines' state."""
     state = front.engines.state
     values = {
-        "/is_paused": {"is_paused": state.paused},
+        "/is_paused": {"is_paused": state.is_paused},
         "/is_sleeping": {"is_sleeping": bool(state.asleep)},
         "/weight_info": {"weight_version": state.weight_version},
         "/get_world_size": {"world_size": 1},  # of a trainer's group: ranks and replicas get weights from the first
