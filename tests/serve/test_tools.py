@@ -92,6 +92,15 @@ def test_cut_short(hermes: httpx.Client) -> None:
     assert reason == "length"
 
 
+def test_a_pattern_that_no_grammar_can_say_binds_strict_tools_alone(hermes: httpx.Client) -> None:
+    """As those of zod's emails."""
+    schema = {"type": "object", "properties": {"to": {"type": "string", "pattern": r"^(?!\.)\w+$", "maxLength": 9}}}
+    for strict, status in ((None, 200), (True, 400)):
+        tools = [{"type": "function", "function": {"name": "send", "parameters": schema, "strict": strict}}]
+        body = ASK | NO_THINKING | {"tools": tools, "tool_choice": "required", "max_tokens": 5}
+        assert hermes.post(CHAT, json=body).status_code == status
+
+
 @pytest.mark.parametrize("choice", ["none", "auto"])
 def test_text_stays_text(hermes: httpx.Client, choice: str) -> None:
     message, _ = both(hermes, ASK | NO_THINKING | {"tool_choice": choice, "max_tokens": 8, "temperature": 0})

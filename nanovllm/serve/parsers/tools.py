@@ -13,6 +13,8 @@ MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
 """Most bytes of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bBckZ0-9]|\[\^?\]")
+"""What patterns may hold that no grammar can say: look-around, ends of words, references to groups, JavaScript's own."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,20 @@ def _checked(tool: Any, where: str) -> Tool:
     _check_form(parameters, f"{where}.function.parameters")
     if parameters.get("type", "object") != "object":
         raise ValueError(f"{where}.function.parameters: must be the schema of an object")
+    if strict is None:
+        parameters = _with_regular_patterns(parameters)
     return Tool(name, {"type": "object", **parameters}, strict)
+
+
+def _with_regular_patterns(schema: Any) -> Any:
+    """A schema without the patterns that no grammar can say."""
+    if isinstance(schema, list):
+        return [_with_regular_patterns(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    pattern = schema.get("pattern")
+    is_odd = isinstance(pattern, str) and _NOT_REGULAR.search(pattern) is not None
+    return {name: _with_regular_patterns(value) for name, value in schema.items() if not is_odd or name != "pattern"}
 
 
 def check_schema(schema: Any, where: str) -> None:
