@@ -14,7 +14,7 @@ MAX_GRAMMAR_BYTES = 120 * 1024
 """Most bytes of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bBckZ0-9]|\[\^?\]")
-"""What patterns may hold that no grammar can say: look-around, ends of words, references to groups, JavaScript's own."""
+"""Matches parts of patterns that no grammar can say: look-around, ends of words, references, JavaScript's own."""
 
 
 @dataclass(frozen=True)
