@@ -208,6 +208,14 @@ def test_demo_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.M
     assert EngineConfig("demo").model == "demo", "a folder of that name comes first"
 
 
+def test_where_no_model_is_named_the_demo_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+    monkeypatch.setattr("nanovllm.serve.lifecycle.serve", lambda model, *_: served.append(model))
+    for arguments in ([], ["demo"], ["--max-num-seqs", "4"]):
+        serve.run(serve.make_parser(), arguments)
+    assert served == ["demo"] * 3
+
+
 def test_version_and_help_of_the_program() -> None:
     run = [sys.executable, "-m", "nanovllm"]
     assert subprocess.check_output([*run, "--version"], text=True).strip() == nanovllm.__version__
