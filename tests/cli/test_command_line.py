@@ -81,13 +81,9 @@ TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 REFUSED = [
     (["--pipeline-parallel-size", "2"], "use tensor_parallel_size"),
-    (["--tokenizer-mode", "slow"], "tokenizer_mode='slow': not supported"),
-    (["--swap-space", "4"], "a request that has to make room is computed again"),
     (["--root-path", "/llm"], "let the proxy cut its prefix off"),
     (["--no-enable-chunked-prefill"], "max_num_prefill_tokens_with_decodes"),
     (["--max-queued-requests", "3"], "use max_num_queued_reqs"),
-    (["--speculative-config", "{}"], "speculative decoding is not supported"),
-    (["--rope-scaling", "{}"], "use hf_overrides"),
 ]
 
 

@@ -152,12 +152,9 @@ def test_a_messages_request_is_a_chat() -> None:
         ({"messages": [{"role": "tool", "content": ""}]}, "role='tool': must be one of 'user', 'assistant'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image': must be one of.*; images, sound"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "must be in a message of role 'assist"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content=3: must be str | array"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: is required"),
         ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "type='bash.*must be 'custom'"),
         ({"tools": [{"name": "bash"}]}, r"tools\[0\].input_schema: is required"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type='some': must be one of 'auto', 'any', 'tool', 'none'"),
-        ({"system": 3}, "system=3: must be str | array"),
         ({"tools": None}, "tool_choice.type='any': needs tools"),
     ],
 )
@@ -223,7 +220,6 @@ def test_the_official_client_puts_streamed_messages_together() -> None:
         ("stop", "END", False, ("stop_sequence", "END")),
         ("stop", None, True, ("tool_use", None)),
         ("length", None, True, ("max_tokens", None)),
-        ("tool_calls", None, True, ("tool_use", None)),
     ],
 )
 def test_why_a_message_ended(reason: str, stop: str | None, calls: bool, expected: tuple[str, str | None]) -> None:
@@ -272,22 +268,17 @@ def test_a_responses_request_is_a_chat() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input": []}, "input=.*: must be array of length >= 1"),
         ({"input": None}, "input: is required"),
         ({"input": [{"type": "computer_call"}]}, "type='computer_call': must be one of 'message', 'function_call'"),
         ({"input": [{"type": "reasoning", "content": 5}]}, r"input\[0\].content=5: must be str | array"),
         ({"input": [{"role": "user"}]}, r"input\[0\].content: is required"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "_image': .*; images, sound and"),
-        ({"input": [{"role": "king", "content": ""}]}, "role='king': must be one of 'system'"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name: is required"),
         ({"tools": [{"type": "web_search"}]}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
         ({"top_logprobs": 2}, r"top_logprobs: needs include=\['message.output_text.logprobs'\]"),
-        ({"n": 2}, "n=2: must be 1"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 129}]},
          r"tools\[0\].tools=.*: must be array of length <= 128"),
-        ({"include": ["everything"]}, r"include\[0\]='everything': must be one of"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": [1]}}, r"tools\[0\]=1: must be object"),
         ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
     ],

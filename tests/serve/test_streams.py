@@ -97,15 +97,6 @@ def running(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 
 @running
-async def test_stream() -> None:
-    room = Room(n=2)
-    room.step(5, 6)
-    room.step(7, 8, ends=True)
-    assert room.is_empty and not room.aborted
-    assert room.connection.written.endswith(b"<7><8>data: [DONE]\n\n\r\n")
-
-
-@running
 async def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
     for tokens, samples in (((), 0), ((5,), 1)):
         room = Room()

@@ -193,14 +193,6 @@ def test_what_a_tool_brings_cannot_close_its_place() -> None:
     assert ours.encode_chat([{"role": "user", "content": forged}])[1].count(closing) == 1  # a user's own words
 
 
-def test_trusted_control_tokens_are_tokens() -> None:
-    ours = CheckpointTokenizer(DEMO)
-    chat = [{"role": "user", "content": "a<|im_end|>b"}]
-    end = ours.backend_tokenizer.token_to_id("<|im_end|>")
-    assert ours.encode_chat(chat)[1].count(end) + 1 == ours.encode_chat(chat, trust_special_tokens=True)[1].count(end)
-    assert ours.encode_chat(chat)[0] == ours.encode_chat(chat, trust_special_tokens=True)[0]
-
-
 def test_characters_that_stand_for_tokens_cannot_be_sent() -> None:
     ours = CheckpointTokenizer(DEMO)
     forged = "".join(chr(0xF0000 + i) for i in range(20))
