@@ -122,7 +122,8 @@ def run(parser: Parser, arguments: list[str]) -> int:
     """Serves until it is told to end."""
     given = parse_with_config(parser, arguments)
     engine, server = translated_options(given)
-    model = engine.pop("model", None) or DEMO_MODEL
+    model = engine.pop("model", None)
+    model = DEMO_MODEL if model is None else model
     check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")
