@@ -13,7 +13,8 @@ class Logprob:
     """A token at one position of a text."""
 
     logprob: float
-    """Natural logarithm of its probability, in float32; SamplingParams.logprobs_mode says of which logits."""
+    """Natural logarithm of its probability, in float32; SamplingParams.logprobs_mode says of which logits. -inf, never
+    NaN, where these leave no token, as those of weights that have diverged."""
     rank: int
     """1 for the likeliest token; equally likely tokens share the better rank where they were sampled or given."""
     decoded_token: str | None
@@ -98,7 +99,7 @@ class LogprobRows:
         begin = _own_logprob(words)
         own, rank, *ids = words[: min(begin, 2 + k)].tolist()
         logprob, *logprobs = words[begin : begin + 1 + k].view(np.float32).tolist()
-        found = {own: Logprob(logprob, rank, decode(own))}
+        found = {own: Logprob(_without_nan(logprob), rank, decode(own))}
         for place, (token_id, value) in enumerate(zip(ids, logprobs, strict=True), 1):
             if token_id not in found and value > -math.inf:  # an id that filters have dropped is not likely at all
                 found[token_id] = Logprob(value, place, decode(token_id))
@@ -107,7 +108,7 @@ class LogprobRows:
     def logprob(self, position: int) -> float:
         """Log-probability of the position's own token; 0 where there is none."""
         words = self.words(position)
-        return 0.0 if words is None else float(words[_own_logprob(words)].view(np.float32))
+        return 0.0 if words is None else _without_nan(float(words[_own_logprob(words)].view(np.float32)))
 
 
 class KeptIds(Sequence[np.ndarray | None]):
@@ -158,6 +159,11 @@ class KeptIds(Sequence[np.ndarray | None]):
 def _own_logprob(words: np.ndarray) -> int:
     """Index of the first log-probability in a line of words."""
     return (words.size + 1) // 2
+
+
+def _without_nan(logprob: float) -> float:
+    """The log-probability of no probability where it is NaN: the logits have left no token to share one."""
+    return max(-math.inf, logprob)  # in this order: NaN is not above it
 
 
 class LogprobsList(Sequence[dict[int, Logprob] | None]):

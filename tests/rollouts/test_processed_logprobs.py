@@ -10,6 +10,7 @@ from tiny_policy import OPTIONS, VOCAB, Policy, processed
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import CompletionOutput
+from nanovllm.serve.api.logprobs import LOWEST, read_line
 
 PROMPT = [5, 17, 200, 31, 5, 9]
 CASES: list[dict[str, Any]] = [
@@ -80,6 +81,29 @@ def test_against_torch_on_the_same_logits(
     params = SamplingParams(**{"logprobs": 0, **options}, max_tokens=5, seed=5, sampling_mask=True)
     [output] = single.generate([PROMPT], params, use_tqdm=False)
     check(output.outputs[0], PROMPT, torch.cat(seen)[:5], options, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("logit", [-math.inf, math.nan])
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_a_token_of_logits_that_leave_nothing_has_no_probability(
+    single: LLM, mode: str, logit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights that have diverged give them. JSON has no NaN."""
+    model = single.engine.executor.runner.model  # type: ignore[attr-defined]
+    compute = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: torch.full_like(compute(hidden), logit))
+    params = SamplingParams(max_tokens=2, logprobs=1, logprobs_mode=mode, seed=5, prompt_logprobs=1, top_p=0.9)
+    [output] = single.generate([PROMPT], params, use_tqdm=False)
+    [completion] = output.outputs
+    assert completion.cumulative_logprob == -math.inf
+    assert completion.logprobs is not None and output.prompt_logprobs is not None
+    for found in (*completion.logprobs, *output.prompt_logprobs[1:]):
+        assert found is not None and [one.logprob for one in found.values()] == [-math.inf]
+    for position in range(2):
+        line = completion.logprobs._rows.words(position)
+        assert line is not None
+        row = read_line(line.tobytes(), 1)
+        assert (row.value, *(value for _, value in row.top)) == (LOWEST, LOWEST)
 
 
 def test_together_as_alone(llm: LLM, policies: tuple[Policy, Policy]) -> None:

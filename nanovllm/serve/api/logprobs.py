@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from nanovllm.serve.api import shapes
 
-_LOWEST = -9999.0
-"""Number written for minus infinity, which JSON does not have."""
+LOWEST = -9999.0
+"""Number written for minus infinity and NaN, which JSON does not have."""
 
 
 class Row(NamedTuple):
@@ -23,8 +23,9 @@ def read_line(line: bytes, k: int) -> Row:
     words, floats = memoryview(line).cast("i"), memoryview(line).cast("f")
     begin = (len(words) + 1) // 2
     ids, values = words[2 : 2 + k].tolist(), floats[begin + 1 : begin + 1 + k].tolist()
-    pairs = [(token_id, max(value, _LOWEST)) for token_id, value in zip(ids, values, strict=True)]
-    return Row(words[0], words[1], max(floats[begin], _LOWEST), pairs)
+    # In this order: NaN, of logits that leave no token, is not above LOWEST.
+    pairs = [(token_id, max(LOWEST, value)) for token_id, value in zip(ids, values, strict=True)]
+    return Row(words[0], words[1], max(LOWEST, floats[begin]), pairs)
 
 
 def shower(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
