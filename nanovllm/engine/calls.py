@@ -256,7 +256,9 @@ class CallSpec:
     brings_weights: bool = False
     """A trainer makes it on the way to new weights."""
     replaces_weights: Callable[[Options], bool] = lambda options: False
-    """(options) -> whether all weights come, so that an engine can begin with it whatever its checkpoint holds."""
+    """(options) -> whether all weights come, whatever an engine has had before."""
+    compares: bool = False
+    """True: the answers are compared, so that engines which wait for the weights of the others are left out."""
     counts_version: bool = False
     """Option `weight_version` is the version of the new weights that it ends with, one for all engines."""
     relayed_as: Callable[[Options], str | None] = lambda options: None
@@ -304,6 +306,6 @@ CALLS: dict[str, CallSpec] = {
         _load_weights, LoadWeights, empties_cache=True, brings_weights=True, replaces_weights=lambda options: True,
         counts_version=True,
     ),
-    "checksum": CallSpec(_checksum, merge=_equal_checksums),
+    "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

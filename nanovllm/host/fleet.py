@@ -73,9 +73,11 @@ class Fleet:
         self.num_restarts = [0] * count
         self._starting: dict[int, dict[str, Any] | None] = {}
         """Engines that were started again and are not yet as the others are; their infos once they have begun."""
+        self._stale: set[int] = set()
+        """Engines, of those that were started again, with the checkpoint's weights where others have newer ones: they
+        compute once all weights have come anew."""
         self._lost: list[int] = []
-        """Engines to start again between two calls once the others are awake and, if these have other weights than the
-        checkpoint, when all weights come anew."""
+        """Engines to start again between two calls, once the others are awake and have all of their weights."""
         for number, info in enumerate(infos):
             self._join(number, info)
 
@@ -247,8 +249,6 @@ class Fleet:
     def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> Pending:
         """Begins a call of engine/calls.py on all engines. `takes_weights`: Buckets follow, by `send_bucket`."""
         spec = CALLS[name]
-        if spec.replaces_weights(options):
-            self._start_lost(weights_come=True)
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._keeps_tokens:
             options = {**options, "weight_version": self.state.weight_version + 1}
@@ -262,7 +262,7 @@ class Fleet:
         self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], takes_weights: bool = False
     ) -> Pending:
         self._num_calls += 1
-        pending = Pending(spec, name, numbers)
+        pending = Pending(spec, name, numbers, spec.replaces_weights(options))
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(self._num_calls, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
@@ -275,7 +275,7 @@ class Fleet:
 
     def _wanted(self, spec: CallSpec, options: dict[str, Any]) -> list[int]:
         """Engines that a call goes to."""
-        numbers = self.numbers
+        numbers = [number for number in self.numbers if not (spec.compares and number in self._stale)]
         due = [number for number in numbers if spec.is_due(self._states[number], options)]
         return (due or numbers)[: 1 if spec.by_first else None]
 
@@ -296,6 +296,8 @@ class Fleet:
 
     def _settle_call(self, key: int, number: int, answer: wire.Answer | None) -> None:
         pending = self._calls.get(key)
+        if pending is not None and pending.replaces_weights and answer is not None and answer.kind is None:
+            self._stale.discard(number)
         if pending is None or not pending.settle(number, answer):
             return
         del self._calls[key]
@@ -321,13 +323,14 @@ class Fleet:
         self._there.discard(number)
         self._states[number] = EngineState()
         self._starting.pop(number, None)
+        self._stale.discard(number)
         bound = self._router.leave(number)
         self._stats.restart(number)
         if self._restart is None:
             self.ended = reason
         elif self.num_restarts[number] < MOST_RESTARTS:
             self.num_restarts[number] += 1
-            when = " with the next weights" if self.state.weights_replaced else ""
+            when = ", to compute with the next weights" if self.state.weights_replaced else ""
             logger.warning("replica %d was lost and is being restarted%s: %s", number, when, reason)
             self._lost.append(number)
         else:
@@ -342,26 +345,29 @@ class Fleet:
         for key in list(self._calls):
             self._settle_call(key, number, None)
         self._start_lost()
-        if not self._there:
+        if not self._there - self._stale:
             self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
         self.bind()
 
-    def _start_lost(self, weights_come: bool = False) -> None:
-        """Starts the lost engines whose time has come: not during a call, of which they would not hear."""
-        waits = self._calls or self.state.asleep or (self.state.weights_replaced and not weights_come)
+    def _start_lost(self) -> None:
+        """Starts the lost engines whose time has come: not during a call or an update, of which they would not hear."""
+        waits = self._calls or self.state.asleep or self.state.lacks_weights
         while self._lost and self._restart and not waits:
             number = self._lost.pop()
             try:
                 self._restart(number)
                 self._there.add(number)
                 self._starting[number] = None
+                if self.state.weights_replaced:
+                    self._stale.add(number)
             except OSError as error:  # what took it, a lack of memory say, may keep a process from starting
                 logger.warning("replica %d cannot be restarted; the others continue without it: %s", number, error)
 
     def _catch_up(self, number: int) -> None:
-        """Makes an engine that was started again as the others are, once it has begun and no call keeps it."""
+        """Makes an engine that was started again as the others are, once it has begun, has their weights, and no call
+        keeps it."""
         info = self._starting[number]
-        if info is None or any(number in each.waiting for each in self._calls.values()):
+        if info is None or number in self._stale or any(number in each.waiting for each in self._calls.values()):
             return
         own, others = self._states[number], self.state
         calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]

@@ -15,8 +15,8 @@ class InternalError(RuntimeError):
 class Pending:
     """A call that engines work on."""
 
-    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int]) -> None:
-        self.name, self.spec = name, spec
+    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int], replaces_weights: bool = False) -> None:
+        self.name, self.spec, self.replaces_weights = name, spec, replaces_weights
         self.waiting = set(numbers)
         self.relay_to: list[int] = []
         """Engines that get the weights which the first receives."""

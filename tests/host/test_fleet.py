@@ -158,18 +158,70 @@ def test_a_call_ends_with_the_last_answer_and_raises_what_the_first_raises() -> 
         pending.result()
 
 
-def test_an_engine_that_is_lost_after_new_weights_waits_for_the_next() -> None:
+NEW = EngineState(weight_version=1)
+
+
+def computing(engines: Engines, first: int = 100) -> set[int]:
+    """Engines that get requests, of two with nothing in common: `first` and the next."""
+    bound = {}
+    for request_id in range(first, first + 2):
+        engines.fleet.add(request_id, Prompt([request_id] * 20), {})
+        engines.fleet.bind()
+        [(bound[request_id], _)] = engines.take_sent()
+    for request_id, engine in bound.items():
+        engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))
+    return set(bound.values())
+
+
+def test_an_engine_that_is_lost_after_new_weights_computes_with_the_next() -> None:
+    """It is started at once, with the checkpoint's."""
     engines = Engines(2)
-    pending = engines.fleet.call("load_weights", {"folder": "x"})
-    [number] = {frame.number for _, frame in engines.take_sent()}
-    for engine in range(2):
-        engines.fleet.take(engine, answer(number, {}, EngineState(weight_version=1)))
-    assert pending.result() == {}
+    engines.complete("load_weights", NEW, folder="x")
     engines.fleet.lose(1, "died")
-    assert not engines.started and engines.fleet.numbers == [0]
-    engines.fleet.call("begin_update", {})
     assert engines.started == [1]
-    assert [engine for engine, _ in engines.take_sent()] == [0, 1], "it hears of the update as it starts"
+    engines.fleet.take(1, wire.Ready(INFO))
+    assert computing(engines) == {0}
+    engines.fleet.call("checksum", {})
+    [(engine, call)] = engines.take_sent()
+    assert engine == 0, "the other's weights are not to be those of all"
+    engines.fleet.take(0, answer(call.number, {"checksums": {}}, NEW))
+    number = engines.call("load_weights", folder="a wrong one")
+    for engine, state in enumerate((NEW, EngineState())):
+        engines.fleet.take(engine, answer(number, None, state, kind="ValueError", message="not this"))
+    assert computing(engines, 102) == {0}, "it has the checkpoint's still"
+    engines.complete("load_weights", EngineState(weight_version=2), folder="x")
+    assert computing(engines, 104) == {0, 1}
+
+
+def test_an_engine_that_is_lost_while_a_trainer_has_its_device_returns_with_the_weights_after_those() -> None:
+    """The device is the trainer's until all of the others' memory is awake."""
+    engines = Engines(2)
+    asleep = EngineState(asleep=["kv_cache", "weights"], level=2, incomplete="dropped")
+    has_room, awake = EngineState(asleep=["kv_cache"], level=2, incomplete="dropped"), EngineState(weight_version=1)
+    engines.complete("sleep", asleep, level=2)
+    engines.fleet.lose(1, "died")
+    engines.complete("wake_up", has_room, tags=["weights"])
+    engines.complete("load_weights", EngineState(asleep=["kv_cache"], weight_version=1), folder="x")
+    assert not engines.started
+    engines.complete("wake_up", awake, tags=["kv_cache"])
+    assert engines.started == [1]
+    engines.fleet.take(1, wire.Ready(INFO))
+    assert computing(engines, 106) == {0}
+    engines.complete("sleep", asleep, level=2)
+    engines.complete("wake_up", has_room, tags=["weights"])
+    engines.complete("load_weights", EngineState(asleep=["kv_cache"], weight_version=2), folder="x")
+    engines.complete("wake_up", EngineState(weight_version=2), tags=["kv_cache"])
+    assert computing(engines, 108) == {0, 1}
+
+
+def test_engines_with_the_checkpoints_weights_alone_are_the_end() -> None:
+    """Where others have had newer ones, and no trainer is heard of: requests would wait for ever."""
+    engines = Engines(2)
+    engines.complete("load_weights", NEW, folder="x")
+    engines.fleet.lose(0, "died")
+    assert engines.started == [0] and engines.fleet.ended is None
+    engines.fleet.lose(1, "died too")
+    assert engines.fleet.ended == "no replica is left: replica 1: died too"
 
 
 PAUSED = EngineState(pause_mode="keep")
@@ -263,7 +315,7 @@ def test_weights_that_an_engine_had_before_it_was_lost_are_not_replaced_by_the_c
     engines.fleet.take(0, answer(number, {}, EngineState(weight_version=1)))
     engines.fleet.lose(0, "died")
     engines.fleet.lose(1, "died too")
-    assert not engines.started and engines.fleet.ended == "no replica is left: replica 1: died too"
+    assert engines.fleet.ended == "no replica is left: replica 1: died too"
 
 
 @pytest.mark.parametrize(

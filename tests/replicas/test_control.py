@@ -72,15 +72,19 @@ def test_replicas_hold_what_one_engine_does(llm: LLM) -> None:
 
 def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> None:
     """Until then none runs with the weights of the checkpoint, which others have replaced."""
-    llm.load_weights(DEMO)
-    expected = llm.checksum()
+    weights = load_file(f"{DEMO}/model.safetensors")
+    name, few = "model.norm.weight", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.load_weights({**weights, name: -weights[name]}.items())
+    expected = [output.token_ids for output in llm.generate(PROMPTS, few, use_tqdm=False)]
+    restarts = llm.engine_info()["num_restarts"]
     os.kill(llm.engine._handles.all[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    while llm.engine_info()["num_replicas"] == 2:
-        llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
-    assert llm.engine_info()["num_replicas"] == 1
+    while llm.engine_info()["num_restarts"] == restarts:
+        llm.generate(PROMPTS, few, use_tqdm=False)
+    changed = llm.checksum()
+    assert [output.token_ids for output in llm.generate(PROMPTS, few, use_tqdm=False)] == expected
     llm.load_weights(DEMO)
     assert llm.engine_info()["num_replicas"] == 2
-    assert llm.checksum() == expected, "of both"
+    assert llm.checksum()[name] != changed[name], "and both have the same"
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:
