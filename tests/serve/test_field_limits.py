@@ -55,6 +55,8 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"seed": 2**70},
         {"max_tokens": 0},
         {"max_tokens": True},
+        {"min_tokens": 5},
+        {"allowed_token_ids": []},
         {"chat_template": "{{ 1 }}"},
         {"chat_template_kwargs": {"messages": []}},
         {"chat_template_kwargs": {"tokenize": True}},

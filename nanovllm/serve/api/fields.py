@@ -91,7 +91,7 @@ class SamplingFields(Fields, kw_only=True):
     stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Text], Meta(max_length=bounds.MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[Count], Meta(max_length=bounds.MAX_ALLOWED_IDS)] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1, max_length=bounds.MAX_ALLOWED_IDS)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -296,7 +296,7 @@ def sampling_fields(
     for name in _SAMPLING:
         if (value := getattr(fields, name)) is not None and value != []:
             found[name] = value
-    found["max_tokens"] = max(asked or 1, fields.min_tokens or 0)
+    found["max_tokens"] = max(1, fields.min_tokens or 0) if asked is None else max(1, asked)
     if logprobs is not None:
         found["logprobs"] = logprobs
     with refusing():
