@@ -47,10 +47,8 @@ class Quantization:
     scales: str = "channel"
     """Granularity of the checkpoint's weight scales: one a "tensor", one a "channel" (row), or one a "block" of 128 x
     128."""
-    scale_name: str = "weight_scale"
-    """Name of the scale tensor that stands beside "weight"."""
     static_inputs: bool = False
-    """The checkpoint has a scale of activations for each tensor, "input_scale"."""
+    """The checkpoint has a scale of activations for each tensor."""
     while_loading: bool = False
     """The checkpoint's weights are not quantised; ours are made from them."""
     layout: str = ""

@@ -74,7 +74,7 @@ class FP8Matrix(nn.Module):
         if made.while_loading:
             yield CheckpointWeight(f"{path}.weight", shape, shards)
             return
-        name = f"{path}.{made.scale_name}"
+        name = f"{path}.weight_scale"
         of_inputs = (f"{path}.input_scale",) if self.input_scale is not None else ()
         yield CheckpointWeight(f"{path}.weight", shape, shards, scaled_by=(name, *of_inputs))
         if kind == "tensor":

@@ -23,6 +23,8 @@ QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 _COMPUTED = ".rotary_emb.inv_freq"
 """Ends the names of tables that old checkpoints bring."""
+_SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
+"""Last part of the names that transformers gives the scales of FP8 weights and their inputs -> all others' and ours."""
 
 Tensor = TypeVar("Tensor")
 
@@ -71,6 +73,8 @@ class CheckpointNames:
         if name.startswith(self.skipped) or name.endswith(_COMPUTED):
             return None
         name = name.replace(self.stripped, "") if self.stripped else name
+        module, _, last = name.rpartition(".")
+        name = f"{module}.{_SCALES[last]}" if last in _SCALES else name
         return name if name.startswith(self.only) else None
 
     def select(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

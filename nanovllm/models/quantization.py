@@ -41,8 +41,8 @@ def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
-    kind, name = ("block", "weight_scale_inv") if block else ("tensor", "weight_scale")
-    return Quantization("fp8", kind, name, static), raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
+    wide = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
+    return Quantization("fp8", "block" if block else "tensor", static), wide
 
 
 def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
@@ -71,7 +71,7 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     static = not inputs.get("dynamic", False)
     strategy = inputs.get("strategy")
     _option(strategy, "input_activations.strategy", *(("tensor",) if static else ("token", "tensor", "group")))
-    return Quantization("fp8", kind, "weight_scale", static), raw.get("ignore") or []
+    return Quantization("fp8", kind, static), raw.get("ignore") or []
 
 
 def _group_size(value: Any, path: str = "") -> int:

@@ -36,11 +36,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blocks": BLOCKS,
     "channels": compressed("channel"),
     "tensor, static": compressed("tensor", dynamic=False),
-}
+    "tensor, static, as Ministral 3 and Devstral have it": {
+        "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    },
+}  # fmt: skip
+
+
+def in_blocks(config: dict[str, Any] | None) -> bool:
+    return config is None or config.get("weight_block_size") is not None
 
 
 def is_static(config: dict[str, Any] | None) -> bool:
-    return config is not None and config == CONFIGS["tensor, static"]
+    return config is not None and not in_blocks(config) and config != CONFIGS["channels"]
 
 
 def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
@@ -53,7 +61,7 @@ def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
 
 def quantized(weight: torch.Tensor, config: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 and scales as a checkpoint of `config` holds them; None: made while loading."""
-    if config is None or "weight_block_size" in config:
+    if in_blocks(config):
         return quantize_blocks(weight)
     if is_static(config):
         scale = weight.abs().max() / 448
@@ -68,10 +76,10 @@ def quantize(folder: Path, config: dict[str, Any]) -> Path:
         if not is_quantized(name, config):
             tensors[name] = value
             continue
-        suffix = "_scale_inv" if "weight_block_size" in config else "_scale"
+        suffix, inputs = ("_scale_inv", "activation") if "weight_block_size" in config else ("_scale", "input")
         tensors[name], tensors[name + suffix] = quantized(value, config)
         if is_static(config):
-            tensors[name.replace("weight", "input_scale")] = torch.tensor([INPUT_SCALE])
+            tensors[name.replace("weight", f"{inputs}_scale")] = torch.tensor([INPUT_SCALE])
     save_file(tensors, folder / FILE)
     write_json(folder / "config.json", {**read_json(folder / "config.json"), "quantization_config": config})
     return folder
@@ -84,7 +92,7 @@ class Definition(nn.Module):
         super().__init__()
         values, scale = quantized(linear.weight.data.float(), config)
         rows, columns = values.shape
-        if config is None or "weight_block_size" in config:
+        if in_blocks(config):
             scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
         self.wide, self.static = values.double() * scale.double(), is_static(config)
 

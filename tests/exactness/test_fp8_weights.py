@@ -158,7 +158,7 @@ def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
 # -- what a checkpoint must be --------------------------------------------------------------------------------------
 
 NAME = "model.layers.1.mlp.down_proj.weight"
-SCALE = f"{NAME}_scale_inv"
+SCALE, SHOWN = f"{NAME}_scale_inv", f"{NAME}_scale"
 
 
 def spoil(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
@@ -175,11 +175,11 @@ def at_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (spoil(SCALE, lambda scale: None), f"1 missing weight: {SCALE}"),
-    "shape": (spoil(SCALE, lambda scale: scale[:1].clone()), rf"{SCALE}' has shape \(1, 3\), .* needs \(2, 3\)"),
-    "zero": (spoil(SCALE, at_first(0.0)), f"{SCALE}' holds 0.0: scales must be finite and > 0"),
-    "nan": (spoil(SCALE, at_first(float("nan"))), f"{SCALE}' holds nan"),
-    "negative": (spoil(SCALE, at_first(-1.0)), f"{SCALE}' holds -1.0"),
+    "missing": (spoil(SCALE, lambda scale: None), f"1 missing weight: {SHOWN}$"),
+    "shape": (spoil(SCALE, lambda scale: scale[:1].clone()), rf"{SHOWN}' has shape \(1, 3\), .* needs \(2, 3\)"),
+    "zero": (spoil(SCALE, at_first(0.0)), f"{SHOWN}' holds 0.0: scales must be finite and > 0"),
+    "nan": (spoil(SCALE, at_first(float("nan"))), f"{SHOWN}' holds nan"),
+    "negative": (spoil(SCALE, at_first(-1.0)), f"{SHOWN}' holds -1.0"),
     "e5m2": (spoil(NAME, lambda weight: weight.to(torch.float8_e5m2)), f"{NAME}' has type F8_E5M2"),
     "wide": (spoil(NAME, lambda weight: weight.float()), f"{NAME}' has type torch.float32.*must be of type .*e4m3"),
 }
