@@ -31,7 +31,7 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
-from nanovllm.models.unserved import takes_more_than_text, unserved_parts
+from nanovllm.models.unserved import refuse_unserved, takes_more_than_text, unserved_parts
 from nanovllm.models.wrappers import WRAPPERS, text_of
 
 logger = logging.getLogger(__name__)
@@ -159,9 +159,9 @@ def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:
     if not parts and takes_more_than_text(raw):
         from nanovllm.models.transformers_model import is_known
 
-        parts = "" if is_known(raw) else "takes images or sound, and has no language model of a family that is here"
+        parts = "" if is_known(raw) else "takes images or sound, and there is no reader of its text"
     if parts:
-        raise ValueError(f"{architectures[0]} {parts}: not served. docs/models.md lists the models that are")
+        refuse_unserved(architectures[0], parts)
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:

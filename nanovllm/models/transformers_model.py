@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm.attention.base import AttentionSpec
-from nanovllm.errors import refuse
+from nanovllm.errors import refuse, short
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
 from nanovllm.kernels.plan.plan import LayerPlan
@@ -29,6 +29,7 @@ from nanovllm.layers.attention import ForwardStep, PagedAttention
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import check_overrides, end_of_text
+from nanovllm.models.unserved import refuse_unserved, unserved_parts
 
 _PROBE = 6  # tokens of the texts by which a module is tried
 _LONG = 160  # of one that is long enough for keys of many tokens; DeepSeek V4 adds one after 128
@@ -236,7 +237,7 @@ def _settings(raw: dict[str, Any]) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     except Exception as error:
-        raise ValueError(f"config.json: transformers does not take it: {error}") from error
+        raise ValueError(f"config.json: transformers does not take it: {short(error)}") from error
 
 
 def _integer(settings: PreTrainedConfig, name: str) -> int:
@@ -254,7 +255,11 @@ def read_transformers_config(
     there, raw = raw, {**raw, **overrides}
     if not is_known(raw):
         refuse("architectures", raw.get("architectures"), "a causal model that transformers has for its model_type")
+    if raw.get("quantization_config") is not None:  # its loading needs other libraries, which say so late
+        refuse("quantization_config", raw["quantization_config"], "absent where transformers computes the model")
     settings = _settings(raw)
+    if parts := unserved_parts(settings.get_text_config(decoder=True).to_dict()):
+        refuse_unserved(raw["architectures"][0], parts)
     if overrides:
         default = type(settings)()
         known = {*there, *default.to_dict(), *default.attribute_map}

@@ -1,6 +1,6 @@
 """Reasons why an architecture is not served, as far as its config.json says. No torch."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 _KINDS = {
     "recurrent layers": {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"},
@@ -38,6 +38,11 @@ def unserved_parts(raw: dict[str, Any]) -> str:
     if raw.get("is_encoder_decoder"):
         parts.append("has an encoder")
     return ", ".join(parts)
+
+
+def refuse_unserved(model: str, parts: str) -> NoReturn:
+    """Raises ValueError for a model that has `parts`, as unserved_parts describes them."""
+    raise ValueError(f"{model} {parts}: not served. docs/models.md lists the models that are")
 
 
 def takes_more_than_text(raw: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.errors import shown
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.unserved import unserved_parts
+from nanovllm.models.unserved import refuse_unserved, unserved_parts
 
 _OF_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 """Beginnings of a language model's names, without what is stripped."""
@@ -50,18 +50,23 @@ WRAPPERS = {
 """Wrappers by the name in `architectures`."""
 _QWEN_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80, "num_key_value_heads": 8}
 _QWEN3_VL = {"rope_theta": 5e5}
+_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA = {**_7B, "intermediate_size": 11008, "max_position_embeddings": 2048}
+_MISTRAL = {**_7B, "intermediate_size": 14336, "max_position_embeddings": 131072}
+_GLM4V = {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3_text": ("Gemma3ForCausalLM", {}),
     "glm4v_moe_text": ("Glm4MoeForCausalLM", {"attention_bias": True}),
-    "glm4v_text": ("Glm4ForCausalLM", {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}),
+    "glm4v": ("Glm4ForCausalLM", _GLM4V),
+    "glm4v_text": ("Glm4ForCausalLM", _GLM4V),
     "gpt_oss": ("GptOssForCausalLM", {}),
-    "llama": ("LlamaForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", _LLAMA),
     "ministral3": ("Ministral3ForCausalLM", {}),
-    "mistral": ("MistralForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", _MISTRAL),
     "muse_glimmer_text": ("MuseGlimmerTextModel", {}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32768}),
     "qwen2_5_vl": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen2_vl": ("Qwen2ForCausalLM", _QWEN_VL),
@@ -82,6 +87,5 @@ def text_of(architecture: str, raw: dict[str, Any]) -> tuple[str, dict[str, Any]
     kind = text.get("model_type", WRAPPERS[architecture].text)
     if kind not in [*_TEXTS]:
         why = unserved_parts(text) or "is of no family that is here"
-        model = f"{architecture}: its language model (model_type={shown(kind)})"
-        raise ValueError(f"{model} {why}: not served. docs/models.md lists the models that are")
+        refuse_unserved(f"{architecture}: its language model (model_type={shown(kind)})", why)
     return _TEXTS[kind]

@@ -25,6 +25,7 @@ from test_families import (
     reference_logits,
     save,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
@@ -98,7 +99,8 @@ def test_what_packed_rows_cannot_give_is_refused(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the trial alone: of most of these config.json would have said it before."""
-    monkeypatch.setattr("nanovllm.models.registry.unserved_parts", lambda raw: "")
+    for reader in ("registry", "transformers_model"):
+        monkeypatch.setattr(f"nanovllm.models.{reader}.unserved_parts", lambda raw: "")
     entries, message = REFUSED[config]
     case = Case(config, entries)
     folder = save(make_model(case), case, tmp_path)
@@ -106,10 +108,23 @@ def test_what_packed_rows_cannot_give_is_refused(
         LLM(str(folder), model_impl="transformers", **OPTIONS)
 
 
-def test_a_configuration_that_transformers_does_not_take_is_named(tmp_path: Path) -> None:
-    case = Case("GPTNeoX", {}, {"num_attention_heads": "x"})
-    with pytest.raises(ValueError, match=r"transformers does not take it: .*num_attention_heads"):
-        LLM(str(save(make_model(case), case, tmp_path)), **OPTIONS)
+@pytest.mark.parametrize(
+    ("model_type", "entries", "message"),
+    [
+        ("gpt_neox", {"num_attention_heads": "x"}, "config.json: transformers does not take it: .*num_attention_heads"),
+        ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={.*: must be absent"),
+        ("jamba", {}, r"JambaForCausalLM has recurrent layers: not served\. docs/models\.md lists"),
+        ("deepseek_v3", {}, "DeepseekV3ForCausalLM has latent attention: not served"),
+    ],
+)
+def test_what_transformers_fills_in_and_cannot_take_is_refused_by_the_configuration_alone(
+    model_type: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """In one line of ours: no other library's advice, and before any weight."""
+    raw = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]], "model_type": model_type, **entries}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{message}.*$"):
+        read_model_config(EngineConfig(str(tmp_path)))
 
 
 @pytest.mark.parametrize("newer", [False, True])

@@ -144,17 +144,46 @@ def test_the_heads_own_entry_wins_over_the_nested_one_and_a_nested_one_over_none
     assert parse_config({**raw, "text_config": nested, "tie_word_embeddings": None}).tie_word_embeddings
 
 
-def test_a_flat_configuration_of_before_is_read(tmp_path: Path) -> None:
-    """Qwen2.5-VL was published with the language model's entries beside `vision_config`."""
-    model = make_wrapped("Qwen2_5_VL")
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Glm4v"])
+def test_a_flat_configuration_of_before_is_read(name: str, tmp_path: Path) -> None:
+    """Both were published with the language model's entries beside `vision_config`."""
+    model = make_wrapped(name)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     text = {name: value for name, value in raw.pop("text_config").items() if name not in ("model_type", "dtype")}
-    rope = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
-    flat = {**text, **raw, **rope, "model_type": "qwen2_5_vl"}
+    rope = text.pop("rope_parameters")
+    older = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    rope = {"partial_rotary_factor": rope.get("partial_rotary_factor"), "rope_theta": 1e4, "rope_scaling": older}
+    flat = {**text, **raw, **rope, "model_type": model.config.model_type}
     path.write_text(json.dumps(flat), encoding="utf-8")
     expect_logits_of_transformers(model, tmp_path)
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "LLaVA-1.5-7B": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+    "LLaVA-1.6-Mistral": {
+        "model_type": "mistral", "max_position_embeddings": 32768, "num_key_value_heads": 8, "sliding_window": None,
+        "intermediate_size": 14336, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "vocab_size": 32064,
+    },
+    "Pixtral-12B": {
+        "model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "num_hidden_layers": 40, "rope_theta": 1e9,
+        "num_key_value_heads": 8, "max_position_embeddings": 1024000, "sliding_window": None, "vocab_size": 131072,
+    },
+    "LLaVA-OneVision-0.5B": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1e6, "vocab_size": 152000,
+        "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""`text_config` of published files, which leave out sizes."""
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sizes_that_published_files_leave_out_are_those_of_transformers(name: str) -> None:
+    raw = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {**SPARSE[name], "eos_token_id": 2}}
+    theirs = transformers.LlavaConfig(text_config=dict(raw["text_config"])).to_dict()
+    assert parse_config({**raw, "dtype": "bfloat16"}) == parse_config({**theirs, "architectures": raw["architectures"]})
 
 
 def test_a_language_model_of_no_family_is_named(tmp_path: Path) -> None:
