@@ -1,7 +1,9 @@
 """`nanovllm plan MODEL`: what a model takes of each GPU and how many users fit, from config.json and headers alone."""
 
 import json
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or the GiB of one like it [H200]")
     parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    add_fields(parser, EngineConfig, {}, leave_out=["model"], shown=False)
+    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
     return parser
 
 
@@ -56,6 +58,9 @@ def run(parser: Parser, arguments: list[str]) -> int:
         raise ValueError(refused[sizes[-1]])
     longest = config.max_model_len or model.max_position_embeddings
     lengths = given.length or sorted({min(length, longest) for length in (*_LENGTHS, longest)})
+    for length in lengths:
+        if not 1 <= length <= longest:
+            refuse("--length", length, f"in 1..{longest}, the longest context")
     if given.json:
         found = {"gpu": gpu.device.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}
         print(json.dumps(found))
@@ -106,10 +111,10 @@ def _gpu(name: str) -> "Gpu":
     known = {each.lower(): gpu for each, gpu in GPUS.items()}
     if name.lower() in known:
         return known[name.lower()]
-    try:
-        return Gpu(replace(GPUS["H200"].device, name=f"{float(name):g} GiB"), int(float(name) * _GIB))
-    except ValueError:
-        refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
+    with suppress(ValueError):
+        if 0 < (gib := float(name)) < math.inf:
+            return Gpu(replace(GPUS["H200"].device, name=f"{gib:g} GiB"), int(gib * _GIB))
+    refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
 
 
 def _heading(

@@ -3,7 +3,7 @@ engine's own layers, without memory behind them, and its own arithmetic.
 
 Weights, KV cache, tables, peer memory and filters are exact. An engine measures the largest step, its graphs and the
 libraries when it starts; here they follow from the widest part of a layer and from what libraries usually take (on an
-H200 within 250 MiB for models of 0.6B to 30B, which is 0.4 % of the KV cache: tests/gpu/test_gpu_plan.py).
+H200 within 450 MiB for models of 0.6B to 30B, which is 0.4 % of the KV cache: tests/gpu/test_gpu_plan.py).
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
-from nanovllm.runner.state_memory import blocks_that_fit, slot_bytes
+from nanovllm.runner.state_memory import blocks_asked_for, blocks_that_fit, slot_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 from nanovllm.wire.state import capacity_tokens, row_blocks
 
@@ -92,13 +92,16 @@ class RankPlan:
     """Bytes of the GPU that all of this has to fit into."""
     option: str
     """Option that sets `share`, written out with its value."""
+    asked: int | None
+    """Blocks that were asked for by num_kvcache_blocks."""
 
     @cached_property
     def blocks(self) -> int:
-        """Raises ValueError as an engine does that has no room for one."""
+        """Raises ValueError as an engine does that has no room for one, or for those that were asked for."""
         room = kv_room(self.share, self.used, self.share - self.used, self.reserved)
         least = self.layout.num_tables
-        return blocks_that_fit(room + self.slots, self.block_bytes, least, self.option, slots=self.slots)
+        fits = blocks_that_fit(room + self.slots, self.block_bytes, least, self.option, slots=self.slots)
+        return blocks_asked_for(self.asked, fits, least)
 
     @property
     def used(self) -> int:
@@ -181,7 +184,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
         (rows + 1) * slot_bytes(mixers), _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
-        f"gpu_memory_utilization={config.gpu_memory_utilization}",
+        f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.state_layout import layout_of
-from nanovllm.runner.state_memory import StateMemory, blocks_that_fit
+from nanovllm.runner.state_memory import StateMemory, blocks_asked_for, blocks_that_fit
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
@@ -168,7 +168,8 @@ class ModelRunner:
         if not memory.block_bytes:  # nothing is kept by token: every row fits
             every = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
             fits = self.config.num_kvcache_blocks or every
-        return memory.size(self._blocks_asked_for(fits))
+        asked, least = self.config.num_kvcache_blocks, memory.layout.num_tables
+        return memory.size(blocks_asked_for(asked, fits, least))
 
     def _blocks_that_fit(self) -> int:
         config, per_block, least = self.config, self.state_memory.block_bytes, self.state_memory.layout.num_tables
@@ -206,15 +207,6 @@ class ModelRunner:
         """Compiles what the backend needs for each kind of attention layer."""
         for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
             self.backend.warmup(layer.cache, layer.spec)
-
-    def _blocks_asked_for(self, fits: int) -> int:
-        """num_kvcache_blocks, or all that fit."""
-        blocks = self.config.num_kvcache_blocks or fits
-        if blocks > fits:
-            raise ValueError(f"num_kvcache_blocks={blocks}: must be at most the {fits} that fit")
-        if blocks < (least := self.state_memory.layout.num_tables):
-            raise ValueError(f"num_kvcache_blocks={blocks}: must be at least {least}, one for each table of a row")
-        return blocks
 
     @torch.inference_mode()
     def allocate_state(self, size: StateSize) -> None:

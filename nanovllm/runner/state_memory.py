@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.attention.base import KVCache
 from nanovllm.config import EngineConfig
+from nanovllm.errors import refuse
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.step.blocks import BlockTensors
 from nanovllm.layers.memory import Mixer, Slot, slots_of
@@ -46,6 +47,16 @@ def blocks_that_fit(
             f"{because and f': {because}'}"
         )
     return int(blocks)
+
+
+def blocks_asked_for(asked: int | None, fits: int, least: int) -> int:
+    """num_kvcache_blocks, or without it all that fit. Raises ValueError where so many are too few or do not fit."""
+    blocks = asked or fits
+    if blocks > fits:
+        refuse("num_kvcache_blocks", blocks, f"at most the {fits} that fit")
+    if blocks < least:
+        refuse("num_kvcache_blocks", blocks, f"at least {least}, one for each table of a row")
+    return blocks
 
 
 def _aligned(nbytes: int) -> int:

@@ -66,6 +66,8 @@ def test_a_shape_that_is_known_by_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "36 layers that see all keys" in text and "144.0 KiB a token" in text and "users of 4,000" in text
     small, large = (plan(capsys, "Qwen3-8B", "-tp", "1", "--gpu", gpu)["plans"][0] for gpu in ("40", "H200"))
     assert small["weights"] == large["weights"] and small["tokens"] < large["tokens"] / 5
+    asked = plan(capsys, "Qwen3-8B", "-tp", "1", "--num-kvcache-blocks", "320")["plans"][0]
+    assert (asked["num_kvcache_blocks"], asked["users"]["40960"]) == (320, 1)
     eager = plan(capsys, "Qwen3-8B", "-tp", "1", "--enforce-eager")["plans"][0]
     assert eager["graphs"] == 0 < large["graphs"] and eager["tokens"] > large["tokens"]
     eight_bits = plan(capsys, "Qwen3-8B", "-tp", "1", "--kv-cache-dtype", "fp8")["plans"][0]
@@ -86,6 +88,11 @@ def test_it_refuses_with_the_engines_own_words(capsys: pytest.CaptureFixture[str
         (["Qwen3-8B", "-tp", "3"], "tensor_parallel_size=3: must be a divisor of num_attention_heads=32"),
         (["Qwen3-30B-A3B", "--quantization", "int4"], "quantization='int4': not with a mixture of experts"),
         (["Qwen3-8B", "--gpu", "H900"], "--gpu='H900': must be a size in GiB, or one of A100-40, "),
+        (["Qwen3-8B", "--gpu", "1e400"], "--gpu='1e400': must be a size in GiB, or one of A100-40, "),
+        (["Qwen3-8B", "--gpu=-80"], "--gpu='-80': must be a size in GiB, or one of A100-40, "),
+        (["Qwen3-8B", "--length", "0"], "--length=0: must be in 1..40960, the longest context"),
+        (["Qwen3-8B", "--length", "4k", "64k"], "--length=64000: must be in 1..40960, the longest context"),
+        (["Qwen3-8B", "--num-kvcache-blocks", "9999", "-tp", "1"], "num_kvcache_blocks=9999: must be at most the 6"),
         (["no-such-folder"], "model='no-such-folder': no such folder"),
         (["Qwen3-30B-A3B", "--quantization", "fp8", "--gpu", "A100-80"], "FP8 experts need a GPU of "),
         (["Qwen3-8B", "--kv-cache-dtype", "fp8", "--gpu", "A100-80"], "compute capability 8.0; FP8 needs 8.9"),
