@@ -132,7 +132,7 @@ class Fleet:
         as many small steps."""
         batches: dict[int, list[wire.Down]] = {}
         for number, request_id in self._router.bind():
-            batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))  # type: ignore[index]
+            batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))
         for number, batch in batches.items():
             self._send(number, batch)
 
@@ -336,7 +336,7 @@ class Fleet:
         else:
             logger.warning("replica %d was lost; the others continue without it: %s", number, reason)
         for request_id in reversed(bound):
-            flight = self._live[request_id]  # type: ignore[index]
+            flight = self._live[request_id]
             flight.engine = None
             if flight.is_aborted:
                 self._drop(flight)

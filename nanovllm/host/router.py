@@ -7,7 +7,7 @@ counted; one with nothing to do takes it anyhow, so that none idles while anothe
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
@@ -52,7 +52,7 @@ class HeldPrefixes:
 class Load:
     """A request as the router sees it."""
 
-    key: Hashable
+    request_id: int
     hashes: list[bytes]
     """Keys of the prompt's full blocks (engine/prefix_keys.py)."""
     num_prompt_tokens: int
@@ -70,7 +70,7 @@ class _Replica:
     most_blocks: int = 0
     is_there: bool = False
     queue: deque[Load] = field(default_factory=deque)
-    bound: dict[Hashable, Load] = field(default_factory=dict)
+    bound: dict[int, Load] = field(default_factory=dict)
     num_rows: int = 0
     num_blocks: int = 0
     load: float = 0.0
@@ -103,7 +103,7 @@ class Router:
         for load in homeless:
             self.add(load)
 
-    def leave(self, number: int) -> list[Hashable]:
+    def leave(self, number: int) -> list[int]:
         """A replica is gone. What was queued there moves to others; returns what was bound to it."""
         replica = self._replicas[number]
         bound, queued = list(replica.bound), replica.queue
@@ -141,9 +141,9 @@ class Router:
         hits = replica.held.num_hits(load.hashes) * self._block_size
         return max(1, load.num_prompt_tokens - hits) + DECODE_COST * load.num_rows * self._expected_output(load)
 
-    def bind(self) -> list[tuple[int, Hashable]]:
+    def bind(self) -> list[tuple[int, int]]:
         """(replica, request) of all that are to be sent now, in their order."""
-        bound: list[tuple[int, Hashable]] = []
+        bound: list[tuple[int, int]] = []
         if not any(replica.queue for replica in self._replicas):
             return bound
         for number, replica in enumerate(self._replicas):
@@ -157,10 +157,10 @@ class Router:
                     load.cost = self._cost(replica, load)
                     replica.load += load.cost
                     replica.held.touch(load.hashes)
-                replica.bound[load.key] = load
+                replica.bound[load.request_id] = load
                 replica.num_rows += load.num_rows
                 replica.num_blocks += load.num_blocks
-                bound.append((number, load.key))
+                bound.append((number, load.request_id))
         return bound
 
     def _queue_for(self, replica: _Replica) -> _Replica | None:
@@ -180,10 +180,10 @@ class Router:
         rows, blocks = replica.num_rows + load.num_rows, replica.num_blocks + load.num_blocks
         return rows <= self._most_rows and blocks <= replica.most_blocks
 
-    def finish(self, number: int, key: Hashable, num_output_tokens: int, hashes: Iterable[bytes] = ()) -> None:
+    def finish(self, number: int, request_id: int, num_output_tokens: int, hashes: Iterable[bytes] = ()) -> None:
         """A bound request has ended. `hashes`: of the blocks that it leaves in the replica's cache, output included."""
         replica = self._replicas[number]
-        load = replica.bound.pop(key)
+        load = replica.bound.pop(request_id)
         replica.load -= load.cost
         replica.num_rows -= load.num_rows
         replica.num_blocks -= load.num_blocks
@@ -191,11 +191,11 @@ class Router:
         mean, output = self._mean_output, num_output_tokens / load.num_rows
         self._mean_output = output if mean is None else mean + _MEAN_WEIGHT * (output - mean)
 
-    def withdraw(self, key: Hashable) -> bool:
+    def withdraw(self, request_id: int) -> bool:
         """Takes a request out that is bound to no replica; returns whether there was one."""
         for queue, replica in [(self._homeless, None), *((each.queue, each) for each in self._replicas)]:
             for load in queue:
-                if load.key == key:
+                if load.request_id == request_id:
                     queue.remove(load)
                     if replica is not None:
                         replica.load -= load.cost

@@ -7,7 +7,6 @@ from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.streams import Streams
 from nanovllm.serve.text_pool import TextPool
@@ -19,17 +18,15 @@ State = Literal["loading", "ready", "draining", "failed"]
 class Admission:
     """State of the server's life, and admission of requests."""
 
-    def __init__(
-        self, options: ServeOptions, model: ServedModel, streams: Streams, pool: TextPool, metrics: Metrics
-    ) -> None:
+    def __init__(self, model: ServedModel, streams: Streams, pool: TextPool, metrics: Metrics) -> None:
         self.state: State = "loading"
         self.progress: tuple[str, int] = ("starting", 0)
         """Stage and percent of the start."""
         self.failure: Lost | None = None
         self.changed = asyncio.Event()
         """Set whenever `state` changes."""
-        self.weight_wait = WeightWait(options.weight_update_timeout)
-        self._options, self._model, self._metrics = options, model, metrics
+        self.weight_wait = WeightWait(model.options.weight_update_timeout)
+        self._options, self._model, self._metrics = model.options, model, metrics
         self._streams, self._pool = streams, pool
         self._loop = asyncio.get_running_loop()
 

@@ -35,9 +35,9 @@ class Front:
         self.metrics = metrics = Metrics(model.name, lambda: self.engines.state)
         self.pool = TextPool(metrics)
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
-        self.admission = Admission(options, model, self.streams, self.pool, metrics)
+        self.admission = Admission(model, self.streams, self.pool, metrics)
         self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)
-        self.log = RequestLog(options, model, metrics)
+        self.log = RequestLog(model, metrics)
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""

@@ -160,7 +160,7 @@ class _Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         operations = ROUTES | ADMIN_ROUTES if self._options.admin_api_keys else ROUTES
-        app = App(front, operations, self._options, front.metrics)
+        app = App(front, operations)
         http = self._http = HttpServer(app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())

@@ -5,7 +5,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.request import Request
 from nanovllm.serve.served_model import ServedModel
 
@@ -18,15 +17,15 @@ logger = logging.getLogger("nanovllm.serve")
 class RequestLog:
     """A line for each request that is over, its span, and a line every 10 s while there is work."""
 
-    def __init__(self, options: ServeOptions, model: ServedModel, metrics: Metrics) -> None:
-        self._options, self._model, self._metrics = options, model, metrics
+    def __init__(self, model: ServedModel, metrics: Metrics) -> None:
+        self._options, self._model, self._metrics = model.options, model, metrics
         self._loop = asyncio.get_running_loop()
         self._last_totals = (self._loop.time(), 0, 0)
         self.tracer: RequestTracer | None = None
-        if options.otlp_traces_endpoint is not None:
+        if self._options.otlp_traces_endpoint is not None:
             from nanovllm.serve import tracing
 
-            self.tracer = tracing.RequestTracer(options.otlp_traces_endpoint, model.name)
+            self.tracer = tracing.RequestTracer(self._options.otlp_traces_endpoint, model.name)
 
     def close(self) -> None:
         """Sends the last spans."""

@@ -351,7 +351,7 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(num_details: int, caplog: pytes
         done.set_result(None)
         request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, num_details=num_details)
         request.response.side_effect = ValueError("prompt: a mistake of ours")
-        app = App(front, {("POST", "/"): Operation(lambda _, call: answer(call, request))}, front.options, Metrics())
+        app = App(front, {("POST", "/"): Operation(lambda _, call: answer(call, request))})
         connection = Connection(Shared(app.answer, Metrics(), 1))
         connection.connection_made(transport := MagicMock(is_closing=lambda: False))
         with patch.object(front, "submit"), patch.object(front.log, "end_request"):

@@ -17,11 +17,12 @@ from nanovllm.serve.errors import bad_request, from_value_error, refusing
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 from nanovllm.serve.served_model import ServedModel
 
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+_MOST = 2**63 - 1  # of an integer on its way to an engine
+Positive = Annotated[int, Meta(ge=1, le=_MOST)]
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
 Likeliest = Count
 """Bounded by the engine's max_logprobs."""
-CountOrOff = Annotated[int, Meta(ge=-1)]
+CountOrOff = Annotated[int, Meta(ge=-1, le=_MOST)]
 Temperature = Annotated[float, Meta(ge=0, le=bounds.MAX_FLOAT32)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -80,7 +81,7 @@ class SamplingFields(Fields, kw_only=True):
     top_p: Share | None = None
     top_k: CountOrOff | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-_MOST - 1, le=_MOST)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
@@ -301,11 +302,6 @@ def sampling_fields(
         found["logprobs"] = logprobs
     with refusing():
         SamplingParams(**found, structured_outputs=structured)
-    for name, value in found.items():
-        try:
-            msgspec.msgpack.encode(value)  # as it travels to the engine
-        except OverflowError:
-            raise bad_request(f"{name}: an integer must be in -2**63..2**64-1") from None
     if structured is not None:
         found["structured_outputs"] = structured.given
     return found

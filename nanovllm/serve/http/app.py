@@ -9,14 +9,12 @@ from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.access import Access
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.options import ServeOptions
 
 logger = logging.getLogger("nanovllm.serve")
 
 
 class Operation(NamedTuple):
-    """Handler of a method of a path, and what the API's description says of it."""
+    """Handler of a method of a path, and how it is refused."""
 
     handler: Callable[[Front, Call], Awaitable[None]]
     """Function that answers the call."""
@@ -29,17 +27,15 @@ class Operation(NamedTuple):
 class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
-    def __init__(
-        self, front: Front, operations: dict[tuple[str, str], Operation], options: ServeOptions, metrics: Metrics
-    ) -> None:
+    def __init__(self, front: Front, operations: dict[tuple[str, str], Operation]) -> None:
         """`operations`: by method and path; a path that ends in "/*" serves all below it."""
         self._front = front
         self._paths: dict[str, dict[str, Operation]] = {"": {}}
         """Operations by path and method; "" stands for unknown paths."""
         for (method, path), operation in operations.items():
             self._paths.setdefault(path, {})[method] = operation
-        self._access = Access(options)
-        self.metrics = metrics
+        self._access = Access(front.options)
+        self.metrics = front.metrics
 
     async def answer(self, call: Call) -> None:
         """Answers a request."""
