@@ -1,11 +1,9 @@
 """A model that nanovllm does not know, served from your own file.
 
-    python examples/custom_model.py                                    # a tiny one with random weights
-    nanovllm serve FOLDER --plugins examples/custom_model.py           # a checkpoint of this architecture
+    python examples/custom_model.py                             # a tiny one with random weights
+    nanovllm serve FOLDER --plugins examples/custom_model.py    # a checkpoint of this architecture
 
-Two things are new in it. Its mixer is a difference: of what one attention finds, a share of what another finds is taken
-away, as noise that both hear. And the MLP's gate is a power of one: down(sigmoid(gate(x)) ** power * up(x)).
-The rest (grouped heads, rotary embeddings, paged keys and values, ranks, prefix cache, chunks) comes with the layers.
+New in it is the MLP's gate, a power of one. Attention, ranks, prefix cache and chunks come with the package's layers.
 """
 
 import json
@@ -13,46 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams, register_model
-from nanovllm.attention.base import KVCache
-from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.decoder import ModelContext, Place, PositionTables, attention
+from nanovllm.models.decoder import ModelContext, Place
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import PRE_NORMS, CheckpointNames
-
-
-class DifferentialAttention(WeightedModule):
-    """first(x) - share * second(x): [T, hidden] -> [wanted, hidden], a partial sum of this rank's heads."""
-
-    can_capture = True
-
-    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
-        super().__init__()
-        self.first, self.second = (attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
-        self.share = parameter(1, dtype=context.dtype, device=context.device)
-        self.operations = (*self.first.operations, *self.second.operations)
-        self.memory = (*self.first.memory, *self.second.memory)
-
-    def bind(self, *memory: KVCache) -> None:
-        self.first.bind(memory[0])
-        self.second.bind(memory[1])
-
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        return self.first(x, step) - self.share * self.second(x, step)
-
-    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield from self.first.checkpoint_weights(f"{prefix}.first")
-        yield from self.second.checkpoint_weights(f"{prefix}.second")
-        yield whole(f"{prefix}.share", self.share)
 
 
 class PowerGate(WeightedModule):
@@ -60,8 +29,7 @@ class PowerGate(WeightedModule):
 
     def __init__(self, context: ModelContext, spec: LayerSpec, place: Place) -> None:
         super().__init__()
-        hidden, width = context.config.hidden_size, context.config.intermediate_size
-        self.power = spec.options
+        hidden, width, self.power = context.config.hidden_size, context.config.intermediate_size, spec.options
         self.gate_up_proj = MergedColumnParallelLinear(context, hidden, {"gate_proj": width, "up_proj": width})
         self.down_proj = RowParallelLinear(context, width, hidden, adds_parts=place.adds_parts)
         self.operations = (self.gate_up_proj.product, self.down_proj.product)
@@ -78,54 +46,15 @@ class PowerGate(WeightedModule):
 def read(config: ConfigReader, generation: Fields) -> Fields:
     """config.json as Llama's, and `gate_power`."""
     fields, power = read_decoder(config, generation), config.integer("gate_power", 2)
-    own = {"mixer": "difference", "mlp": "power_gate", "options": power}
-    return {**fields, "layers": tuple(replace(layer, **own) for layer in fields["layers"])}
+    return {**fields, "layers": tuple(replace(layer, mlp="power_gate", options=power) for layer in fields["layers"])}
 
 
-NAMES = CheckpointNames({**PRE_NORMS, "self_attn": "mixer", "mlp": "ffn"})
-"""The checkpoint says mixer and ffn where nanovllm's layers say self_attn and mlp."""
-
-register_model(
-    "ExampleForCausalLM",
-    Family(read, NAMES, mixers={"difference": DifferentialAttention}, mlps={"power_gate": PowerGate}),
-)
-
-TINY: dict[str, Any] = {
-    "architectures": ["ExampleForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "gate_power": 3,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
-    "eos_token_id": 149,
-}  # fmt: skip
-
-
-def save_random(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint with random weights, and returns these."""
-    make = torch.Generator().manual_seed(seed)
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {f"{name}.weight": (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
-    shapes["model.norm.weight"] = (hidden,)
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        for each in (f"{at}.mixer.first", f"{at}.mixer.second"):
-            shapes |= {f"{each}.q_proj.weight": (heads, hidden), f"{each}.o_proj.weight": (hidden, heads)}
-            shapes |= {f"{each}.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
-        shapes |= {f"{at}.mixer.share": (1,), f"{at}.ffn.down_proj.weight": (hidden, width)}
-        shapes |= {f"{at}.ffn.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
-    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        save_random(Path(folder))
-        with LLM(folder, plugins=[__file__], skip_tokenizer_init=True) as llm:
-            [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=16))
-            print(output.token_ids)
-
+register_model("PowerGateForCausalLM", Family(read, CheckpointNames(PRE_NORMS), mlps={"power_gate": PowerGate}))
 
 if __name__ == "__main__":
-    main()
+    config = {"architectures": ["PowerGateForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256, "gate_power": 3}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        with LLM(folder, plugins=[__file__], load_format="dummy", skip_tokenizer_init=True) as llm:
+            print("tokens:", llm.generate([[1, 2, 3]], SamplingParams(max_tokens=16))[0].token_ids)

@@ -195,12 +195,6 @@ def test_help_is_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(serve.make_parser().format_help().splitlines()) <= 120
 
 
-def test_a_server_without_a_model_serves_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
-    monkeypatch.setattr("nanovllm.serve.lifecycle.serve", lambda model, *rest: served.append(model) or 0)
-    assert main(["serve"]) == 0 and served == ["demo"]
-
-
 def test_demo_model_ships_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(EngineConfig("demo").model)
     assert json.loads((folder / "config.json").read_text())["architectures"]

@@ -1,5 +1,5 @@
-"""examples/custom_model.py, a model from outside the package: the tokens of its torch twin, whole, in chunks, from the
-prefix cache, after a preemption, and on two ranks."""
+"""A model from outside the package (difference_model.py, examples/custom_model.py): tokens of its torch twin, whole,
+in chunks, from the prefix cache, after a preemption, and on two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ import pytest
 import torch
 from comparing import Expected
 from observing import StepWitness
-from programs import ROOT, load, run
+from programs import ROOT, load
 from twins import Twin, check
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
 
-FILE = ROOT / "examples" / "custom_model.py"
+FILE = ROOT / "tests" / "exactness" / "difference_model.py"
 BLOCK = 16
 SHARED = [(11 * i) % 140 for i in range(2 * BLOCK)]
 PROMPTS = [[5], [*range(20, 45)], [*SHARED, 9, 8, 7], [*SHARED, 30], [(3 * i) % 140 for i in range(60)]]
@@ -88,10 +88,6 @@ def test_the_plan_counts_both_attentions_of_a_layer(
 ) -> None:
     assert main(["plan", model[0], "--plugins", str(FILE), "-tp", "1"]) == 0
     assert "KV cache: 6 layers that see all keys" in capsys.readouterr().out
-
-
-def test_as_a_program() -> None:
-    assert len(run(FILE, seconds=120).strip("[]\n").split(", ")) == 16
 
 
 def test_a_file_that_is_no_plugin_is_refused_by_name(model: tuple[str, list[Expected]], tmp_path: Path) -> None:

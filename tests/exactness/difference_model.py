@@ -1,0 +1,94 @@
+"""A model from outside the package: the MLP of examples/custom_model.py, a mixer, and its own names in the checkpoint.
+
+Its mixer is a difference: of what one attention finds, a share of what another finds is taken away.
+"""
+
+import json
+import runpy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm import register_model
+from nanovllm.attention.base import KVCache
+from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
+from nanovllm.model_config import LayerSpec
+from nanovllm.models.config_reader import ConfigReader
+from nanovllm.models.decoder import ModelContext, Place, PositionTables, attention
+from nanovllm.models.family import Family, Fields
+from nanovllm.models.names import PRE_NORMS, CheckpointNames
+
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_model.py"))
+
+
+class DifferentialAttention(WeightedModule):
+    """first(x) - share * second(x): [T, hidden] -> [wanted, hidden], a partial sum of this rank's heads."""
+
+    can_capture = True
+
+    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
+        super().__init__()
+        self.first, self.second = (attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
+        self.share = parameter(1, dtype=context.dtype, device=context.device)
+        self.operations = (*self.first.operations, *self.second.operations)
+        self.memory = (*self.first.memory, *self.second.memory)
+
+    def bind(self, *memory: KVCache) -> None:
+        self.first.bind(memory[0])
+        self.second.bind(memory[1])
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return self.first(x, step) - self.share * self.second(x, step)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.first.checkpoint_weights(f"{prefix}.first")
+        yield from self.second.checkpoint_weights(f"{prefix}.second")
+        yield whole(f"{prefix}.share", self.share)
+
+
+def read(config: ConfigReader, generation: Fields) -> Fields:
+    """config.json as the example's."""
+    fields = EXAMPLE["read"](config, generation)
+    return {**fields, "layers": tuple(replace(layer, mixer="difference") for layer in fields["layers"])}
+
+
+NAMES = CheckpointNames({**PRE_NORMS, "self_attn": "mixer", "mlp": "ffn"})
+"""The checkpoint says mixer and ffn where nanovllm's layers say self_attn and mlp."""
+
+register_model(
+    "ExampleForCausalLM",
+    Family(read, NAMES, mixers={"difference": DifferentialAttention}, mlps={"power_gate": EXAMPLE["PowerGate"]}),
+)
+
+TINY: dict[str, Any] = {
+    "architectures": ["ExampleForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "gate_power": 3,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32",
+    "eos_token_id": 149,
+}  # fmt: skip
+
+
+def save_random(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint with random weights, and returns these."""
+    make = torch.Generator().manual_seed(seed)
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {f"{name}.weight": (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for each in (f"{at}.mixer.first", f"{at}.mixer.second"):
+            shapes |= {f"{each}.q_proj.weight": (heads, hidden), f"{each}.o_proj.weight": (hidden, heads)}
+            shapes |= {f"{each}.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
+        shapes |= {f"{at}.mixer.share": (1,), f"{at}.ffn.down_proj.weight": (hidden, width)}
+        shapes |= {f"{at}.ffn.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
+    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
