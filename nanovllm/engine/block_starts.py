@@ -8,8 +8,8 @@ from nanovllm.engine.prefix_keys import KEY_SIZE
 
 
 def block_start(before: bytes, token_ids: list[int]) -> bytes:
-    """The first tokens of a block, behind what stands for all before them (prefix_keys.before_block): int32 each."""
-    return before + array("i", token_ids).tobytes()
+    """The first tokens of a block, behind what stands for all before them (prefix_keys.before_block): 4 bytes each."""
+    return before + array("I", token_ids).tobytes()
 
 
 def num_common(start: bytes, other: bytes) -> int:

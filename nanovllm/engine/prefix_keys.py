@@ -37,7 +37,7 @@ def extend_keys(keys: list[bytes], token_ids: list[int], num_blocks: int, block_
     first = len(keys)
     if first >= num_blocks:
         return
-    tokens = array("i", token_ids[first * block_size : num_blocks * block_size]).tobytes()
+    tokens = array("I", token_ids[first * block_size : num_blocks * block_size]).tobytes()  # faster than signed ones
     assert len(tokens) == 4 * block_size * (num_blocks - first)
     for index in range(first, num_blocks):
         begin = 4 * block_size * (index - first)

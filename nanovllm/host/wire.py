@@ -38,7 +38,8 @@ class Start(Frame):
 
 
 class Add(Frame):
-    """Queues a request. Token ids travel as int32 bytes, which an engine reads in less time than msgpack's numbers."""
+    """Queues a request. Token ids travel as bytes, 4 for each, which an engine reads in less time than msgpack's
+    numbers."""
 
     request_id: int
     token_ids: bytes
@@ -53,16 +54,16 @@ class Add(Frame):
     @classmethod
     def of(cls, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> "Add":
         """The frame of a request whose output begins with the ids in `known`."""
-        token_ids, known_ids = array("i", prompt.token_ids).tobytes(), array("i", known).tobytes() if known else b""
+        token_ids, known_ids = array("I", prompt.token_ids).tobytes(), array("I", known).tobytes() if known else b""
         return cls(request_id, token_ids, prompt.extras, params, known_ids)
 
     def prompt(self) -> Prompt:
         """The prompt, without its text."""
-        return Prompt(array("i", self.token_ids).tolist(), self.extras)
+        return Prompt(array("I", self.token_ids).tolist(), self.extras)
 
     def known_ids(self) -> list[int]:
         """Token ids that the output begins with."""
-        return array("i", self.known).tolist() if self.known else []
+        return array("I", self.known).tolist() if self.known else []
 
 
 class Abort(Frame):

@@ -38,7 +38,7 @@ def unpack(packed: np.ndarray, max_num_seqs: int) -> dict[str, list]:
 @given(
     data=st.data(),
     slots=st.lists(st.integers(0, 15), unique=True, max_size=16),
-    updates=st.lists(st.tuples(INT32, INT32, INT32), max_size=5),
+    updates=st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), max_size=5),
     token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=20),
 )
 def test_round_trip(
