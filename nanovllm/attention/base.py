@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.fp8.operands import FP8Rows
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec", "KVCache"]
 
@@ -126,8 +127,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out.
+                spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                rounds: bool = False) -> torch.Tensor | FP8Rows:
+        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out. rounds, for
+        D = 128: a step of decode rows may be returned in e4m3, [T, Hq * D], which spares a kernel.
 
         spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. Where the cache is e4m3,
         q may be float16 beside an out of bfloat16. The step's own keys and values are in the cache already. Rows of

@@ -159,7 +159,7 @@ class FlexBackend(AttentionBackend):
         return _Tiles(size, tokens, is_real, slots, first, ends, table, numbers)
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                spec: AttentionSpec, sinks: torch.Tensor | None = None, rounds: bool = False) -> torch.Tensor:
         works, key = metadata.workspace.works, (cache.table, spec.window)
         if key not in works:
             works[key] = self._work(metadata, *key, num_places=cache.k.shape[0] * self.block_size)

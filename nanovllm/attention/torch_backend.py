@@ -71,7 +71,7 @@ class TorchBackend(AttentionBackend):
         return _Row(tokens, slice(first - offset, context - offset), slot, slice(first_block, end_block), mask)
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
+                spec: AttentionSpec, sinks: torch.Tensor | None = None, rounds: bool = False) -> torch.Tensor:
         table = metadata.block_tables[cache.table]
         for row in metadata.workspace[spec.window, spec.group_size]:
             k, v = keys_and_values(cache.k, cache.v, table[row.slot, row.blocks].long(), row.keys, cache.scales)

@@ -13,6 +13,7 @@ from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
 from nanovllm.kernels.base.device import shared_bytes
+from nanovllm.kernels.fp8.operands import FP8Rows
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -83,15 +84,17 @@ class TritonBackend(AttentionBackend):
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        n = metadata.num_decode_rows
+                spec: AttentionSpec, sinks: torch.Tensor | None = None,
+                rounds: bool = False) -> torch.Tensor | FP8Rows:
+        n, decoded = metadata.num_decode_rows, None
         if metadata.num_prefill_rows:
             self._forward_prefill(q, cache, metadata, out, spec, sinks)
         if n:
             table = metadata.block_tables[cache.table]
-            self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
-                              merge_first=metadata.merge_first, kv_scales=cache.scales)
-        return out
+            decoded = self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
+                                        merge_first=metadata.merge_first, kv_scales=cache.scales,
+                                        rounds=rounds and not metadata.num_prefill_rows)
+        return decoded if isinstance(decoded, FP8Rows) else out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows

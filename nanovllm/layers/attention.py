@@ -10,12 +10,14 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from nanovllm.attention.split import attention_halves
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Pages
+from nanovllm.layers.quantized import takes_rounded
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
@@ -113,9 +115,12 @@ class Attention(WeightedModule, PagedAttention):
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
             before="norm" if fuses else "",
         )  # fmt: skip
+        rounds = head_dim == GROUP and config.attention_gate is None
+        rounds = rounds and takes_rounded(layer.precision("o"), context.planner.rules.device)
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
-            precision=layer.precision("o"), after="residual" if fuses else "", adds_parts=adds_parts,
+            precision=layer.precision("o"), before="attention" if rounds else "", after="residual" if fuses else "",
+            adds_parts=adds_parts,
         )  # fmt: skip
         self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.g_proj = None if config.attention_gate is None else GateParallelLinear(context, config, heads, head_dim)
@@ -146,7 +151,10 @@ class Attention(WeightedModule, PagedAttention):
     ) -> torch.Tensor:  # fmt: skip
         """The result of the wanted tokens, [N, hidden], as residual is; all have their keys stored. norm, residual: see
         ParallelLinear."""
-        attended = wanted_rows(self.attend(self.qkv_proj(x, norm=norm), step), step.wanted)
+        attended = self.attend(self.qkv_proj(x, norm=norm), step)
+        if isinstance(attended, FP8Rows):  # of decode rows, which are all wanted
+            return self.o_proj(attended, residual=residual)
+        attended = wanted_rows(attended, step.wanted)
         if self.g_proj is not None and attended.shape[0]:
             assert isinstance(x, torch.Tensor)  # nobody rounds what a gate takes
             attended = self._gated(attended, self.g_proj(wanted_rows(x, step.wanted)))
@@ -154,7 +162,7 @@ class Attention(WeightedModule, PagedAttention):
             return attended.new_empty(0, self.o_proj.product.n)
         return self.o_proj(attended, residual=residual)
 
-    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor | FP8Rows:
         """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads *
         head_dim]."""
         cache = self.cache
@@ -165,8 +173,9 @@ class Attention(WeightedModule, PagedAttention):
             query_scale=self.query_scale, kv_scales=cache.scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks)
-        return out.view(out.shape[0], -1)
+        rounds = self.o_proj.launches[q.shape[0]].rounded
+        attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, rounds)
+        return attended if isinstance(attended, FP8Rows) else out.view(out.shape[0], -1)
 
     def _gated(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """attended [T, heads * head_dim] times a function of gate [T, heads, or that width; maybe padded]."""

@@ -173,11 +173,11 @@ class RowParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, out_features: int, *, kind: str = "down", bias: bool = False,
-        pads: bool = True, precision: Quantization | None = None, multiple: int = 1, after: str = "",
-        adds_parts: bool = True,
+        pads: bool = True, precision: Quantization | None = None, multiple: int = 1, before: str = "",
+        after: str = "", adds_parts: bool = True,
     ) -> None:  # fmt: skip
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
-        divide them. after, adds_parts: see Product."""
+        divide them. before, after, adds_parts: see Product."""
         group = context.group
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if valid and begin % column_multiple(precision) and precision is not None:
@@ -187,5 +187,5 @@ class RowParallelLinear(ParallelLinear):
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
         super().__init__(
             context, kind, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0, precision=precision,
-            after=after, adds_parts=adds_parts,
+            before=before, after=after, adds_parts=adds_parts,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from nanovllm.kernels.plan.plan import ExpertsLaunch, Launch, LayerPlan, Operati
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
 
-INSIDE = ("norm", "gate", "residual")
+INSIDE = ("rounded", "norm", "gate", "residual")
 
 
 def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausalLM:

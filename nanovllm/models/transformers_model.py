@@ -103,7 +103,8 @@ class TransformersModel(WeightedModule):
             q = self.kernels.qk_norm_rope_store(
                 qkv, how, step.positions, step.slot_mappings[cache.table], cache.k, cache.v, kv_scales=cache.scales
             )
-            return step.backend.forward(q, cache, step.attention, out, spec, sinks)
+            step.backend.forward(q, cache, step.attention, out, spec, sinks)
+            return out
 
         rows = {} if wanted is None or not self._rounds_rows else {"logits_to_keep": wanted}
         with self._attending(attend):

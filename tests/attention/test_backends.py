@@ -61,6 +61,14 @@ def test_layers_of_several_kinds_in_one_step(name: str) -> None:
         assert case.error_of(out) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
 
 
+def test_a_step_with_prompts_is_never_rounded() -> None:
+    case = make_case([1, 1], [50, 65], 1, num_q_heads=2, num_kv_heads=1, head_dim=128, block_size=128)
+    backend, out = make_backend("triton", case), nan_like(case.q)
+    backend.prepare(case.metadata)
+    assert backend.forward(case.q, case.cache, case.metadata, out, case.spec, rounds=True) is out
+    assert case.error_of(out) < TOLERANCE
+
+
 @by_name
 @pytest.mark.parametrize("options", [{}, nightly({"window": 20}), {"window": 70, "block_size": 16}])
 def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, Any]) -> None:

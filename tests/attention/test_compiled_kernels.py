@@ -38,7 +38,9 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
     plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, CPU, fp8=fp8)
     plan.make(zeros(rows), zeros(rows), rows)
     scratch = DecodeScratch.for_specs({spec: plan}, CPU)
-    DecodeAttention(spec, page, plan, scratch)(q, cache, cache, table, 4096, out, sinks, kv_scales=scales)
+    for rounds in {False, spec.head_dim == 128}:
+        decode_rows = DecodeAttention(spec, page, plan, scratch)
+        decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds)
     config = prefill_config(spec.head_dim, q.dtype, fp8, SHARED_BYTES[capability])
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.plan(zeros(3), zeros(2), rows)

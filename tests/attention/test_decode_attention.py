@@ -12,6 +12,8 @@ from interpreting import nightly
 from nanovllm.kernels.attention import decode
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import FP8_TUNING, TUNING, DecodeConfig, DecodePlan, plan_decode_reference
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import quantize_rows
 
 # Small chunks, so that short rows are split too.
 SMALL = DecodeConfig(block_n=32, min_chunk=64, max_splits=8, num_warps=4, num_stages=2)
@@ -31,12 +33,12 @@ def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
     return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, device))
 
 
-def run(case: Case, attention: DecodeAttention | None = None) -> torch.Tensor:
+def run(case: Case, attention: DecodeAttention | None = None, rounds: bool = False) -> Any:
     attention = attention or build(case)
     m = case.metadata
     attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
-    out = nan_like(case.q)
-    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, out, case.sinks)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q),
+                     case.sinks, rounds=rounds)
 
 
 def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:
@@ -81,6 +83,22 @@ def test_a_window_longer_than_every_row_changes_no_bit() -> None:
     lengths = [1, 65, 0, 200]
     whole, windowed = decode_case(lengths), decode_case(lengths, window=1000)
     assert torch.equal(run(whole).nan_to_num(), run(windowed).nan_to_num())
+
+
+@pytest.mark.parametrize(("lengths", "merge_heads"), [([50], 1), ([600], 1), ([200, 50], 8)])
+def test_the_merge_rounds_rows_as_a_kernel_of_its_own_does(lengths: list[int], merge_heads: int) -> None:
+    """Rows of one chunk, and of several."""
+    case = decode_case(lengths, heads=(6, 2), head_dim=128, block_size=64)
+    attention = build(case, replace(SMALL, merge_heads=merge_heads))
+    want, got = quantize_rows(run(case, attention).flatten(1)), run(case, attention, rounds=True)
+    assert isinstance(got, FP8Rows) and got.dtype == want.dtype
+    assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scales, want.scales)
+
+
+def test_rows_that_have_nothing_to_merge_are_left_wide() -> None:
+    case = decode_case([50], head_dim=128, block_size=64)
+    attention = build(case, DecodeConfig(num_stages=1))
+    assert torch.equal(run(case, attention, rounds=True), run(case, attention))
 
 
 def test_tuned_configuration_matches_float64() -> None:

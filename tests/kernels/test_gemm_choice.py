@@ -28,7 +28,7 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import misfit
-from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, plan
+from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, launch, plan
 from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
@@ -89,6 +89,17 @@ def test_few_rows_of_large_weights_in_fp8_are_streamed(rows: int) -> None:
     experts = Experts(128, 8, 4096, 768, FP8, after="residual")
     mixed = plan((*layer[:2], experts), rows, rules)
     assert not mixed.is_complete and not mixed.launches["experts"].residual
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_attention_rounds_one_row_for_a_weight_that_is_streamed(rows: int, world: int) -> None:
+    o = Product("o", 4096, 4096, FP8, before="attention", after="residual", adds_parts=True, scale_rows=128)
+    rules = Rules(KNOWN[0], world, own_kernels=True, table=H200)
+    assert launch(o, rows, rules).rounded == (rows == 1)
+    assert not launch(replace(o, before=""), rows, rules).rounded
+    assert not launch(replace(o, scale_rows=8), rows, rules).rounded
+    assert not launch(o, rows, replace(rules, own_kernels=False)).rounded
 
 
 @pytest.mark.parametrize(("rows", "k", "stages", "fits"), [

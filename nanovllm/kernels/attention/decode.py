@@ -22,6 +22,8 @@ from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
 from nanovllm.kernels.base.device import multiprocessors, paged_descriptor, pdl_options, supports_tma
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 
 _NOTHING = tl.constexpr(NOTHING)
 
@@ -92,12 +94,14 @@ def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr,
 
 
 @triton.jit
-def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: tl.constexpr, HEADS: tl.constexpr,
-                        D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
+def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strides, HQ: tl.constexpr,
+                        HEADS: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr,
+                        PDL: tl.constexpr):
     """Merges the rows that have several chunks, one chunk after the other, into OUT [rows, HQ, D]. PARTIAL float32
     [rows, HQ, MAX_SPLITS, D], LSE float32 [rows, HQ, MAX_SPLITS], with FIXED two of each; SINKS [HQ] or None;
     NUM_CHUNKS int32 [rows]. A program takes HEADS query heads of a row; where most rows have nothing to merge, the
-    number of programs is all it costs."""
+    number of programs is all it costs. ROUNDED: None, or where all rows go in e4m3 too, of heads of 128 dimensions: as
+    store_rounded takes them values, scales, and their stride."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -112,8 +116,16 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, NUM_CHUNKS, out_strides, HQ: t
             total, acc = _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D)
         else:
             total, acc = _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D, MAX_SPLITS)
-        tl.store(OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims,
-                 (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(heads < HQ)[:, None] & (dims < D))
+        places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
+        y = (acc / total[:, None]).to(OUT.dtype.element_ty)
+        tl.store(places, y, mask=(heads < HQ)[:, None] & (dims < D))
+    elif ROUNDED is not None:
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + tl.arange(0, D)[None, :]
+        y = tl.load(places, mask=(heads < HQ)[:, None])
+    if ROUNDED is not None:
+        store_rounded(y.to(tl.float32), ROUNDED[0], ROUNDED[1], row, tl.program_id(1) * HEADS * D, ROUNDED[2], HQ * D,
+                      HEADS * D)
 
 
 @triton.jit
@@ -254,9 +266,11 @@ class DecodeAttention:
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
-                 merge_first: bool = False, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+                 merge_first: bool = False, kv_scales: torch.Tensor | None = None,
+                 rounds: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
-        merge_first: where chunks are merged, no later kernel may start before they are."""
+        merge_first: where chunks are merged, no later kernel may start before they are. rounds: where they are, `out`
+        is rounded by the same kernel, and returned as [num_rows, Hq * D]."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -276,10 +290,12 @@ class DecodeAttention:
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
             enable_fp_fusion=not plan.fixed_order, **pdl_options(q.device))
-        if most_chunks > 1:
-            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-                scratch.partial, scratch.lse, sinks, out, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-                HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, FIXED=plan.fixed_order,
-                num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
-                **pdl_options(out.device, not merge_first))
-        return out
+        if most_chunks == 1:
+            return out
+        row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None
+        merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+            scratch.partial, scratch.lse, sinks, out, row and (row.values, row.scales, row.scales.stride(1)),
+            plan.num_chunks, out.stride()[:2], HQ=spec.num_heads, HEADS=c.merge_heads, D=spec.head_dim,
+            MAX_SPLITS=splits, FIXED=plan.fixed_order, num_warps=1 if c.merge_heads == 1 else 4,
+            enable_fp_fusion=not plan.fixed_order, **pdl_options(out.device, not merge_first))
+        return out if row is None else row

@@ -55,7 +55,8 @@ class Product:
     """Dtype of the weight, by torch's name or INT4."""
     x_dtype: str = "bfloat16"
     before: str = ""
-    """"norm": an RMSNorm of a row of the residual stream, and nothing else; "": anything, by kernels of its own."""
+    """"norm": an RMSNorm of a row of the residual stream, and nothing else; "attention": attention, which may round its
+    result to e4m3; "": anything, by kernels of its own."""
     after: str = ""
     """"gate": silu(gate) * up; "residual": an addition to the residual stream; "": anything."""
     adds_parts: bool = False
@@ -120,6 +121,8 @@ class Launch:
     norm: bool = False
     gate: bool = False
     residual: bool = False
+    rounded: bool = False
+    """Attention rounds the row to e4m3 where it merges its chunks."""
     is_early: bool = False
     """Whether it lets the next kernel start before it ends (PDL), and that gains time."""
     why: str = ""
@@ -218,9 +221,10 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     norm = config.is_skinny and _norm_inside(product, rules)
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_own and rules.exact_bits is None
+    rounded = product.before == "attention" and rows == 1 and config.kernel == "stream"
     if config == LIBRARY:
         config = _by_library(product, rows, rules.device)
-    return Launch(config, norm, gate, residual, is_early, why)
+    return Launch(config, norm, gate, residual, rounded, is_early, why)
 
 
 def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:

@@ -1,0 +1,54 @@
+"""A row of a layer whose output projection is in e4m3: attention's merge rounds it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cases import DEVICE, DTYPE, make_case
+
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.config import EngineConfig
+from nanovllm.kernels import select_kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.plan.device import KNOWN
+from nanovllm.kernels.plan.plan import Planner, Rules
+from nanovllm.layers.attention import ForwardStep
+from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.models.registry import read_model_config
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "vocab_size": 32, "eos_token_id": 0}  # fmt: skip
+
+
+def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = EngineConfig("Qwen3-0.6B", load_format="dummy", quantization="fp8", hf_overrides=SIZES)
+    config, device = read_model_config(options), torch.device(DEVICE)
+    group: Any = SimpleNamespace(rank=0, size=1, exact_bits=None, width_multiple=1)
+    planner = Planner(Rules(KNOWN[0], own_kernels=True))
+    case = make_case([1], [200], 1, num_q_heads=2, num_kv_heads=1, head_dim=128, block_size=128)
+    context = ModelContext(group, select_kernels(device), DTYPE, device, config, 256, planner=planner)
+    with torch.inference_mode():
+        attention = DecoderForCausalLM(context).layers[0].self_attn
+        attention.bind(case.cache)
+        attention.q_norm_weight.fill_(1.0)
+        projections: list[torch.Tensor | FP8Rows] = []
+        monkeypatch.setattr(attention.qkv_proj.matrix, "multiply", lambda *_, norm: case.q.new_ones(1, 512).cumsum(1))
+        monkeypatch.setattr(attention.o_proj.matrix, "multiply", lambda x, *_, residual: projections.append(x))
+        backend = TritonBackend((case.spec,), 128, 4, 512, device, DTYPE)
+        backend.prepare(case.metadata)
+        nowhere = torch.full((1,), -1, dtype=torch.int32, device=device)
+        step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)
+        launches, residual = attention.o_proj.launches, case.q.new_zeros(1, 128)
+        for launch in (launches[1], replace(launches[1], rounded=False)):
+            launches[1] = launch
+            attention(residual, step, residual=residual)
+        rounded, wide = projections
+        assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide.std() > 0
+        want = quantize_rows(wide)
+    assert torch.equal(rounded.values.float(), want.values.float()) and torch.equal(rounded.scales, want.scales)
