@@ -67,6 +67,7 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"response_format": {"type": "json_schema"}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        {"multi_modal_data": {"image": "x"}},
         {"messages": [{"role": "wizard", "content": "a"}]},
         {"messages": [{"role": "user"}]},
         {"messages": ["a"]},

@@ -127,6 +127,7 @@ class CommonFields(SamplingFields, kw_only=True):
     )
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD, **dict.fromkeys(_UNSUPPORTED, ""), "function_call": "use tool_choice",
+        "multi_modal_data": TEXT_ALONE,
     }  # fmt: skip
     modalities: list[Literal["text"]] | None = None
     n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
@@ -167,6 +168,7 @@ class CompletionFields(CommonFields, kw_only=True):
 class GenerateFields(Fields, kw_only=True):
     """Body of /inference/v1/generate."""
 
+    refused: ClassVar[Mapping[str, str]] = {**INSTEAD, "features": TEXT_ALONE}
     token_ids: Ids
     sampling_params: dict[str, Any]
     """Fields of a completion request by their names."""
