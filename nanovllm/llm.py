@@ -109,7 +109,8 @@ class LLM:
                 self.engine.book.check(batch[-1], param)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"prompts[{index}]: {error}") from None
+                said = kind(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}")
+                raise said.with_traceback(error.__traceback__) from None
         numbers = self.engine.book.reserve_ids(params)
         ids: list[int] = []
         with interrupt_between_steps() as interrupt:

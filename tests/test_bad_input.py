@@ -57,6 +57,13 @@ def test_a_request_that_may_draw_nothing(llm: LLM) -> None:
         assert set(output.token_ids) <= set(options["allowed_token_ids"])
 
 
+def test_a_bad_prompt_is_named_once_and_by_who_found_it(llm: LLM) -> None:
+    with pytest.raises(TypeError) as caught:
+        llm.generate([[5], 3.5], PARAMS, use_tqdm=False)  # type: ignore[list-item]
+    assert str(caught.value) == "prompts[1]: must be a str or a list of token ids, found float"
+    assert caught.traceback[-1].name == "as_token_ids"
+
+
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_a_bad_prompt_stops_the_call_and_nothing_else(name: str, llm: LLM) -> None:
     prompt, pattern = BAD_PROMPTS[name]
