@@ -184,6 +184,8 @@ class EngineControl:
         try:
             while self._scheduler.holds_new and self._loop.is_busy() and not self._state.lacks_weights:
                 yield
+            if not self._scheduler.holds_new:
+                raise RuntimeError(f"{option}='wait': resumed before it was done")
         finally:
             self._scheduler.holds_new = False
             self._loop.wake()

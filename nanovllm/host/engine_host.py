@@ -97,7 +97,7 @@ class EngineHost:
         elif isinstance(frame, wire.Abort):
             self.abort(frame.request_id)
         elif isinstance(frame, wire.Call):
-            (self._calls.appendleft if frame.name == "resume" else self._calls.append)(frame)
+            self._calls.append(frame)
         elif isinstance(frame, wire.Bucket):
             self._buckets.append(frame)
         elif isinstance(frame, wire.Rouse):
@@ -146,19 +146,18 @@ class EngineHost:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _advance_calls(self) -> None:
-        """Runs all calls that need no more steps, one after the other; `resume` alone overtakes, and ends one that
-        still waits."""
+        """Runs all calls that need no more steps, in the order in which they came. `resume` ends those before it that
+        wait for steps."""
         while self._running or self._calls:
-            if self._running and self._calls and self._calls[0].name == "resume":
-                call, steps = self._running
-                self._running = None
-                steps.close()
-                self._answer(call, kind="RuntimeError", message=f"{call.name}: resumed before it was done")
             if self._running is None:
                 call = self._calls.popleft()
                 self._running = call, self._steps(call)
             if not self._go_on(*self._running):
-                return
+                if all(each.name != "resume" for each in self._calls):
+                    return
+                call, steps = self._running
+                steps.close()
+                self._answer(call, kind="RuntimeError", message=f"{call.name}: resumed before it was done")
             self._running = None
 
     def _steps(self, call: wire.Call) -> Steps:

@@ -9,9 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from nanovllm.engine.calls import CALLS, CallSpec, Steps
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
+from nanovllm.outputs import StepColumns
 
 SLOW = {"structured_outputs": {"regex": "slow"}, "n": 2}
 OTHER = {"structured_outputs": {"regex": "other"}}
@@ -75,3 +77,30 @@ def test_a_known_grammar_overtakes(room: Room) -> None:
     assert room.began.wait(20)
     room.add(5, KNOWN)
     assert room.ids == [5]
+
+
+def test_calls_run_in_the_order_in_which_they_came(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resume` ends what waits for steps before it, and overtakes nothing: no pause that was asked for before it comes
+    after it."""
+    run: list[str] = []
+
+    def pause(engine: Any, number: int, waits: bool = False) -> Steps:
+        while waits:
+            yield
+        run.append(f"pause {number}")
+
+    for name, function in (("pause", pause), ("resume", lambda engine: run.append("resume"))):
+        monkeypatch.setitem(CALLS, name, CallSpec(function))
+    room.engine.loop.take_unreported = StepColumns
+    room.engine.state = room.engine.stats = None
+    monkeypatch.setattr(room.host, "_send_stats", lambda: None)
+    room.host.handle(wire.Call(1, "pause", {"number": 1, "waits": True}))
+    room.host._advance_calls()
+    later: list[tuple[str, dict[str, Any]]] = [("pause", {"number": 2}), ("resume", {}), ("pause", {"number": 4})]
+    for number, (name, options) in enumerate(later, start=2):
+        room.host.handle(wire.Call(number, name, options))
+    room.host._advance_calls()
+    assert run == ["pause 2", "resume", "pause 4"]
+    assert [(answer.number, answer.message) for answer in room.said] == [
+        (1, "pause: resumed before it was done"), (2, ""), (3, ""), (4, "")
+    ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -100,6 +101,22 @@ def test_a_pause_that_waits(llm: LLM) -> None:
     llm.resume()
     while llm.has_unfinished_requests():
         assert {output.request_id for output in llm.step()} <= {late}
+
+
+def test_a_resume_ends_a_pause_that_waits(llm: LLM) -> None:
+    """A pause never comes after a resume that was asked for later."""
+    llm.add_request([3], SamplingParams(max_tokens=1000, ignore_eos=True))
+    while not llm.step():
+        pass
+    waiting = llm.engine.call("pause", mode="wait")
+    next(waiting)
+    llm.resume()
+    with pytest.raises(RuntimeError, match="resumed before it was done"):
+        deque(waiting, 0)
+    assert not llm.is_paused
+    llm.abort_all()
+    while llm.has_unfinished_requests():
+        llm.step()
 
 
 @pytest.mark.parametrize("by_pause", [True, False])
