@@ -16,6 +16,7 @@ from nanovllm.engine.engine_state import TAGS, EngineState, Tag
 from nanovllm.errors import ReplicaError, refuse, shown
 
 if TYPE_CHECKING:
+    from nanovllm.config import EngineConfig
     from nanovllm.engine.control import EngineControl
     from nanovllm.transfer.receiver import Relay, WeightReceiver
 
@@ -28,6 +29,7 @@ PAUSES = ("keep", "wait", "abort")
 class CalledEngine(Protocol):
     """Parts of an engine that calls work on."""
 
+    config: "EngineConfig"
     control: "EngineControl"
     state: EngineState
 
@@ -105,7 +107,7 @@ def _receiver(engine: CalledEngine) -> "WeightReceiver":
     if engine.control.receiver is None:
         from nanovllm.transfer.receiver import WeightReceiver  # torch is there by now
 
-        engine.control.receiver = WeightReceiver(engine.control, engine.control.device)
+        engine.control.receiver = WeightReceiver(engine.control, engine.config.device)
     return engine.control.receiver
 
 

@@ -36,11 +36,6 @@ class EngineControl:
         """Version of the weights that steps run with."""
         return self._state.weight_version
 
-    @property
-    def device(self) -> str:
-        """Device of rank 0."""
-        return self._loop.config.device
-
     # -- new weights --------------------------------------------------------------------------------------------
 
     def check_load(self, weights: Any, in_flight: str, version: int | None) -> None:

@@ -8,7 +8,7 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 
 @dataclass(frozen=True)
 class EngineStats:
-    """State of an engine, and its counters since it started. Completions of n > 1 count one by one, their prompt
+    """Gauges of an engine, and its counters since it started. Completions of n > 1 count one by one, their prompt
     once."""
 
     num_running: int = 0

@@ -20,7 +20,6 @@ from nanovllm.wire.state import PageGroup
 _LEAST_COPIED = 16
 """Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
 
-
 _MOST_GONE = 4096
 """Pages whose keys went that are remembered: a row that was looked up before them is looked up anew."""
 
@@ -57,17 +56,17 @@ class PrefixCache:
         self._pages: list[dict[bytes, Page]] = [{} for _ in groups]
         """Cached or owned pages by key, for each group."""
         self._generation = 0
-        """Counts pages whose keys went,"""
+        """Counts pages whose keys went."""
         self._gone: deque[Page] = deque(maxlen=_MOST_GONE)
-        """and the last of these pages."""
+        """The last pages whose keys went."""
         self._least_copied = min(_LEAST_COPIED, -(-block_size // 2))
         self._starts = BlockStarts(self._least_copied)
         self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
         """Pages by group; of several blocks that begin alike, the newest."""
         self._computing = BlockStarts(self._least_copied)
-        """Block starts that rows of the step being scheduled compute,"""
+        """Block starts that rows of the step being scheduled compute."""
         self._begun: list[Sequence] = []
-        """and rows of that step whose start is not among them: a step in which no other row is looked up needs none."""
+        """Rows of that step whose start is not in _computing yet: it is made where another row is looked up."""
 
     # -- finding ------------------------------------------------------------------------------------------------
 

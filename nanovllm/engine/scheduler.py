@@ -261,7 +261,7 @@ class Scheduler:
         waiting.put_back_held()
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
-        """`count`: tokens that it computes first."""
+        """Gives a waiting row a slot and memory. `count`: tokens that it computes first."""
         self.memory.admit(seq, prefix, count)
         seq.matched = []
         seq.status = SequenceStatus.RUNNING

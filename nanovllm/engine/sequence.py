@@ -88,9 +88,10 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list, init=False)
     """Keys of its first blocks, as far as they were asked for."""
     matched: list[list[Page]] = field(default_factory=list, init=False)
-    """Pages of its first blocks that the prefix cache was last found to have, by group without a window,"""
+    """Pages of its first blocks that the prefix cache was last found to have, by group without a window. Kept while the
+    row waits."""
     matched_at: int = field(default=-1, init=False)
-    """and the cache's generation then. Kept while the row waits."""
+    """The cache's generation (PrefixCache) when `matched` was found."""
     num_published: int = field(default=0, init=False)
     """Leading blocks that are known to the prefix cache, or are not to be."""
     epoch: int = field(default=0, init=False)
@@ -108,7 +109,7 @@ class Sequence:
 
     @property
     def number(self) -> int:
-        """This row's own: a request has as many ids as completions (LLMEngine.reserve_ids)."""
+        """This row's own: a request has as many ids as completions (RequestBook.reserve_ids)."""
         return self.request_id + self.index
 
     @property

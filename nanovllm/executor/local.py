@@ -34,8 +34,8 @@ _BUCKET_BYTES = 256 << 20
 """Bytes of new weights that go to the other ranks at a time; more if a larger tensor has come."""
 
 Report = Callable[[str, float], None]
-"""Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up", "choose kernels" or
-"capture", in this order, not all of them on every device."""
+"""Takes a stage of the start and the share of it that is done: "load", "compile", "warm-up" or "capture", in
+this order, not all of them on every device."""
 
 
 class LocalExecutor:
@@ -111,10 +111,8 @@ class LocalExecutor:
             if self.state_size.slot_bytes:
                 self.config = replace(self.config, enable_prefix_caching=False)
             self.call("allocate_state", self.state_size)
-        with self._phase("choose kernels"):
-            choices = self.runner.choose_kernels()
         with self._phase("capture"):
-            self.call("capture_graphs", choices)
+            self.call("capture_graphs", self.runner.planner.rules)
         self.processes.is_starting = False
         if compiler is not None:
             compiler.mark_complete()

@@ -32,8 +32,7 @@ _STAGES = {
     "load": ("loading weights", 20, 60),
     "compile": ("compiling kernels", 61, 75),
     "warm-up": ("warming up", 76, 80),
-    "choose kernels": ("choosing kernels", 81, 84),
-    "capture": ("capturing graphs", 85, 100),
+    "capture": ("capturing graphs", 81, 100),
 }
 """Stages of an executor's start: the words for each, with their percents."""
 

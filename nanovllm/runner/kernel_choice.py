@@ -17,8 +17,9 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.wire.shapes import StepShape
 
 _SHARED_PERCENT = 75
-"""A step of one row on an H200, us, so and where each kernel has a division of its own: 0.6B 568 of 637, 8B with 4-bit
-weights 1,640 of 1,784; in FP8, whose attention leaves L1 to the others instead, 2,541 of 2,448."""
+"""Percent of L1 that is shared memory, in all kernels of a step of one row that is a chain. Such a step takes, on an
+H200 and in us, with one division (with each kernel's own): 0.6B 568 (637), 8B with 4-bit weights 1,640 (1,784). In FP8
+it would take 2,541 (2,448): there attention leaves L1 to the other kernels instead."""
 
 
 def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused: bool) -> Rules:

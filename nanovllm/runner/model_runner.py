@@ -227,10 +227,6 @@ class ModelRunner:
         if self.model_config.implementation == "native":
             self.backend.leave_l1(self.model.plan(1).fills_registers)
 
-    def choose_kernels(self) -> Rules:
-        """Rules by which all ranks are to choose kernels. Called on rank 0 alone."""
-        return self.planner.rules
-
     @torch.inference_mode()
     def capture_graphs(self, rules: Rules) -> int:
         """Takes rank 0's `rules` and captures every step shape; returns their number."""

@@ -1,7 +1,8 @@
 """One rank's sampler of option rows: those with filters, penalties, masks or log-probabilities.
 
 The step (a CUDA graph, mostly) has sampled a token for every row by temperature. Here option rows whose token does not
-hold are sampled again from the logits that the step has left. Nothing waits for the device.
+hold are sampled again from the logits that the step has left. Nothing waits for the device but log-probabilities of a
+prompt with more than MAX_FEW ids.
 
 With several ranks each holds a range of the vocabulary. Filters and penalties of a row need its whole distribution, so
 the option rows' logits are gathered: [G, vocab / ranks] of every rank to every rank, in the model's type. From

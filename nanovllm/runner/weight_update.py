@@ -82,7 +82,7 @@ class WeightUpdate:
         return {shard.target.dtype for shard in self._awaited[name].shards}
 
     def _as_held(self, name: str, tensor: TensorSource) -> TensorSource:
-        """Bytes as the e4m3 that they are where the weight is (replicas/weights.py)."""
+        """Bytes as the e4m3 that they are where the weight is (host/weights.py)."""
         if isinstance(tensor, (torch.Tensor, FarTensor)) and tensor.dtype == torch.uint8 and FP8 in self._held_as(name):
             return tensor.view(FP8)
         return tensor
