@@ -107,11 +107,11 @@ def is_quantized(name: str) -> bool:
     return name.endswith("proj.weight")
 
 
-def quantize_folder(folder: Path, group: int, symmetric: bool = False) -> dict[str, Quantized]:
+def quantize_folder(folder: Path, group: int) -> dict[str, Quantized]:
     """Rounds a checkpoint's linear layers, in place: what a packed one of the same numbers stands for."""
     tensors = load_file(folder / FILE)
     found = {
-        name.removesuffix(".weight"): quantized(value.float().numpy(), group, symmetric)
+        name.removesuffix(".weight"): quantized(value.float().numpy(), group)
         for name, value in tensors.items() if is_quantized(name)
     }  # fmt: skip
     for path, matrix in found.items():

@@ -110,11 +110,11 @@ def log_probs_of(
     return torch.stack(found)
 
 
-def assert_no_farther(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, what: object = "") -> float:
+def assert_no_farther(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> float:
     """Our log-probabilities are as near to the exact ones as transformers' are; returns the largest error of those."""
     error, noise = ours - exact, theirs - exact
-    assert error.square().mean().sqrt() <= NO_FARTHER * noise.square().mean().sqrt(), what
-    assert error.abs().max() <= OUTLIER * noise.abs().max(), what
+    assert error.square().mean().sqrt() <= NO_FARTHER * noise.square().mean().sqrt()
+    assert error.abs().max() <= OUTLIER * noise.abs().max()
     return noise.abs().max().item()
 
 

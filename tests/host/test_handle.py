@@ -27,10 +27,10 @@ DEMO = str(Path(__file__).resolve().parents[2] / "nanovllm" / "demo_model")
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 256, "skip_tokenizer_init": True}
 
 
-def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool], seconds: float = 90.0) -> list[Any]:
+def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool]) -> list[Any]:
     """Frames of the handle up to such a one."""
     found: list[Any] = []
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 90.0
     while not any(map(is_it, found)):
         assert time.monotonic() < deadline, found
         select.select([handle], [], [], 1.0)

@@ -47,10 +47,10 @@ def test_no_compiled_kernel_leaves_nan_out() -> None:
     run_alone(compile_rounding)
 
 
-def spoilt(rows: int, columns: int = HIDDEN) -> torch.Tensor:
+def spoilt(rows: int) -> torch.Tensor:
     """Random rows, the last of which has one NaN."""
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    x[-1, columns // 3] = float("nan")
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(0))
+    x[-1, HIDDEN // 3] = float("nan")
     return x.to("cuda", torch.bfloat16)
 
 

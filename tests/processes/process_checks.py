@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,6 @@ def tiny_llm(folder: str, **options: Any) -> LLM:
 
 def token_ids(llm: LLM, *prompts: list[int], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(list(prompts), params, use_tqdm=False)]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -125,6 +115,7 @@ class Leftovers:
         return {kind: found for kind, found in new.items() if found}
 
     def assert_none(self) -> None:
-        wait_until(lambda: not self._new(), seconds=3.0)
-        new = self._new()
+        deadline = time.monotonic() + 3.0
+        while (new := self._new()) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert not new, new

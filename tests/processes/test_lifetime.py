@@ -14,8 +14,9 @@ from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import pytest
-from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids, wait_until
+from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids
 from programs import end_with_test_run
+from system import wait_for
 
 from nanovllm import LLM, SamplingParams, terminal, turns
 from nanovllm import llm as llm_module
@@ -72,7 +73,7 @@ def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -
     program = start(PROLOGUE + code, tiny, new_mark)
     _, err = program.communicate(timeout=120)
     assert program.returncode == expected, err
-    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+    wait_for(lambda: not marked_processes(new_mark), "end of the processes", LEAVE)
     if ending == "exception":
         assert "an error of the user" in err
     elif expected >= 0:
@@ -93,11 +94,11 @@ def test_programs_without_input_or_output(closed: list[int], tiny: str, new_mark
 
 def test_no_worker_outlives_a_program_killed_while_they_start(tiny: str, new_mark: str) -> None:
     program = start(PROLOGUE, tiny, new_mark)
-    assert wait_until(lambda: len(marked_processes(new_mark)) == 2, 60.0)
+    wait_for(lambda: len(marked_processes(new_mark)) == 2, "worker")
     time.sleep(0.3)  # into its imports
     program.kill()
     program.communicate()
-    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+    wait_for(lambda: not marked_processes(new_mark), "end of the processes", LEAVE)
 
 
 def test_ctrl_c_ends_a_program(tiny: str, new_mark: str) -> None:
@@ -109,7 +110,7 @@ def test_ctrl_c_ends_a_program(tiny: str, new_mark: str) -> None:
     _, err = program.communicate(timeout=30)
     assert program.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
     assert "nanovllm/executor/worker.py" not in err, "the worker is not part of this"
-    assert wait_until(lambda: not marked_processes(new_mark), LEAVE)
+    wait_for(lambda: not marked_processes(new_mark), "end of the processes", LEAVE)
 
 
 FORKING = """
@@ -144,7 +145,7 @@ def test_forks_of_a_program_neither_disturb_workers_nor_keep_them(tiny: str, new
     try:
         assert lines[0] == str(GREEDY.max_tokens)
         assert float(lines[2]) < 3.0, "close() must not sit out its grace"
-        assert wait_until(lambda: set(marked_processes(new_mark)) == forks, LEAVE)
+        wait_for(lambda: set(marked_processes(new_mark)) == forks, "end of the processes", LEAVE)
     finally:
         for pid in forks:
             os.kill(pid, signal.SIGKILL)
@@ -182,7 +183,7 @@ def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> No
         before = llm.engine.computed[1]
 
         def interrupt() -> None:
-            wait_until(lambda: llm.engine.computed[1] > before + 20)
+            wait_for(lambda: llm.engine.computed[1] > before + 20, "tokens")
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()

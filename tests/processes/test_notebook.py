@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_checks import MARK, marked_processes, wait_until
+from process_checks import MARK, marked_processes
+from system import wait_for
 
 manager = pytest.importorskip("jupyter_client.manager")
 pytest.importorskip("ipykernel")
@@ -70,7 +71,7 @@ def test_an_engine_lives_over_cells_and_goes_with_the_kernel(notebook: Notebook,
     notebook.run(f"llm = tiny_llm({tiny!r})")
     assert notebook.run("token_ids(llm, [5] * 9)") == first
     notebook.kernel.shutdown_kernel(now=False)
-    assert wait_until(lambda: not marked_processes(new_mark), 10.0)
+    wait_for(lambda: not marked_processes(new_mark), "end of the processes")
 
 
 def test_interrupting_a_cell_leaves_the_engine_usable(notebook: Notebook, tiny: str) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from process_checks import MARK, marked_processes, wait_until, write_tiny_config
+from process_checks import MARK, marked_processes, write_tiny_config
+from system import wait_for
 
 from nanovllm.config import EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
@@ -216,7 +217,7 @@ def test_a_dead_server_is_no_hang(tmp_path: Path) -> None:
 
 def test_closing_ends_the_processes(mark: str) -> None:
     compiler = KernelCompiler(2)
-    assert wait_until(lambda: marked_processes(mark) != [], seconds=20)  # one, and its children where it has got on
+    wait_for(lambda: marked_processes(mark) != [], "process")  # one, and its children where it has got on
     compiler.close()
     assert marked_processes(mark) == []
 
@@ -229,12 +230,12 @@ def test_processes_end_with_their_parent(mark: str) -> None:
     )
     assert parent.stdin and parent.stdout
     parent.stdout.readline()
-    assert wait_until(lambda: len(marked_processes(mark)) > 1, seconds=20)
+    wait_for(lambda: len(marked_processes(mark)) > 1, "processes")
     parent.kill()
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    assert wait_until(lambda: marked_processes(mark) == [], seconds=20)
+    wait_for(lambda: marked_processes(mark) == [], "end of the processes")
 
 
 def _flat() -> Callable[..., object]:

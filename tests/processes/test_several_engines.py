@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids, wait_until
-from system import cpu_seconds
+from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids
+from system import cpu_seconds, wait_for
 from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
@@ -31,7 +31,7 @@ def test_two_at_once_and_one_ends_before_the_other(tiny: str, mark: str) -> None
         both = run_in_threads(lambda: token_ids(first, *PROMPTS), lambda: token_ids(second, *PROMPTS))
         assert both == [expected] * 2
         first.close()
-        assert wait_until(lambda: marked_processes(mark) == [second_worker])
+        wait_for(lambda: marked_processes(mark) == [second_worker], "end of the processes")
         assert token_ids(second, *PROMPTS) == expected
 
 
@@ -84,7 +84,7 @@ def test_made_in_a_thread_that_ends_and_dropped_without_close(tiny: str, mark: s
     assert len(marked_processes(mark)) == 1
     del llm
     gc.collect()
-    assert wait_until(lambda: not marked_processes(mark))
+    wait_for(lambda: not marked_processes(mark), "end of the processes")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
 
     def generate_short() -> None:
         before = llm.engine.computed[1]
-        wait_until(lambda: llm.engine.computed[1] > before + 5)
+        wait_for(lambda: llm.engine.computed[1] > before + 5, "tokens")
         generate("short", GREEDY)
 
     run_in_threads(lambda: generate("long", LONG), generate_short)
@@ -164,7 +164,7 @@ def test_abort_of_a_request_that_generate_waits_for(llm: LLM) -> None:
     before = llm.engine.book.num_requests
 
     def abort() -> None:
-        wait_until(lambda: llm.engine.book.num_requests > before)
+        wait_for(lambda: llm.engine.book.num_requests > before, "request")
         time.sleep(0.05)
         llm.abort(before)
 
@@ -191,7 +191,7 @@ def test_a_loop_of_ones_own_lasts_until_its_output_is_there(llm: LLM) -> None:
         run_in_threads(lambda: token_ids(llm, [5] * 9, params=params))
     finally:
         llm._turns.dispatch = dispatch  # type: ignore[method-assign]
-    assert wait_until(lambda: answers == [True])
+    wait_for(lambda: answers == [True], "answer")
     assert [output.finished for output in llm.step() if output.request_id == request_id][-1]
     assert llm.is_finished()
 
@@ -208,7 +208,7 @@ def test_close_while_another_thread_generates(tiny: str, mark: str) -> None:
     llm = tiny_llm(tiny)
 
     def close() -> None:
-        wait_until(lambda: llm.engine.computed[1] > 5)
+        wait_for(lambda: llm.engine.computed[1] > 5, "tokens")
         llm.close()
 
     [error, closed] = run_in_threads(lambda: token_ids(llm, [5] * 9, params=LONG), close)

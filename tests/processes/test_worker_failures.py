@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_checks import GREEDY, LONG, MARK, marked_processes, open_files, tiny_llm, token_ids, wait_until
+from process_checks import GREEDY, LONG, MARK, marked_processes, open_files, tiny_llm, token_ids
+from system import wait_for
 
 from nanovllm import LLM
 from nanovllm.errors import OutOfMemory, WorkerError
@@ -29,7 +30,7 @@ def signal_in_mid_generate(llm: LLM, pid: int, number: int) -> list[float]:
     sent: list[float] = []
 
     def send() -> None:
-        wait_until(lambda: llm.engine.computed[1] > 5)
+        wait_for(lambda: llm.engine.computed[1] > 5, "tokens")
         sent.append(time.monotonic())
         os.kill(pid, number)
 
@@ -96,7 +97,7 @@ def test_a_stopped_engine_does_not_blame_its_workers(tiny: str, mark: str, monke
 
         def stop_in_mid_step(packed: object) -> None:
             llm.engine.executor.runner.launch = launch  # type: ignore[method-assign]
-            wait_until(lambda: ring.get(Word.STATE, 0) == WorkerState.STEPPING)
+            wait_for(lambda: ring.get(Word.STATE, 0) == WorkerState.STEPPING, "step")
             time.sleep(0.5)  # the watcher has seen the step begin
             with subprocess.Popen(resume):
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from processes.process_checks import MARK, marked_processes, wait_until
+from processes.process_checks import MARK, marked_processes
 from replica_workload import DEMO, OPTIONS, batch, facts
+from system import wait_for
 
 from nanovllm import LLM
 
@@ -23,4 +24,4 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     yield mark
-    assert wait_until(lambda: not marked_processes(mark)), "processes are left"
+    wait_for(lambda: not marked_processes(mark), "end of the processes")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes.process_checks import wait_until
 from replica_workload import DEMO, OPTIONS, batch, facts
+from system import wait_for
 from test_replicas import killing
 
 from nanovllm import LLM
@@ -112,7 +112,7 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
         finally:
             timer.join()
             replace_second_node(cluster)
-    assert wait_until(lambda: not actors(cluster)), "actors are left"
+    wait_for(lambda: not actors(cluster), "end of the actors")
     assert "was lost and is being restarted: ActorDiedError" in caplog.text
 
 

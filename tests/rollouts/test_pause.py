@@ -16,19 +16,19 @@ SEEDED = SamplingParams(seed=7, max_tokens=40, ignore_eos=True)
 class Generating(threading.Thread):
     """generate() in a thread of its own."""
 
-    def __init__(self, llm: LLM, count: int = 4, params: SamplingParams = SEEDED) -> None:
+    def __init__(self, llm: LLM) -> None:
         super().__init__(daemon=True)
-        self._llm, self._prompts, self._params = llm, [[n, 5, 9] for n in range(count)], params
+        self._llm = llm
         self.outputs: list[Any] = []
         self.start()
 
     def run(self) -> None:
-        self.outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
+        self.outputs = self._llm.generate([[n, 5, 9] for n in range(4)], SEEDED, use_tqdm=False)
 
 
-def wait_for_tokens(llm: LLM, count: int = 8) -> None:
+def wait_for_tokens(llm: LLM) -> None:
     begin, deadline = llm.stats().generation_tokens, time.monotonic() + 60
-    while llm.stats().generation_tokens < begin + count:
+    while llm.stats().generation_tokens < begin + 8:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

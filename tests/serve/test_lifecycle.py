@@ -98,7 +98,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_bar_on_a_terminal() -> None:
     """Taken away when the model is there; log lines stand above it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))

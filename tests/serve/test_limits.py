@@ -211,7 +211,7 @@ def test_a_request_whose_target_is_no_url_is_refused(server: Server) -> None:
     assert refusal(raw(server, b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n"))[0] == 400
 
 
-def test_trailers_and_upgrades_are_passed_over(client: httpx.Client, server: Server) -> None:
+def test_trailers_and_upgrades_are_passed_over(server: Server) -> None:
     """Java's client offers HTTP/2 with each request."""
     body = json.dumps(ASK | {"user": "a" * 100_000}).encode()
     upgrade = b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings, close\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
@@ -289,7 +289,7 @@ def test_depth_is_counted_whatever_texts_hold() -> None:
 
 
 @pytest.mark.parametrize("items", [b"[],", b'{"a":1},', b'"a",', b'"[",[],', b'"]":1,'], ids=str)
-def test_structure_is_bounded_before_it_is_read(client: httpx.Client, items: bytes) -> None:
+def test_structure_is_bounded_before_it_is_read(items: bytes) -> None:
     """A body of 32 MiB would take seconds, in which nothing else is answered."""
     opening, closing = (b"{", b"}") if b"]" in items[:3] else (b"[", b"]")
     body = b'{"a":' + opening + items * ((31 << 20) // len(items)) + items[:-1] + closing + b"}"

@@ -91,7 +91,7 @@ tools = st.none() | st.lists(
 )
 
 
-def test_a_tokenizer_of_transformers_becomes_one_of_ours(tmp_path: Path) -> None:
+def test_a_tokenizer_of_transformers_becomes_one_of_ours() -> None:
     theirs = AutoTokenizer.from_pretrained(DEMO)
     theirs.add_special_tokens({"additional_special_tokens": ["<stop>"]})
     theirs.chat_template = "{{ eos_token }}{{ messages[0].content }}"
