@@ -155,3 +155,20 @@ def test_headers_are_held_against_the_configuration(
 
 def test_every_gpu_is_a_device_of_today() -> None:
     assert all(20 << 30 < gpu.total < 300 << 30 and 50 <= gpu.device.processors <= 200 for gpu in GPUS.values())
+
+
+def test_the_page_says_how_many_users_fit_as_the_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/troubleshooting.md; the 70B of its last row is no shape that is known by name."""
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    lines = page[page.index("| model | RTX-4090") :].split("\n\n")[0].splitlines()
+    heading, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert len(rows) == 5
+    for model, *cells in rows[:4]:
+        for gpu, cell in zip(heading[1:], cells, strict=True):
+            said = []
+            for mode in MODES.values():
+                options = [word for key, value in mode.items() for word in (f"--{key}", value)]
+                fits = main(["plan", model, "--gpu", gpu, "-tp", "1", "--length", "8000", "--json", *options]) == 0
+                printed = capsys.readouterr().out
+                said.append(str(json.loads(printed)["plans"][0]["users"]["8000"]) if fits else "–")
+            assert ", ".join(said) == cell, (model, gpu)
