@@ -178,7 +178,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, dict[str, lis
     ids=str,
 )  # fmt: skip
 def test_echo_with_logprobs_streamed_as_unstreamed(client: httpx.Client, more: dict[str, Any]) -> None:
-    prompts = ["1 2 3 4 5", "The capital of France is é"]
+    prompts = ["1 2 3 4 5", "\U0001f600 é: the capital of France is"]
     body = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 3, "temperature": 0} | more
     whole = client.post(COMPLETIONS, json=body)
     assert whole.status_code == 200, whole.text
@@ -189,6 +189,8 @@ def test_echo_with_logprobs_streamed_as_unstreamed(client: httpx.Client, more: d
         text, logprobs = joined(chunks, index)
         assert (text, logprobs["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
         assert logprobs["text_offset"] == choice["logprobs"]["text_offset"]
+        for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert "\ufffd" in token or token.startswith(text[offset : offset + len(token)])
         for one, other in zip(logprobs["top_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
             assert one == (None if other is None else pytest.approx(other, abs=1e-4))
         if "truncate_prompt_tokens" not in more:

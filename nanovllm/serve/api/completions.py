@@ -12,7 +12,7 @@ from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_numbers
-from nanovllm.serve.api.logprobs import completion_logprobs
+from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
@@ -65,11 +65,9 @@ class CompletionAnswer(Answer):
         if not self.fields.echo and not with_ids:
             return b""
         prompt, logprobs = self.prompts[completion.prompt_index], None
-        text = prompt.text or ""
-        completion.state = len(text)
         if completion.lines is not None and self.fields.echo:
-            logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [], 0)
-        choice = {"index": completion.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+            logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [])
+        choice = {"index": completion.index, "text": prompt.text or "", "logprobs": logprobs, "finish_reason": None}
         if with_ids:
             choice["prompt_token_ids"] = prompt.token_ids
         return self._event(choice)
@@ -77,15 +75,15 @@ class CompletionAnswer(Answer):
     def delta(self, completion: Completion, text: str) -> dict[str, Any]:
         logprobs = None
         if completion.lines is not None:
-            logprobs = self._logprobs(completion, completion.lines, completion.state or 0)
+            logprobs = self._logprobs(completion, completion.lines)
         return {"text": text, "logprobs": logprobs}
 
-    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None], offset: int) -> shapes.TextLogprobs:
-        """Log-probabilities of tokens that follow `offset` characters; the next ones follow where these end."""
+    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None]) -> shapes.TextLogprobs:
+        """Log-probabilities of tokens that follow those of the call before."""
         ids = self.prompts[completion.prompt_index].token_ids
-        found = completion_logprobs(lines, ids, self.k or 0, self.show, offset)
-        completion.state = offset + sum(map(len, found.tokens))
-        return found
+        if completion.state is None:
+            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False).push)
+        return completion_logprobs(lines, ids, self.k or 0, self.show, completion.state)
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]
@@ -93,7 +91,7 @@ class CompletionAnswer(Answer):
             text = (self.prompts[completion.prompt_index].text or "") + text
             if lines is not None:
                 lines = [*(self.prompt_lines[completion.prompt_index] or []), *lines]
-        logprobs = None if lines is None else self._logprobs(completion, lines, 0)
+        logprobs = None if lines is None else self._logprobs(completion, lines)
         return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
 

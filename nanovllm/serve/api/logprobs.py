@@ -79,10 +79,21 @@ def id_entries(lines: Sequence[bytes], k: int) -> list[shapes.SampledToken]:
     return found
 
 
+class TextPlace:
+    """Place in a text that grows by tokens, some of which hold a part of a character."""
+
+    def __init__(self, push: Callable[[int], str]) -> None:
+        """`push`: of a detokenizer: the text that a token adds."""
+        self.offset, self._push = 0, push
+
+    def advance(self, token_id: int) -> None:
+        self.offset += len(self._push(token_id))
+
+
 def completion_logprobs(
-    lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], offset: int
+    lines: Sequence[bytes | None], ids: Sequence[int], k: int, show: Callable[[int], str], place: TextPlace
 ) -> shapes.TextLogprobs:
-    """`logprobs` of a completion, from `offset` characters on. A line is None at the first token of a prompt."""
+    """`logprobs` of a completion, from `place` on, which moves along. A line is None at the first token of a prompt."""
     found = shapes.TextLogprobs([], [], [], [])
     for position, line in enumerate(lines):
         token_id, _, value, top = (ids[position], None, None, None) if line is None else read_line(line, k)
@@ -92,9 +103,9 @@ def completion_logprobs(
             shown = {text: value}
             for each, log in top:
                 shown.setdefault(show(each), log)  # of tokens that look alike, the likelier counts
-        found.text_offset.append(offset)
+        found.text_offset.append(place.offset)
         found.token_logprobs.append(value)
         found.tokens.append(text)
         found.top_logprobs.append(shapes.written(shown))
-        offset += len(text)
+        place.advance(token_id)
     return found
