@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
 from nanovllm.engine.prompt import Prompt
-from nanovllm.errors import WeightsIncomplete
+from nanovllm.errors import EngineAsleep, WeightsIncomplete
 from nanovllm.llm import LLM
 from nanovllm.logprobs import LogprobsList
 from nanovllm.outputs import StepOutput
@@ -20,7 +20,7 @@ from nanovllm.text.stops import VisibleText
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
-_UPDATE_SECONDS = 0.02  # between two looks at weights that are being replaced
+_LOOK_AGAIN_SECONDS = 0.02  # between two looks at an engine that sleeps, or whose weights are being replaced
 
 
 @dataclass
@@ -147,8 +147,8 @@ class AsyncLLM:
                 if self.llm.wait_for_work(_LOOK_SECONDS):
                     try:
                         self._hand_out(self.llm.step())
-                    except WeightsIncomplete:
-                        time.sleep(_UPDATE_SECONDS)
+                    except (EngineAsleep, WeightsIncomplete):  # requests wait
+                        time.sleep(_LOOK_AGAIN_SECONDS)
         except BaseException as error:  # of an engine that failed or was closed: every request hears of it
             with self._lock:
                 self._failure = error

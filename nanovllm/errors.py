@@ -41,6 +41,10 @@ class OutOfMemory(RuntimeError):
     succeed."""
 
 
+class EngineAsleep(RuntimeError):
+    """Memory of the engine sleeps: no step can run until wake_up."""
+
+
 class WeightsIncomplete(RuntimeError):
     """An update of the weights stopped half-way, or sleep has dropped them: there is no model to run."""
 

@@ -184,6 +184,19 @@ def test_new_weights_come_between_two_steps(engine: AsyncLLM) -> None:
     assert len(asyncio.run(run())[0][1]) == 200
 
 
+def test_requests_wait_while_the_engine_sleeps() -> None:
+    async def run() -> Any:
+        async with await AsyncLLM.start(DEMO, **OPTIONS, enable_sleep=True) as llm:
+            llm.llm.sleep()
+            params = SamplingParams(max_tokens=5, ignore_eos=True)
+            request = asyncio.create_task(whole(llm.generate("A story", params)))
+            await until(llm.llm.engine.is_busy)
+            llm.llm.wake_up()
+            return await request
+
+    assert len(asyncio.run(run())[0][1]) == 5
+
+
 @pytest.mark.parametrize("end", ["closed", "failed"])
 def test_requests_hear_of_the_engines_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:

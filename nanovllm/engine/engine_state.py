@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from nanovllm.errors import WeightsIncomplete
+from nanovllm.errors import EngineAsleep, WeightsIncomplete
 
 Tag = Literal["weights", "kv_cache"]
 TAGS = ("weights", "kv_cache")
@@ -42,9 +42,9 @@ class EngineState(msgspec.Struct, array_like=True):
         return self.weight_version > 0 or self.lacks_weights
 
     def require_awake(self, tags: Iterable[str] = TAGS) -> None:
-        """Raises RuntimeError where some of this memory sleeps."""
+        """Raises EngineAsleep where some of this memory sleeps."""
         if asleep := sorted({*tags}.intersection(self.asleep)):
-            raise RuntimeError(f"this engine is asleep ({', '.join(asleep)}): call wake_up first")
+            raise EngineAsleep(f"this engine is asleep ({', '.join(asleep)}): call wake_up first")
 
     def require_weights(self) -> None:
         """Raises WeightsIncomplete where there are none to step with."""

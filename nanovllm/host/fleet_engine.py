@@ -317,8 +317,8 @@ class FleetEngine:
         }
 
     def close(self) -> None:
-        """Ends all engines. Does nothing the second time."""
-        if self._closed:
+        """Ends all engines. Does nothing the second time, and in a fork, which shares our sockets."""
+        if self._closed or os.getpid() != self.owner:
             return
         self._closed = True
         self.wake()

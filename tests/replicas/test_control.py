@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from replica_workload import DEMO, OPTIONS
 from safetensors.torch import load_file
+from system import alive
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import QueueFull
@@ -85,6 +86,16 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
     llm.load_weights(DEMO)
     assert llm.engine_info()["num_replicas"] == 2
     assert llm.checksum()[name] != changed[name], "and both have the same"
+
+
+def test_the_end_of_a_fork_leaves_the_replicas_alone(llm: LLM) -> None:
+    pids = {handle.pid for handle in llm.engine._handles.all}  # type: ignore[attr-defined]
+    if (child := os.fork()) == 0:
+        llm.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert alive(pids) == pids
+    assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)) == len(PROMPTS)
 
 
 def test_a_full_queue_refuses(llm: LLM) -> None:
