@@ -32,7 +32,7 @@ from nanovllm.models.plugins import load_plugins
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 from nanovllm.models.unserved import refuse_unserved, takes_more_than_text, unserved_parts
-from nanovllm.models.wrappers import WRAPPERS, text_of
+from nanovllm.models.wrappers import WRAPPERS, text_of, wrapped
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def parse_config(
         wrapper = architecture
         architecture, defaults = text_of(wrapper, given)
     found = family(architecture)
-    names = found.names if wrapper is None else WRAPPERS[wrapper].names(found.names)
+    names = wrapped(found.names, wrapper)
     config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
     if "quantization_config" not in config.was_read:
@@ -97,8 +97,7 @@ def parse_config(
 
 def names_of(config: ModelConfig) -> CheckpointNames:
     """Spelling of the layers' tensors in the checkpoint of a model of ours."""
-    names = family(config.architecture).names
-    return names if config.wrapper is None else WRAPPERS[config.wrapper].names(names)
+    return wrapped(family(config.architecture).names, config.wrapper)
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@ engine's own layers, without memory behind them, and its own arithmetic.
 
 Weights, KV cache, tables, peer memory and filters are exact. An engine measures the largest step, its graphs and the
 libraries when it starts; here they follow from the widest part of a layer and from what libraries usually take (on an
-H200 within 450 MiB for models of 0.6B to 30B, which is 0.4 % of the KV cache: tests/gpu/test_gpu_plan.py).
+H200 within 310 MiB for models of 0.6B to 30B, which is 0.3 % of the KV cache: tests/gpu/test_gpu_plan.py).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -18,10 +17,8 @@ from nanovllm.attention import check_fp8_cache
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.plan import Product, Rules
-from nanovllm.layers.attention import Attention
+from nanovllm.kernels.plan.plan import Experts, Operation, Product, Rules
 from nanovllm.layers.memory import Pages, pages_of
-from nanovllm.layers.moe import MoE
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -43,7 +40,7 @@ _STAGES = 2
 _ROUGHLY = 160 * MIB
 """Bytes of the library's workspace, and of what torch's allocator rounds weights up by; 120 to 380 on an H200."""
 _ROUNDED_UP = 1.15
-"""Factor by which torch's allocator rounds the tensors of a step up; 1.02 to 1.5 on an H200."""
+"""Factor by which torch's allocator rounds the tensors of a step up; 1.02 to 1.6 on an H200."""
 
 
 @dataclass(frozen=True)
@@ -233,27 +230,23 @@ def _step_bytes(layers: DecoderForCausalLM, rules: Rules, tokens: int, dtype: to
     beside the residual stream and the rows that are normed."""
     hidden, widest, weight = layers.config.hidden_size, 0, 0
     for layer in layers.layers:
-        mixer, width = layer.self_attn, sum(one.n for one in layer.self_attn.operations)
-        if isinstance(mixer, Attention):
-            width = (3 * mixer.spec.num_heads + 2 * mixer.spec.num_kv_heads) * mixer.spec.head_dim
-        widest = max(widest, width * dtype.itemsize, _mlp_bytes(layers, layer.mlp, dtype))
+        widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
         for one in layer.operations if not rules.device.has_tma else ():
             if isinstance(one, Product) and one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
     return int((tokens * (3 * hidden * dtype.itemsize + widest) + weight) * _ROUNDED_UP)
 
 
-def _mlp_bytes(layers: DecoderForCausalLM, mlp: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token within an MLP or a mixture of experts."""
-    config, ranks = layers.config, layers.group.size
-    hidden = config.hidden_size
-    if not isinstance(mlp, MoE):
-        normed_after = config.norm_placement in ("post", "sandwich")
-        width = (3 if config.gated_mlp else 2) * -(-config.intermediate_size // ranks)
-        return (width + hidden + hidden * normed_after) * dtype.itemsize
-    routing = 4 * mlp.config.num_experts + 8 * mlp.config.top_k
-    chosen = mlp.config.top_k * (mlp.size + 2 * hidden)
-    return routing + (chosen + hidden * bool(mlp.config.shared_size)) * dtype.itemsize
+def _token_bytes(operations: Sequence[Operation], dtype: torch.dtype) -> int:
+    """Bytes of one token within a mixer or an MLP: the results of its products and the widest of what they take of
+    each other, or what the experts of the token make."""
+    experts = [one for one in operations if isinstance(one, Experts)]
+    products = [one for one in operations if isinstance(one, Product)]
+    if experts:
+        routing = 4 * experts[0].num_experts + 8 * experts[0].top_k
+        chosen = experts[0].top_k * (experts[0].width + 2 * experts[0].hidden)
+        return routing + (chosen + experts[0].hidden * bool(products)) * dtype.itemsize
+    return (sum(one.n for one in products) + max((one.k for one in products[1:]), default=0)) * dtype.itemsize
 
 
 def _graph_bytes(layers: DecoderForCausalLM, rules: Rules, config: EngineConfig, dtype: torch.dtype) -> int:
