@@ -204,7 +204,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     """Default of the requests' own logprobs_mode: "raw" or "processed"."""
     max_logprobs: int = 20
-    """Most likeliest tokens that a request's logprobs may ask for. -1: no bound."""
+    """Maximum number of likeliest tokens that a request's logprobs may ask for. -1: no bound."""
     max_queued_requests: int | None = None
     """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
     None: unbounded."""

@@ -170,8 +170,8 @@ class SamplingParams:
     """Least number of output tokens: until then end-of-text and stop_token_ids cannot be sampled, and `stop` is not
     looked for."""
     max_tokens: int | None = 16
-    """Most tokens to generate; fewer where max_model_len or the KV cache ends first. None: up to there. 0: the prompt
-    is computed, for its log-probabilities say, and the output is empty."""
+    """Maximum tokens to generate; fewer where max_model_len or the KV cache ends first. None: up to there. 0: the
+    prompt is computed, for its log-probabilities say, and the output is empty."""
     logprobs: int | None = None
     """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
     vocabulary. Bounded by the engine's max_logprobs."""

@@ -42,7 +42,7 @@ def empty_fp8(*shape: int, rows_each: int = 128) -> FP8Weight:
 
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Most shared memory of one program, by compute capability."""
+"""Maximum shared memory of one program, by compute capability."""
 
 
 def compile_only(

@@ -30,7 +30,7 @@ class ChunkSize:
         self._config, self._is_dense = config, is_dense
 
     def most(self, num_decode_rows: int, num_waiting_tokens: int, prompts: list[Sequence]) -> int:
-        """Most prompt tokens of a step beside so many decodes. `prompts`: those that have begun."""
+        """Maximum prompt tokens of a step beside so many decodes. `prompts`: those that have begun."""
         config = self._config
         if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
             return chunk_within(num_decode_rows, cap, config.max_num_seqs)

@@ -85,7 +85,7 @@ class EngineLoop:
         return state.pause_mode is not None or (self.rests and bool(state.asleep or state.incomplete))
 
     def close(self) -> None:
-        """No step can follow."""
+        """Lets no step follow."""
         self._closed = True
         self.wake()
 

@@ -151,7 +151,7 @@ class PrefixCache:
         return matched
 
     def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
-        """Most blocks, up to `end`, after which a window reaches cached pages alone."""
+        """Maximum blocks, up to `end`, after which a window reaches cached pages alone."""
         window, pages = self.groups[group].window, self._pages[group]
         assert window is not None
         reached, run = -(-(window - 1) // self.block_size), 0

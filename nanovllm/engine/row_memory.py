@@ -52,11 +52,11 @@ class RowMemory:
         return -(-num_tokens // self.block_size)
 
     def window_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a row of up to `num_tokens` holds for layers with windows while it decodes."""
+        """Maximum blocks that a row of up to `num_tokens` holds for layers with windows while it decodes."""
         return row_blocks((self._held[group] for group in self._windows), num_tokens, self.block_size)
 
     def row_blocks(self, num_tokens: int) -> int:
-        """Most blocks that such a row holds while it decodes."""
+        """Maximum blocks that such a row holds while it decodes."""
         return row_blocks(self._held, num_tokens, self.block_size)
 
     @property

@@ -157,7 +157,7 @@ class Scheduler:
         return left
 
     def _most_rows(self) -> int:
-        """Most decodes of one sequence, so that all that run and all that may begin have a row in this step."""
+        """Maximum decodes of one sequence, so that all that run and all that may begin have a row in this step."""
         rows = len(self.running) + min(len(self._free_slots), len(self.waiting))
         return 1 + (self.config.max_num_seqs - rows) // max(1, len(self.running))
 

@@ -69,7 +69,7 @@ class Sequence:
     """Whether anything but its length ends the output."""
     num_tokens: int = field(init=False)
     most_gained: int = field(default=1, init=False)
-    """Most tokens that one step brings."""
+    """Maximum tokens that one step brings."""
     num_inflight_tokens: int = field(default=0, init=False)
     """`most_gained` for each launched step whose tokens are not read yet."""
     num_computed_tokens: int = field(default=0, init=False)
@@ -114,7 +114,7 @@ class Sequence:
 
     @property
     def num_total_tokens(self) -> int:
-        """Most tokens of the row, those not yet read from the device included."""
+        """Maximum tokens of the row, those not yet read from the device included."""
         return self.num_tokens + self.num_inflight_tokens
 
     @property

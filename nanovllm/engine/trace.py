@@ -20,7 +20,7 @@ logger = logging.getLogger("nanovllm")
 _ENGINE, _REQUESTS = 1, 2  # Perfetto's processes
 _BUFFER = 1 << 20  # bytes between two writes
 _PAGE_EVENTS = 100_000
-"""Most events of the HTML page; Perfetto reads more."""
+"""Maximum events of the HTML page; Perfetto reads more."""
 _PAGE = Path(__file__).with_name("trace.html")
 _MARK = "/*events*/"
 

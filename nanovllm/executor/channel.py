@@ -43,7 +43,7 @@ class Word(IntEnum):
     STATE = 2
     """A WorkerState."""
     PROGRESS = 3
-    """Changes as it gets on with a long command."""
+    """Counter that a worker raises while it is busy with a long command."""
 
 
 class WorkerState(IntEnum):

@@ -23,7 +23,7 @@ class Executor(Protocol):
     state_size: StateSize
     """Memory that each rank has for rows."""
     tokens_per_step: int
-    """Most tokens that a sequence gains in one step."""
+    """Maximum tokens that a sequence gains in one step."""
     shares_weights: bool
     """Whether the weights are a live module's, whose owner writes to them."""
     owner: int

@@ -54,7 +54,7 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Most tokens of context and continuation together."""
+        """Maximum tokens of context and continuation together."""
         return self.llm.engine.book.max_total_tokens
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 LENGTH = struct.Struct("<Q")
 """Length prefix of a message between our own processes."""
 READ_BYTES = 1 << 16
-"""Most bytes to read at once. The buffer of a larger read is mapped anew each time, which takes 10 to 15 us."""
+"""Maximum bytes to read at once. The buffer of a larger read is mapped anew each time, which takes 10 to 15 us."""
 _ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to be sent at once
 
 

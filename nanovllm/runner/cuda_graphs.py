@@ -39,7 +39,7 @@ def why_no_graphs(
 
 
 def largest_chunk(max_num_batched_tokens: int, backend: AttentionBackend, num_weights: int) -> int:
-    """Most prompt tokens of a step that is worth capturing. num_weights: that this rank multiplies a token by. A
+    """Maximum prompt tokens of a step that is worth capturing. num_weights: that this rank multiplies a token by. A
     backend may be faster where it is launched kernel by kernel; that takes the host some 10 ms, which a device hides
     behind the multiplications of the largest chunk where it has enough of them."""
     is_busy = num_weights * LARGE_CHUNKS[-1] >= _HIDES_LAUNCHES

@@ -59,7 +59,7 @@ class DeviceIO:
         self.is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self.mailbox: Mailbox | None = None
-        """Through which captured decode steps go; None: they are copied like all others."""
+        """Pinned memory through which captured decode steps go; None: they are copied like all others."""
         # Of bounded length: a worker's tokens are never collected.
         self._launched: deque[_Result] = deque(maxlen=RING)
 

@@ -40,7 +40,7 @@ class PinnedMemory:
         driver.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(0))
 
     def free(self) -> None:
-        """No copy may be under way."""
+        """Gives the memory back; no copy may be under way."""
         self._driver.call("cuMemHostUnregister", ctypes.c_void_p(self.bytes.data_ptr()))
         del self.bytes
         self._mapping.close()

@@ -18,7 +18,7 @@ from nanovllm.layers.memory import Pages
 from nanovllm.wire.state import PageGroup, row_blocks
 
 _MOST_PADDING = 0.1
-"""Most padding, lanes without a layer, as a share of the bytes of all layers and of those that keep everything."""
+"""Maximum padding, lanes without a layer, as a share of the bytes of all layers and of those that keep everything."""
 _LEAST_SAVED = 0.1
 """Least share of the longest row's bytes that groups must save to be made."""
 
@@ -51,7 +51,7 @@ class StateLayout:
         return sum(lane.token_bytes(dtype) for lane in self.lanes)
 
     def row_bytes(self, num_tokens: int, block_size: int, dtype: torch.dtype) -> int:
-        """Most bytes that a row of up to `num_tokens` holds while it decodes."""
+        """Maximum bytes that a row of up to `num_tokens` holds while it decodes."""
         return row_blocks(self.groups, num_tokens, block_size) * block_size * self.token_bytes(dtype)
 
 

@@ -64,7 +64,7 @@ class Admission:
         return errors.engine_dead()
 
     def _share(self, places: int) -> int | None:
-        """Most waiting places that one key may take, of so many; None: all."""
+        """Maximum waiting places that one key may take, of so many; None: all."""
         if (given := self._options.max_waiting_per_key) is not None:
             return given
         return max(0, places) // 2 if len(self._options.api_keys) > 1 else None

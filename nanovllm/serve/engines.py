@@ -100,7 +100,7 @@ class Engines:
         self._on_frame(wire.Ready({**infos[0], **total, **least, "data_parallel_size": len(infos)}))
 
     def _end(self, lost: Lost) -> None:
-        """No engine is left."""
+        """Ends the server: no engine is left."""
         if not self._has_ended:
             self._has_ended = True
             self._on_end(lost)

@@ -11,11 +11,11 @@ HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
 BODY_BYTES = 32 << 20
 BODIES_BYTES = 512 << 20
-"""Most bytes of all bodies that are on their way at once."""
+"""Maximum bytes of all bodies that are on their way at once."""
 HEADER_SECONDS = 10.0
-"""Most seconds for a request's headers, and for the first byte of a connection."""
+"""Maximum seconds for a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0
-"""Most seconds between two pieces of a body."""
+"""Maximum seconds between two pieces of a body."""
 KEEP_ALIVE_SECONDS = 75.0
 """Longer than the 60 s of most proxies: a connection that both close at once costs a request."""
 
@@ -32,12 +32,12 @@ JSON_COMMAS = 1_500_000
 SMALL_BODY = 32 << 10
 """Bytes that are read in less than a millisecond, whatever they are."""
 TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
-"""Most bytes of all that a chat prompt is made of, and bytes more for each token of the context: messages with
+"""Maximum bytes of all that a chat prompt is made of, and bytes more for each token of the context: messages with
 reasoning and calls, tools, template variables, as JSON."""
 PROMPTS_TEXT = 8 << 20
 """Characters of all prompts of a request."""
 PREPARING_BYTES = 64 << 20
-"""Most bytes of all texts that wait for the threads that render and tokenize."""
+"""Maximum bytes of all texts that wait for the threads that render and tokenize."""
 COMPLETIONS = 1024
 """Prompts times n."""
 PROMPT_LOGPROBS = 1 << 18
@@ -47,7 +47,7 @@ LOGPROBS = 8 << 20
 MASK_IDS = 4 << 20
 """Ids in the sampling masks of one answer."""
 TOOL_CALLS = 128
-"""Most tool calls of one message."""
+"""Maximum tool calls of one message."""
 MESSAGES = 65536
 
 WRITE_BUFFER = 256 << 10

@@ -30,10 +30,10 @@ class ServeOptions:
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use for the model; the first is shown. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
-    """Most completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
+    """Maximum completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
     max_waiting_per_key: int | None = None
-    """Most completions of one API key that may wait, beyond max_num_seqs; then its requests get a 429. Default: half of
-    all places that wait; with a single key all of them."""
+    """Maximum completions of one API key that may wait, beyond max_num_seqs; then its requests get a 429. Default: half
+    of all places that wait; with a single key all of them."""
     stream_interval: int = 1
     """Tokens in a chunk of a stream; more save clients work. The first token is sent at once."""
     request_timeout: float | None = None

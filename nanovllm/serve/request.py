@@ -81,7 +81,7 @@ class Request:
         self.params: dict[str, Any] = {}
         """Fields of SamplingParams, for all prompts."""
         self.max_tokens: list[int] = []
-        """Most output tokens for each prompt."""
+        """Maximum output tokens for each prompt."""
         self.model = ""
         """The name that the client calls the model by."""
         self.trace_headers: dict[str, str] = {}

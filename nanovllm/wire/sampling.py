@@ -46,7 +46,7 @@ COPIED, CHANGED, FILTERED, UNCHANGED = KINDS = range(4)
 a mask). CHANGED: from its logits, changed by counts and mask as they are read. FILTERED: from its logits, filtered.
 UNCHANGED: the step's own token is kept (only log-probabilities are wanted)."""
 MAX_FEW = 20
-"""Most likeliest ids that come from the one-pass kernel; more are sorted out in another way."""
+"""Maximum number of likeliest ids that come from the one-pass kernel; more are sorted out in another way."""
 RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
 """Sources of log-probabilities: the raw logits, or the edited and filtered copies of COPIED rows; FEW: at most MAX_FEW
 likeliest ids are wanted beside the token. A row's values do not depend on its neighbours."""
@@ -108,7 +108,7 @@ class SectionBuilder:
     is_tempered: bool = False
     """Whether any row has the flag TEMPERED."""
     num_logprobs: list[int] = field(default_factory=lambda: [0 for _ in SCORES])
-    """Most of `logprobs` among the rows, in the order of SCORES."""
+    """Maximum of `logprobs` among the rows, in the order of SCORES."""
     num_prompt_logprobs: list[int] = field(default_factory=lambda: [0, 0])
 
     def pack(self) -> np.ndarray:

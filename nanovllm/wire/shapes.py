@@ -66,7 +66,7 @@ def chunk_within(num_decode_rows: int, cap: int, max_num_seqs: int) -> int:
 
 
 def quiet_chunk(num_decode_rows: int, num_tokens_left: int, max_num_seqs: int) -> int | None:
-    """Most prompt tokens that so many decodes hardly notice, where prompts have `num_tokens_left` to compute; None:
+    """Maximum prompt tokens that so many decodes hardly notice, where prompts have `num_tokens_left` to compute; None:
     these decodes are too many for that."""
     padded = next((size for size in QUIET_DECODES if num_decode_rows <= size < max_num_seqs), None)
     if padded is None:

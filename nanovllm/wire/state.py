@@ -20,7 +20,7 @@ class PageGroup(NamedTuple):
         return self if self.window is None else self._replace(window=self.window + num_tokens)
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Most blocks of one table that a row of up to `num_tokens` holds while it decodes."""
+        """Maximum blocks of one table that a row of up to `num_tokens` holds while it decodes."""
         most = -(-num_tokens // block_size)
         return most if self.window is None else min(most, -(-(self.window - 1) // block_size) + 1)
 
@@ -44,7 +44,7 @@ class StateSize(NamedTuple):
 
 
 def row_blocks(groups: Iterable[PageGroup], num_tokens: int, block_size: int) -> int:
-    """Most blocks that a row of up to `num_tokens` holds while it decodes."""
+    """Maximum blocks that a row of up to `num_tokens` holds while it decodes."""
     return sum(group.num_tables * group.most_blocks(num_tokens, block_size) for group in groups)
 
 

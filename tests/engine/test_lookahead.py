@@ -12,8 +12,8 @@ STOP = frozenset({0})
 
 
 def peak_by_the_clock(rows: list[tuple[int, int]]) -> int:
-    """Most tokens held at once by rows of (held, to come), token by token, with half a block for each: a row keeps its
-    own, and counts on, for two steps more."""
+    """Maximum tokens held at once by rows of (held, to come), token by token, with half a block for each: a row keeps
+    its own, and counts on, for two steps more."""
     return max(
         sum(held + now + BLOCK_SIZE // 2 for held, to_come in rows if to_come + 2 >= now)
         for now in range(max(to_come for _, to_come in rows) + 3)

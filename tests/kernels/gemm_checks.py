@@ -9,7 +9,7 @@ from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.kernels.base.graph_timing import captured
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Most of a relative_error to float64."""
+"""Maximum of a relative_error to float64."""
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ with blanks for ever."""
 MAX_RULES = 500
 """Definitions of a JSON schema; rules of a grammar."""
 MAX_PROPERTIES = 1000
-"""Most properties of all objects of a JSON schema together."""
+"""Maximum properties of all objects of a JSON schema together."""
 MAX_DEPTH = 128
 """Lists and objects of a JSON schema within each other. Deeper ones take more stack to read than a thread has."""
 NUM_TIMED_MASKS = 20

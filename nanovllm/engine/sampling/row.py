@@ -88,7 +88,7 @@ class SamplingRow:
         return self.kind != UNCHANGED or self.has_edits or wants_logprobs
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Only the first of n completions says so: the prompt is the same for all."""
+        """Says that this row brings them: the first of n completions, since the prompt is the same for all."""
         self.prompt_logprob_rows = LogprobRows(self.num_prompt_logprobs, self._token_text, num_prompt_tokens)
         self.num_prompt_logprobs_missing = max(0, num_prompt_tokens - self.prompt_logprob_start)
 

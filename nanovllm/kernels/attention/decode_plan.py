@@ -22,9 +22,9 @@ class DecodeConfig:
     min_chunk: int = 2048
     """Keys of a chunk of a short row, give or take a half; a power of two and a multiple of block_n."""
     max_splits: int = 32
-    """Most chunks of a row: longer rows get longer chunks."""
+    """Maximum chunks of a row: longer rows get longer chunks."""
     max_registers: int | None = None
-    """Most registers of a thread; fewer let more programs share a multiprocessor."""
+    """Maximum registers of a thread; fewer let more programs share a multiprocessor."""
     merge_heads: int = 8
     """Query heads that one program merges the chunks of."""
 

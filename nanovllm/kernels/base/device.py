@@ -33,7 +33,7 @@ def supports_tma(device: torch.device) -> bool:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Most shared memory of one program. Where there is no GPU: that of the largest."""
+    """Maximum shared memory of one program. Where there is no GPU: that of the largest."""
     if device.type != "cuda":
         return SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -187,7 +187,7 @@ def _rounded(
 
 
 def _registers(config: GemmConfig, steps: int, programs: int, gated: bool, device: torch.device) -> int | None:
-    """Most registers of a thread, for one row of e4m3; None: the compiler chooses."""
+    """Maximum registers of a thread, for one row of e4m3; None: the compiler chooses."""
     if config.num_warps == 8 and steps <= 16 and not gated:  # one that holds more of x, or of weights, needs more
         return 128  # two programs fit a multiprocessor
     processors = multiprocessors(device)

@@ -15,7 +15,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 
 _TILE_ELEMENTS = 8192
-"""Most elements of the matrix tokens x experts that one program holds."""
+"""Maximum elements of the matrix tokens x experts that one program holds."""
 _FEW_ROWS, _PROGRAMS = 4, 128
 """Tokens of a program, as long as no more than so many programs are needed: a token's experts are found one after the
 other, which many programs do side by side."""
@@ -65,7 +65,7 @@ class Routing(NamedTuple):
 
 
 def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
-    """Most tiles of rows that any distribution over the experts makes."""
+    """Maximum tiles of rows that any distribution over the experts makes."""
     return min(num_choices, num_choices // block_m + num_experts)
 
 

@@ -26,7 +26,7 @@ INT4 = "int4"
 
 ANY_ROWS = 1 << 40
 SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512
-"""Most rows of the kernels "fma", "stream", "tile" and "int4": more go to the library, by widened weights of 4 bits."""
+"""Maximum rows of the kernels "fma", "stream", "tile", "int4": more go to the library, by widened weights of 4 bits."""
 
 
 class Traits(NamedTuple):

@@ -23,7 +23,7 @@ class Device:
     processors: int = 1
     """Multiprocessors."""
     shared_bytes: int = SHARED_BYTES
-    """Most shared memory of one program; for a CPU that of the largest GPUs."""
+    """Maximum shared memory of one program; for a CPU that of the largest GPUs."""
     scaled_library: bool = False
     """cuBLAS multiplies e4m3 with a scale for each group of 128 columns: on 9.0, from CUDA 12.9 on."""
 

@@ -3,7 +3,7 @@
 from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, SHARED_BYTES, SUMMED, Gemm, GemmConfig
 
 NORM_COLUMNS = 32
-"""Most columns of tensor cores' right operand, rows of x in as many steps, that "stream" norms itself in 16 bits."""
+"""Maximum columns of tensor cores' right operand, rows of x in as many steps, that "stream" norms itself in 16 bits."""
 
 
 def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 0) -> str:

@@ -198,15 +198,15 @@ def _narrower(config: GroupedConfig) -> GroupedConfig:
 
 
 FEW_TOKENS = 4
-"""Most tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and tiles
-of an expert's rows read less."""
+"""Maximum tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and
+tiles of an expert's rows read less."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
 FEW_DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
 """Kernels for a few tokens, in bf16."""
 _ROUTER_ROWS = 2048
 _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))
-"""Most rows; weight rows and rows of a tile."""
+"""Maximum rows; weight rows and rows of a tile."""
 
 
 def router_config(rows: int, hidden: int, item_size: int, device: Device, one_order: bool) -> GemmConfig:

@@ -18,8 +18,8 @@ from nanovllm.kernels.fp8.reference import GROUP, rounded_reference
 
 PDL_ROWS = 128
 PDL_ROWS_SMALL = 256
-"""Most rows for which this kernel is launched with PDL: PDL_ROWS, or this many where the hidden size is at most 2048. A
-compromise over 8B and 0.6B: PDL saves time after a GEMM of our own. After one of cuBLAS, which lets nothing start
+"""Maximum rows for which this kernel is launched with PDL: PDL_ROWS, or this many for hidden sizes up to 2048.
+A compromise over 8B and 0.6B: PDL saves time after a GEMM of our own. After one of cuBLAS, which lets nothing start
 early, it costs 0.5 us. Which of the two comes before depends on projection and rows (kernels/plan/rules.py). On 0.6B
 nearly all GEMMs are our own."""
 

@@ -18,11 +18,11 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.kv_store import store_cached, store_heads, store_kv_reference
 
 PDL_TOKENS = 512
-"""Most tokens for which the time between kernels is worth saving by PDL."""
+"""Maximum tokens for which the time between kernels is worth saving by PDL."""
 PDL_REGISTERS = 56
-"""Most registers of a thread, with PDL. With 64, which the compiler takes by itself, this kernel starts 12 us earlier
-beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes 612
-with PDL, 694 without (H200)."""
+"""Maximum registers of a thread, with PDL. With 64, which the compiler takes by itself, this kernel starts 12 us
+earlier beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes
+612 with PDL, 694 without (H200)."""
 HEADS_PER_PROGRAM = 16
 """Heads of a program in any step: another number might sum in another order, and a token's result would depend on its
 step."""

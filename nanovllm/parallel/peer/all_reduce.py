@@ -36,8 +36,8 @@ Path = Literal["one_shot", "two_shot", "nccl"]
 
 KEY_BLOCK = 256
 PDL_ROWS = 16
-"""Most rows for which the GEMMs around may be our own, which let the all-reduce start early and fetch weights while it
-runs. After one of cuBLAS, which does not, PDL costs 0.5 us, so with more rows the caller says. 0: only if it does."""
+"""Maximum rows for which the GEMMs around may be our own, which let the all-reduce start early and fetch weights
+meanwhile. After one of cuBLAS, which does not, PDL costs 0.5 us, so for more rows the caller decides. 0: always."""
 MAX_SPINS = (1 << 31) - 1
 """Rounds of a wait before it gives up, with garbage: the most there can be, since a peer may compile for minutes. One
 that hangs or is gone is noticed long before (step_timeout)."""

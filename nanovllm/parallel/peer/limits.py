@@ -29,7 +29,7 @@ PEER_BYTES = 80 << 20
 """Bytes above which a sum is left to NCCL. Halves of a step that are larger are not cut (parallel/two_batch.py): the
 block holds four times as much for them."""
 _ONE_SHOT_BYTES = {2: (2 << 20, 1 << 20), 4: (640 << 10, 160 << 10), 8: (144 << 10, 144 << 10)}
-"""Most bytes of a one-shot sum over up to so many ranks, where two-shot takes whole rows and where it cuts them."""
+"""Maximum bytes of a one-shot sum over up to so many ranks, where two-shot takes whole rows and where it cuts them."""
 _ROUNDED_BYTES = 3 << 20
 """Limit over two ranks where the sum rounds to e4m3, which two-shot sums cannot: a step of 128 rows of 32B takes 9,750
 us so, and 10,430 with two-shot sums and kernels that round; of 224 rows 15,030 and 16,220."""
@@ -46,15 +46,15 @@ def _one_shot_bytes(world_size: int) -> tuple[int, int]:
 
 
 def cut_rows(world_size: int, row_bytes: int) -> int:
-    """Most rows of `row_bytes` that two-shot sums take in four parts; 0: none. Where so many rows are still best summed
-    in one shot, there is nothing to cut."""
+    """Maximum rows of `row_bytes` that two-shot sums take in four parts; 0: none. Where so many rows are still best
+    summed in one shot, there is nothing to cut."""
     whole, cut = _one_shot_bytes(world_size)
     can = cut < whole and row_bytes >= _LEAST_CUT_BYTES and row_bytes % 64 == 0  # 16 bytes a part
     return _CUT_ROWS if can and _CUT_ROWS * row_bytes >= whole else 0
 
 
 def one_shot_rows(world_size: int, row_bytes: int, rounds: bool = False) -> int:
-    """Most rows of `row_bytes` for the one-shot kernel, over 2 to 8 ranks. rounds: it rounds them to e4m3."""
+    """Maximum rows of `row_bytes` for the one-shot kernel, over 2 to 8 ranks. rounds: it rounds them to e4m3."""
     if rounds and world_size <= 2:
         return _ROUNDED_BYTES // row_bytes
     whole, cut = _one_shot_bytes(world_size)

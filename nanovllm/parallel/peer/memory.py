@@ -21,7 +21,7 @@ from nanovllm.parallel.peer.driver import DeviceBytes, Driver
 from nanovllm.parallel.peer.limits import PEER_BYTES, one_shot_rows
 
 MAX_PROGRAMS = 128
-"""Most programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
+"""Maximum programs of one launch: each must be resident for its peers to make progress, and the chip has 132 SMs."""
 
 MAX_SPLIT = 4
 """Parts that the columns of a row are cut into, for two-shot sums of few rows."""

@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
     params: dict[str, Any]
     """Fields of SamplingParams, for all prompts."""
     max_tokens: list[int]
-    """Most output tokens for each prompt."""
+    """Maximum output tokens for each prompt."""
 
 
 class Answer(Request):

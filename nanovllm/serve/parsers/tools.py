@@ -11,7 +11,7 @@ from nanovllm.serve.parsers.text_grammar import before, in_json
 
 MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
-"""Most bytes of the schemas of all tools together; the engine takes grammars of 128 KiB."""
+"""Maximum bytes of the schemas of all tools together; the engine takes grammars of 128 KiB."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[bBckZ0-9]|\[\^?\]")
 """Matches parts of patterns that no grammar can say: look-around, ends of words, references, JavaScript's own."""
