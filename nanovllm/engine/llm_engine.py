@@ -12,7 +12,6 @@ from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import QueueFull
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import StepColumns
@@ -54,13 +53,7 @@ class LLMEngine:
         count).
         """
         args = prompt, params, request_id, output_token_ids
-        return self.book.open(*args, admit=self._check_queue, queue=self.loop.add)
-
-    def _check_queue(self) -> None:
-        limit = self.config.max_queued_requests
-        waiting = self.loop.num_waiting
-        if limit is not None and waiting >= limit:
-            raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
+        return self.book.open(*args, num_waiting=lambda: self.loop.num_waiting, queue=self.loop.add)
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""

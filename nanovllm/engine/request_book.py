@@ -11,7 +11,7 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.errors import shown
+from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, Ending, RequestMetrics, RequestOutput
@@ -117,12 +117,13 @@ class RequestBook:
 
     def open(
         self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
-        output_token_ids: list[int] | None = None, *, admit: Callable[[], None],
+        output_token_ids: list[int] | None = None, *, num_waiting: Callable[[], int],
         queue: Callable[[list[Sequence]], None],
     ) -> int:  # fmt: skip
         """Makes the rows of a new request, hands them to `queue` and returns its id. `request_id`: one that was
-        reserved, for a request that was checked; else it is checked here, and `admit` may refuse it.
-        `output_token_ids`: the output begins with these."""
+        reserved, for a request that was checked; else it is checked here, and refused with QueueFull where
+        `num_waiting`, of requests that do not run, has come to max_queued_requests. `output_token_ids`: the output
+        begins with these."""
         if request_id is None:
             self.check(prompt, params, output_token_ids or [])
         if params.max_tokens == 0:
@@ -134,7 +135,9 @@ class RequestBook:
         max_total_tokens = self._max_total_tokens(len(prompt), params.most_tokens)
         now = time.perf_counter()
         if request_id is None:
-            admit()
+            limit = self.config.max_queued_requests
+            if limit is not None and (waiting := num_waiting()) >= limit:
+                raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
             request_id = self._reserve(params.n)
         seqs = [
             Sequence(

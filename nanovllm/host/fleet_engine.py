@@ -18,7 +18,7 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import QueueFull, ReplicaError, check_alive
+from nanovllm.errors import ReplicaError, check_alive
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.fleet_rows import FleetRows
@@ -86,19 +86,14 @@ class FleetEngine:
         if not self.fleet.num_live:
             self._handles.all[0].rouse()
         args = prompt, params, request_id, output_token_ids
-        return self.book.open(*args, admit=self._check_queue, queue=lambda seqs: self._ask_for("add", seqs))
+        queue = partial(self._ask_for, "add")
+        return self.book.open(*args, num_waiting=lambda: self.stats().num_waiting, queue=queue)
 
     def _ask_for(self, kind: str, *what: Any) -> None:
         """Queues a request of any thread for the thread that steps."""
         with self._work:
             self._inbox += [(kind, each) for each in what]
         self.wake()
-
-    def _check_queue(self) -> None:
-        limit = self.config.max_queued_requests
-        waiting = self.fleet.stats().num_waiting + len(self._inbox)
-        if limit is not None and waiting >= limit:
-            raise QueueFull(f"max_queued_requests={limit}: {waiting} requests wait already")
 
     def abort(self, request_id: int) -> None:
         """See Engine.abort."""

@@ -187,7 +187,7 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     for number, params in enumerate(every):
         prompt = Prompt([1, 2, 3 + number])
         ids.append(engine.add_request(prompt, params))
-        book.open(prompt, params, admit=lambda: None, queue=rows.open)
+        book.open(prompt, params, num_waiting=lambda: 0, queue=rows.open)
     gained: dict[tuple[int, int], list[int]] = {}
     ended: list[tuple[int, int]] = []
     while engine.has_unfinished_requests():
