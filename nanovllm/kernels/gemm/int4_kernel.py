@@ -94,14 +94,6 @@ def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.con
 
 
 @triton.jit
-def _silu_mul(y, ROWS: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """silu(gate) * up from float32 [ROWS, 2 WIDTH] of pairs (gate, up), rounded as a GEMM and the activation kernel
-    (pointwise/activation.py) would, but for the last rounding."""
-    gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
-    return silu_mul(gate, up, dtype)
-
-
-@triton.jit
 def _prefetch(
     w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PREFETCH: tl.constexpr,
@@ -209,7 +201,8 @@ def _store(
 ):  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_N // 2 if PAIRED else BLOCK_N
     if PAIRED:
-        y = _silu_mul(y, ROWS, WIDTH, out_ptr.dtype.element_ty)
+        gate, up = tl.split(tl.reshape(y, [ROWS, WIDTH, 2]))
+        y = silu_mul(gate, up, out_ptr.dtype.element_ty)
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     store_tile(y, 0.0, lane, row, out_ptr + first_row.to(tl.int64) * n_out, rows, pid, n_out, WIDTH, False)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
+from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
 from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import GemmConfig
@@ -82,8 +83,8 @@ def _copy_step(
 
 @gluon.jit
 def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
-    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, with the
-    roundings of skinny.py, and zeros past its end."""
+    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, zeros past
+    its end."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -99,7 +100,7 @@ def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WAR
     if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
-        x = ((x32 * scale).to(dtype).to(gl.float32) * gain).to(dtype)
+        x = normalise(x, gain, scale)
     shared._reinterpret(dtype, [STEPS, WARPS, SPAN], ORDER).store(x.reshape((STEPS, WARPS, SPAN)))
 
 

@@ -185,7 +185,7 @@ def roles_kernel(
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
     DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,), which share the tiles. X, W, SCALE, OUT: as in gemm.py, but that a tile's weights have
+    """Grid (programs,), which share the tiles. X, W, SCALE, OUT: as in tile.py, but that a tile's weights have
     one scale of a block. X_SCALE: descriptor of x's scales [groups * scale_stride]. GROUPS of warps multiply. Where
     there are OUT_SCALES [groups of n_out, out_stride], OUT is silu(gate) * up, rounded to DTYPE and then to e4m3."""
     GATED: gl.constexpr = OUT_SCALES is not None
