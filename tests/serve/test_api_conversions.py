@@ -64,6 +64,18 @@ def test_all_dialects_take_what_is_sampled_by() -> None:
         assert api.read(api.ChatFields, request)[1] == []
 
 
+def test_a_last_text_of_the_assistant_is_continued() -> None:
+    """As with Anthropic's; a call that waits for its result is not."""
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    text = {"type": "text", "text": "{"}
+    for role, content, continues in (
+        ("assistant", "{", True), ("assistant", [text], True), ("assistant", [text, call], None), ("user", "{", None),
+        ("assistant", "", None),
+    ):  # fmt: skip
+        messages = [{"role": "user", "content": "a"}, {"role": role, "content": content}]
+        assert of_messages({"messages": messages, "max_tokens": 5}).get("continue_final_message") is continues
+
+
 CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format", "grammar", "regex")
 
 

@@ -106,6 +106,9 @@ def chat_request(fields: CountFields) -> dict[str, Any]:
         request["stop"] = fields.stop_sequences
     system = [{"role": "system", "content": _text(fields.system)}] if fields.system else []
     request["messages"] = system + [one for i, each in enumerate(fields.messages) for one in _messages(each, i)]
+    last = request["messages"][-1]
+    if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        request["continue_final_message"] = True
     choice = fields.tool_choice or ToolChoice()
     if fields.tools:
         request["tools"] = [
