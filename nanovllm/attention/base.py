@@ -121,9 +121,9 @@ class AttentionBackend(ABC):
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Computes, before a step's first `forward`, what all layers share (device work only, capturable)."""
 
-    def leave_l1(self, wanted: bool) -> None:  # noqa: B027 (a backend may not take so much)
-        """Whether decode attention of a row or two is to take little of the shared memory, which is L1 for the kernels
-        that start behind it."""
+    def prefer_small_shared_memory(self, wanted: bool) -> None:  # noqa: B027 (a backend may not take so much)
+        """Chooses whether decode attention of one or two rows takes little shared memory, and so leaves L1 to the
+        kernels that start behind it."""
 
     @abstractmethod
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,

@@ -72,9 +72,9 @@ class TritonBackend(AttentionBackend):
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
-    def leave_l1(self, wanted: bool) -> None:
+    def prefer_small_shared_memory(self, wanted: bool) -> None:
         for plan in self.plans.values():
-            plan.leave_l1(wanted)
+            plan.prefer_small_shared_memory(wanted)
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""

@@ -17,7 +17,7 @@ from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Pages
-from nanovllm.layers.quantized import takes_rounded
+from nanovllm.layers.quantized import takes_fp8
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
@@ -116,7 +116,7 @@ class Attention(WeightedModule, PagedAttention):
             before="norm" if fuses else "",
         )  # fmt: skip
         rounds = head_dim == GROUP and config.attention_gate is None
-        rounds = rounds and takes_rounded(layer.precision("o"), context.planner.rules.device)
+        rounds = rounds and takes_fp8(layer.precision("o"), context.planner.rules.device)
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
             precision=layer.precision("o"), before="attention" if rounds else "", after="residual" if fuses else "",

@@ -8,7 +8,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.quantized import column_multiple, takes_rounded
+from nanovllm.layers.quantized import column_multiple, takes_fp8
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
 
@@ -30,7 +30,7 @@ class MLP(WeightedModule):
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
         multiple = max(map(column_multiple, precisions))  # also where only one of the two is quantised
         self.is_swiglu = gated and activation == "silu"
-        rounds = self.is_swiglu and takes_rounded(precisions[1], context.planner.rules.device)
+        rounds = self.is_swiglu and takes_fp8(precisions[1], context.planner.rules.device)
         self.gate_up_proj = MergedColumnParallelLinear(
             context, hidden_size, outputs, bias=bias, precision=precisions[0], multiple=multiple,
             before="norm" if fuses else "", after="gate" if self.is_swiglu else "", rounds=rounds,

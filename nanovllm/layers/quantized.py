@@ -26,9 +26,9 @@ def column_multiple(quantization: Quantization | None) -> int:
     return _ALIGNMENT if quantization is None else BLOCK
 
 
-def takes_rounded(quantization: Quantization | None, device: Device) -> bool:
-    """Whether whoever makes the inputs may round them to e4m3: no scale of one matrix alone is for that, and kernels
-    can."""
+def takes_fp8(quantization: Quantization | None, device: Device) -> bool:
+    """Whether the layer before may hand the inputs over in e4m3: no matrix has a scale of its own for them, and kernels
+    can read them."""
     is_fp8 = quantization is not None and quantization.method == "fp8" and not quantization.static_inputs
     return is_fp8 and (device.has_tma or not device.is_cuda)
 

@@ -25,7 +25,7 @@ from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
-from nanovllm.layers.quantized import takes_rounded
+from nanovllm.layers.quantized import takes_fp8
 from nanovllm.layers.rotary import cos_sin_table
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -203,14 +203,14 @@ class DecoderLayer(WeightedModule):
         self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, own.mixers)(context, spec, tables, around)
         self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, own.mlps)(context, spec, around)
         rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
-        rounds = rounds and takes_rounded(spec.precision("qkv"), device)
+        rounds = rounds and takes_fp8(spec.precision("qkv"), device)
         self.input_layernorm = context.reduce_norm(get("attention_norm"), incoming, rounds)
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if is_parallel:
             self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
         else:
-            rounds = spec.mlp == "dense" and takes_rounded(spec.precision("gate_up"), device)
+            rounds = spec.mlp == "dense" and takes_fp8(spec.precision("gate_up"), device)
             self.post_attention_layernorm = context.reduce_norm(get("mlp_norm"), get("attention_out_norm"), rounds)
             self.blocks = (
                 Block(self.input_layernorm, self.self_attn, self.self_attn.operations),

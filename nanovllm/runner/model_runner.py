@@ -106,16 +106,16 @@ class ModelRunner:
             resolve_keys()
         if config.exact_bits is not None and not self.kernels.fused:
             self.kernels = row_by_row(self.kernels)
-        foreign = self._load_foreign() if model.implementation == "transformers" else None
+        by_transformers = self._load_transformers_model() if model.implementation == "transformers" else None
         self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
         context = ModelContext(
             self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner
         )
-        self.model: Any = foreign or DecoderForCausalLM(context)
+        self.model: Any = by_transformers or DecoderForCausalLM(context)
         self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self.model.attention_layers())))
         mixers = self.model.mixers()
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend, mixers)
-        if foreign:
+        if by_transformers:
             self.no_graphs_because = "transformers computes the model"
         if is_first and self.device.type == "cuda" and self.no_graphs_because and not config.enforce_eager:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
@@ -151,7 +151,7 @@ class ModelRunner:
         backend.is_required = config.attention_backend != "auto"
         return backend
 
-    def _load_foreign(self) -> "TransformersModel":
+    def _load_transformers_model(self) -> "TransformersModel":
         from nanovllm.models.transformers_model import TransformersModel, load_module
 
         module = load_module(
@@ -225,7 +225,7 @@ class ModelRunner:
     def _tell_backend(self) -> None:
         """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""
         if self.model_config.implementation == "native":
-            self.backend.leave_l1(self.model.plan(1).fills_registers)
+            self.backend.prefer_small_shared_memory(self.model.plan(1).fills_registers)
 
     @torch.inference_mode()
     def capture_graphs(self, rules: Rules) -> int:

@@ -36,8 +36,8 @@ class RankWeights:
         """module, progress: see ModelRunner. The model's parameters may move here: nothing may have views of them."""
         self._config, self._model_config, self._io, self._memory = config, model_config, io, memory
         self._device, self._dtype, self._progress = io.device, getattr(torch, config.dtype), progress
-        self._is_foreign = model_config.implementation == "transformers"
-        self._spelling = CheckpointNames() if self._is_foreign else names_of(model_config)
+        self._is_transformers = model_config.implementation == "transformers"
+        self._spelling = CheckpointNames() if self._is_transformers else names_of(model_config)
         self._buckets = MappedBuckets(self._device)
         """Buckets of new weights that this rank has mapped."""
         self.live_module = None if module is None else LiveModule(module, self._spelling)
@@ -58,7 +58,7 @@ class RankWeights:
     def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
         """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there.
         `on_share`: called with the share of a checkpoint that is loaded."""
-        if self.live_module is not None or self._is_foreign:
+        if self.live_module is not None or self._is_transformers:
             return
         with self._io.stream_context(), self._memory.libraries():
             if self._config.load_format == "dummy":

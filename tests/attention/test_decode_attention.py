@@ -110,9 +110,9 @@ def test_tuned_configuration_matches_float64() -> None:
 def test_leaving_l1_changes_what_one_row_runs_with(num_kv_heads: int) -> None:
     plan = DecodePlan(num_kv_heads, 128, None, 64, 4096, torch.device("cpu"))
     before = plan.config(1)
-    plan.leave_l1(True)
+    plan.prefer_small_shared_memory(True)
     assert plan.config(1) != before
-    plan.leave_l1(False)
+    plan.prefer_small_shared_memory(False)
     assert plan.config(1) == before
 
 

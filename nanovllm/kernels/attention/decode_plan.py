@@ -181,9 +181,9 @@ class DecodePlan:
     def config(self, num_rows: int) -> DecodeConfig:
         return next(config for most, config in self.tuning if most is None or num_rows <= most)
 
-    def leave_l1(self, wanted: bool) -> None:
-        """Whether the class of fewest rows takes less than the 48 KB of shared memory above which Triton asks for all
-        that there is of it. Alone it is slower so."""
+    def prefer_small_shared_memory(self, wanted: bool) -> None:
+        """Lets the class of fewest rows take less than the 48 KB of shared memory above which Triton asks for all that
+        there is of it. Alone it is slower so."""
         (most, config), *others = self._alone
         if wanted and config.num_warps == 4:
             config = replace(config, num_stages=2, num_warps=8)
