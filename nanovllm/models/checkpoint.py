@@ -40,7 +40,8 @@ class FileTensor:
 
 
 def read_safetensors(path: Path) -> dict[str, FileTensor]:
-    """The tensors of one file by name. Raises ValueError naming the file where it is not well-formed."""
+    """The tensors of one file by name. Raises ValueError naming the file where it cannot be read or is not
+    well-formed, FileNotFoundError where it is not there."""
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -48,6 +49,10 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
             if file_of_git.read(20) == b"version https://git-":
                 raise ValueError(f"{path}: a pointer of Git LFS, not the weights: run git lfs pull there") from None
         raise ValueError(f"{path}: corrupt or cut short: {error}") from None
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # which does not name the file
+        raise ValueError(f"{path}: cannot be read: {error}") from None
     return {name: _file_tensor(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
 
 

@@ -281,6 +281,14 @@ def test_truncated_file(folder: Path, keep: int) -> None:
     expect_refusal(folder, ValueError, str(folder / FILE))
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_file_that_cannot_be_read(folder: Path, ranks: int) -> None:
+    """A folder, since a test that runs as root may read all files."""
+    (folder / FILE).unlink()
+    (folder / FILE).mkdir()
+    expect_refusal(folder, ValueError, f"{folder / FILE}: cannot be read:", tensor_parallel_size=ranks)
+
+
 @pytest.mark.parametrize("entry", [{"data_offsets": [0, 1 << 40]}, {"shape": "wide"}, {"dtype": "F8_E4M3"}], ids=str)
 def test_corrupt_description(folder: Path, entry: dict[str, Any]) -> None:
     change_header(folder, lambda header: header["model.norm.weight"].update(entry))
