@@ -68,6 +68,7 @@ class DenseMatrix(nn.Module):
         return str(self.weight.dtype).removeprefix("torch.")
 
     def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
+        """See Matrix."""
         if config.is_skinny:
             kernel = stream if config.kernel == "stream" else skinny
             return kernel.linear(x, self.weight, config, gated=gated, **around)

@@ -44,7 +44,7 @@ class MLP(WeightedModule):
     def forward(
         self, x: torch.Tensor | FP8Rows, *, norm: Norm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """norm, residual: see ParallelLinear."""
+        """[T, hidden] -> a partial sum [T, hidden]. norm, residual: see ParallelLinear."""
         up = self.gate_up_proj
         if self.is_swiglu:
             return self.down_proj(up.silu_mul(x, self.kernels, norm=norm), residual=residual)

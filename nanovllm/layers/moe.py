@@ -43,7 +43,7 @@ class Router(WeightedModule):
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
-        """norm: of x, which a kernel for few rows computes."""
+        """[T, hidden] -> float32 [T, experts]. norm: of x, which a kernel for few rows computes."""
         if config.is_skinny:
             return skinny.linear(x, self.weight, config, norm=norm, out_dtype=torch.float32)
         return router_logits(x, self.weight, config)

@@ -39,9 +39,11 @@ class VocabParallelEmbedding(ParallelLinear):
         self.vocab_start, self.num_valid = start, valid
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] -> [T, hidden], a partial sum: rows of ids that other ranks hold are zeros."""
         if self.group_size == 1:
             return F.embedding(token_ids, self.weight)
         return self.kernels.embed_shard(token_ids, self.weight, self.vocab_start, self.num_valid)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, ids of this rank]."""
         return self(hidden)

@@ -104,7 +104,7 @@ class TensorParallelGroup:
         return self._peer if self._peer is not None and self._peer.takes(num_rows) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums `x` over the ranks, in place; returns it. Every rank ends with the same bits."""
+        """Sums `x`, of any shape, over the ranks, in place; returns it. Every rank ends with the same bits."""
         if self._group is not None and self.exact_bits is not None:
             return x.copy_(add_up(self.all_gather(x), x.dtype, self.exact_bits == "tp"))
         if isinstance(self._group, HostMemory):

@@ -70,7 +70,7 @@ def _scales_of_rows(weight: FP8Weight, groups: int) -> Tensor:
 
 
 def linear_widened(x: Tensor | FP8Rows, weight: FP8Weight, *, gated: bool = False) -> Tensor:
-    """`linear` on a GPU that cannot multiply e4m3; slow."""
+    """x [T, K] -> [T, N], gated [T, N / 2]: `linear` on a GPU that cannot multiply e4m3; slow."""
     y = widened_products(_rounded_plainly(x, weight), weight)
     return silu_mul_reference(y) if gated else y
 

@@ -85,7 +85,7 @@ def _launch(
 
 
 def silu_mul_fp8(gate_up: torch.Tensor) -> FP8Rows:
-    """activation(gate_up, "silu", True), rounded to e4m3 (kernels/fp8/)."""
+    """gate_up [T, 2 * size] -> rows [T, size] of activation(gate_up, "silu", True), rounded to e4m3 (kernels/fp8/)."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     found = empty_rows_for(rows, size, gate_up.dtype, gate_up.device)
     _launch(gate_up, None, found.values, found.scales, "silu", True)

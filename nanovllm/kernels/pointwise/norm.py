@@ -190,7 +190,7 @@ def add_norms(
 def add_norms_fp8(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, after: Norm | None = None, multiplier: float = 1.0
 ) -> tuple[FP8Rows, torch.Tensor]:
-    """`add_norms`, whose first result is then rounded to e4m3 (kernels/fp8/)."""
+    """`add_norms`, whose first result [T, hidden] is then rounded to e4m3 (kernels/fp8/)."""
     like = x if residual is None else residual
     found = empty_rows_for(like.shape[0], like.shape[1], like.dtype, like.device)
     _launch(x, residual, norm, found.values, after, multiplier, found.scales)
