@@ -129,6 +129,7 @@ def test_tools_that_cannot_be(hermes: httpx.Client, wrong: dict[str, Any]) -> No
     answer = hermes.post(CHAT, json=ASK | NO_THINKING | {"tool_choice": "required"} | wrong)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["message"].startswith("tool") and "start:" not in answer.text
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "edit"}], ids=["required", "named"])

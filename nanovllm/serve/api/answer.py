@@ -1,6 +1,7 @@
 """Base of answers to chats and completions: from checked fields to a request in flight, and from there to the
 response."""
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -88,6 +89,9 @@ class Answer(Request):
         if error.code == "invalid_schema":
             given = (name for name in api.CONSTRAINTS if getattr(self.fields, name, None) is not None)
             error.param = next(given, error.param)
+            if error.param == "tools":  # without the grammar that they were made part of
+                why = error.message.rpartition(" must compile, but: ")[2]
+                error.message = "tools: " + re.split(r"\s\d+ \| ", why)[0]
 
     # -- what differs -------------------------------------------------------------------------------------------
 
