@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from process_checks import GREEDY, LONG, MARK, marked_processes, open_files, tiny_llm, token_ids
+from process_checks import GREEDY, LONG, MARK, children, marked_processes, open_files, tiny_llm, token_ids
 from system import wait_for
 
 from nanovllm import LLM
@@ -57,6 +58,21 @@ def test_worker_killed_in_mid_step(tiny: str, mark: str) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+
+
+def test_worker_killed_in_mid_update(tiny: str, mark: str) -> None:
+    llm = tiny_llm(tiny)
+    [pid] = marked_processes(mark)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        os.kill(pid, signal.SIGKILL)
+        yield "model.norm.weight", torch.ones(llm.model_config.hidden_size)
+
+    with pytest.raises(WorkerError, match="rank 1 died by signal 9"):
+        llm.load_weights(weights())
+    assert_refuses_use(llm)
+    llm.close()
+    assert marked_processes(mark) == [] and pid not in children()
 
 
 def test_worker_stopped_in_mid_step(tiny: str, mark: str) -> None:
