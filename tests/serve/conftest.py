@@ -4,10 +4,22 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from serving import Server, server  # noqa: F401
+from serving import Server, ready_server, server  # noqa: F401
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
     with server.client() as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys that waits two seconds where others wait ten or sixty."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("from-file\n")
+    arguments = ("--api-key", "sesame", "--api-key", f"@{keys}")
+    limits = {"BODIES_BYTES": 40 << 20, "HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
+    folder, environment = tmp_path_factory.mktemp("impatient"), {"NANOVLLM_API_KEY": "from-environment"}
+    with ready_server(folder, *arguments, env=environment, limits=limits) as started:
+        yield started

@@ -196,3 +196,26 @@ def read_until_done(connection: socket.socket) -> None:
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+def raw(server: Server, *pieces: bytes, seconds: float = 20.0) -> bytes:
+    """Sends bytes as they are; returns all that comes until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+        found = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+        except OSError:
+            pass  # refused before all of it was sent
+        try:
+            while data := connection.recv(1 << 16):
+                found += data
+        except ConnectionResetError:
+            pass
+        return found
+
+
+def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of a raw answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]

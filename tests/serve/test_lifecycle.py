@@ -1,37 +1,26 @@
-"""A server's life from command to exit code: start, clients that leave, overload, drain, deaths; nothing is left."""
+"""A server's life from its start to its exit code: clients that leave, overload, drain, deaths; nothing is left."""
 
-import asyncio
 import fcntl
 import os
-import pty
 import re
-import resource
 import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 from programs import end_with_test_run
 from serving import DEMO, ROOT, SOON_SILENT, Server, events, message, ready_server, user
 from system import alive, cpu_seconds, wait_for
-
-from nanovllm.host import wire
-from nanovllm.host.fleet_handles import FleetHandles
-from nanovllm.serve.errors import ApiError
-from nanovllm.serve.front import Front
-from nanovllm.serve.lifecycle import bind
-from nanovllm.serve.options import ServeOptions
 
 LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
 COMPLETIONS = "/v1/chat/completions"
@@ -43,38 +32,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two rows at a time, four in flight."""
     with ready_server(tmp_path_factory.mktemp("small"), "--max-num-seqs", "2", "--max-num-queued-reqs", "4") as started:
         yield started
-
-
-def test_start(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        wait_for(lambda: " answers" in server.log, "port")
-        assert cpu_seconds({server.process.pid}) < 2.0, "the front answers soon; others may have the cores meanwhile"
-        seen = []
-        while (health := server.health()).status_code == 503:
-            assert health.json()["status"] == "loading"
-            seen.append((health.json()["stage"], health.json()["percent"]))
-            refused = httpx.post(server.url + COMPLETIONS, json=LONG | {"max_tokens": 1})
-            if refused.status_code != 503:  # it has just become ready
-                break
-            assert refused.json()["error"]["code"] == "model_loading"
-            assert int(refused.headers["retry-after"]) >= 1
-            time.sleep(0.05)
-        assert seen
-        assert [percent for _, percent in seen] == sorted(percent for _, percent in seen)
-        assert {stage for stage, _ in seen} & {"loading weights", "warming up"}
-        server.wait_until_ready()
-        assert server.health().json() == {"status": "ok"}
-        lines = server.log.splitlines()
-        assert len(lines) <= 12
-        [ready] = [line for line in lines if " ready: " in line]
-        stages = [line.split(" info ")[1] for line in lines if "ing " in line and ":" not in line.split(" info ")[1]]
-        assert "importing" in server.log and "loading weights" in stages and "\x1b" not in server.log
-        assert "context 2048 tokens" in ready and server.url in ready
-        status = Path(f"/proc/{server.process.pid}/status").read_text()
-        memory = int(status.split("VmRSS:")[1].split()[0])
-        assert memory < 120_000, "the front's memory in KiB"
-        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
-        assert server.stop() == 0
 
 
 def test_a_server_and_its_engine_end_with_the_test_run_that_started_them(tmp_path: Path) -> None:
@@ -95,27 +52,6 @@ time.sleep(600)
         assert len(processes) >= 2 and alive(processes) == processes
         run.kill()
     wait_for(lambda: not alive(processes), "end of the server and its engine")
-
-
-@pytest.mark.slow
-def test_bar_on_a_terminal() -> None:
-    """Taken away when the model is there; log lines stand above it."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
-    environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    command += ["--num-kvcache-blocks", "64"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, env=environment, preexec_fn=end_with_test_run)
-    os.close(theirs)
-    shown = b""
-    while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
-        shown += os.read(ours, 4096)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
-    os.close(ours)
-    assert b"loading weights" in shown and "█".encode() in shown
-    assert shown.rindex(b"answers; the model is loading") < shown.rindex(b"% ") < shown.rindex(b" ready: ")
-    assert not shown[shown.rindex(b"% ") : shown.rindex(b" ready: ")].rpartition(b"\r")[0].rpartition(b"\r")[2].strip()
 
 
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
@@ -142,76 +78,6 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         process.kill()
         process.wait()
         os.close(ours)
-
-
-def test_front_imports_no_large_libraries() -> None:
-    code = (
-        "import sys, nanovllm.serve.api.routes, nanovllm.serve.lifecycle, nanovllm.serve.http.server;"
-        "print({'torch', 'numpy', 'transformers', 'opentelemetry'} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_port_that_is_taken(small: Server, tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with Server(tmp_path, "--port", str(small.port)) as server:
-        assert server.process.wait(100) == 1
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0, "before anything is loaded"
-    [line] = server.log.splitlines()
-    assert str(small.port) in line and str(small.process.pid) in line
-
-
-@pytest.mark.parametrize(
-    ("folder", "arguments", "code", "said"),
-    [
-        ("nothing", (), 2, "no such folder"),
-        ("", (), 1, "': config.json is missing"),
-        (DEMO, ("--tool-call-parser", "none-such"), 1, "tool_call_parser='none-such': must be"),
-    ],
-)
-def test_what_cannot_be_served_is_named(
-    folder: Any, arguments: tuple[str, ...], code: int, said: str, tmp_path: Path
-) -> None:
-    """A parser while the engine still loads, which may take minutes."""
-    with Server(tmp_path, *arguments, model=tmp_path / folder) as server:
-        assert server.process.wait(60) == code
-        assert said in server.log and "Traceback" not in server.log and "capturing graphs" not in server.log
-
-
-def test_sampling_defaults_that_no_request_can_have() -> None:
-    """Said at the start; and an engine that is there before the tokenizer is asked for nothing."""
-
-    async def started() -> Front:
-        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}), cast(FleetHandles, None))
-        for frame in (wire.Progress("importing", 10, str(DEMO)), wire.Ready({"vocab_size": 5})):
-            front.on_frame(frame)
-        with pytest.raises(ApiError, match="loading"):
-            front.admission.admit()
-        await front.admission.changed.wait()
-        return front
-
-    front = asyncio.run(started())
-    assert front.admission.state == "failed" and (failure := front.admission.failure) is not None
-    assert failure.kind is ValueError and "top_p=3" in failure.reason
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host": "192.0.2.1"}, r"port 8000 of 192\.0\.2\.1: (?!taken).+"),
-        ({"host": "no host"}, "port 8000 of no host: .+"),
-        ({"uds": "/no/folder/socket"}, "uds='/no/folder/socket': .+"),
-        ({"chat_template": "/no/file"}, "chat_template='/no/file': must be a file"),
-        ({"ssl_keyfile": "/no/file", "ssl_certfile": __file__}, "ssl_keyfile='/no/file': must be a file"),
-        ({"generation_config": "/no/folder"}, "generation_config='/no/folder': must be .* a folder with"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_opened_is_named(options: dict[str, str], message: str) -> None:
-    with pytest.raises((OSError, ValueError), match=f"^{message}"):
-        bind(ServeOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("stream", "n"), [(True, 1), (False, 1), (True, 4), (False, 4)])
@@ -403,20 +269,6 @@ def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
         wait_for(lambda: not alive(processes), "end of all processes")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
-    """However it ends, the engine ends too: before it where it has a say in that."""
-    with Server(tmp_path) as server:
-        wait_for(lambda: " answers" in server.log, "port")
-        processes = server.everything()
-        assert len(processes) >= 2
-        if number == signal.SIGKILL:
-            assert server.stop(number) == -number
-            wait_for(lambda: not alive(processes), "end of all processes")
-        else:
-            assert server.stop(number) == 0 and not alive(processes)
-
-
 def test_idle_costs_nothing(server: Server) -> None:
     wait_for(lambda: server.num_running() == 0, "rest")
     processes = server.everything()
@@ -442,14 +294,3 @@ def test_unix_socket_and_request_timeout(tmp_path: Path) -> None:
         assert not path.exists()
 
 
-def test_unix_socket_of_others(tmp_path: Path) -> None:
-    """A socket that nobody listens at is taken over, and nothing else."""
-    path, options = tmp_path / "socket", ServeOptions(uds=str(tmp_path / "socket"))
-    path.write_text("letters")
-    with pytest.raises(OSError, match="not a socket"):
-        bind(options)
-    assert path.read_text() == "letters"
-    path.unlink()
-    with bind(options), pytest.raises(OSError, match="taken"):
-        bind(options)
-    bind(options).close()
