@@ -21,6 +21,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
 from nanovllm.host.handle import ChildHandle, Lost
+from nanovllm.processes.child import LEFT_TO_PARENT
 from nanovllm.processes.framing import LENGTH
 
 DEMO = str(Path(__file__).resolve().parents[2] / "nanovllm" / "demo_model")
@@ -96,6 +97,15 @@ def test_a_mistake_of_the_user_is_raised_here() -> None:
     handle = ChildHandle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
     [lost] = [one for one in frames_until(handle, lambda frame: isinstance(frame, Lost)) if isinstance(one, Lost)]
     assert lost.kind is ValueError and "max_model_len=999999: must be at most" in lost.reason
+    handle.close()
+
+
+def test_signals_are_left_to_the_driver_from_the_first_moment_on() -> None:
+    handle = ChildHandle(wire.Start("no such model", OPTIONS))
+    for number in LEFT_TO_PARENT:
+        os.kill(handle.pid, number)
+    [lost] = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1:]
+    assert "no such model" in lost.reason, "it went on"
     handle.close()
 
 
