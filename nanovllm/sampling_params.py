@@ -59,7 +59,7 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's dialect of Lark."""
+    """A context-free grammar in llguidance's dialect of Lark, or in llama.cpp's GBNF (`root ::= ...`)."""
     json_object: bool = False
     """True: any JSON object."""
 

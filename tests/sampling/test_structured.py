@@ -72,6 +72,29 @@ def test_regex_choice_and_grammar(engines: Engines, ranks: int) -> None:
     assert re.fullmatch(r"\(*[a-c]{1,3}\)*", texts[2]) and texts[2].count("(") == texts[2].count(")")
 
 
+SQL = """
+    root ::= select " where " condition   # as llama.cpp writes grammars
+    select ::= "SELECT " column " from " table
+    column ::= "col_1" | "col_2"
+    table ::= "table_" [1-9]{1,3}
+    condition ::= column "=" [0-9] | "(" condition " or " condition ")"
+"""
+
+
+def test_a_grammar_in_gbnf(llm: LLM) -> None:
+    wanted = StructuredOutput(grammar=SQL)
+    params = [SamplingParams(temperature=1.5, seed=i, max_tokens=120, structured_outputs=wanted) for i in range(6)]
+    outputs = llm.generate([PROMPT] * 6, params, use_tqdm=False)
+    ended = [output.text for output in outputs if output.finish_reason == "stop"]
+    assert ended
+    for text in ended:
+        head, condition = text.split(" where ")
+        assert re.fullmatch(r"SELECT col_[12] from table_[1-9]{1,3}", head)
+        while (shorter := re.sub(r"\(c or c\)|col_[12]=[0-9]", "c", condition)) != condition:
+            condition = shorter
+        assert condition == "c"
+
+
 def test_the_same_with_and_without_a_crowd(engines: Engines) -> None:
     """The same tokens alone, preempted, chunked, and beside other options."""
     wanted = StructuredOutput(json=SCHEMAS["array of objects"])
@@ -97,6 +120,24 @@ def test_what_does_not_compile_is_refused(llm: LLM, wanted: StructuredOutput, fi
     with pytest.raises(ValueError, match=rf"StructuredOutput\.{field}=.*must compile"):
         llm.add_request(PROMPT, SamplingParams(structured_outputs=wanted))
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("root ::= other", "Rule 'other' not found"),
+        ('other ::= "x"', "No 'root' rule found"),
+        ('root ::= "x" $', "Expected name at line 1"),
+        ('root ::= "\\', "it ends within an escape"),
+        ("root ::= " + "(" * 5000 + '"x"' + ")" * 5000, "its groups nest too deep"),
+        ('root ::= r0\nr600 ::= "x"\n' + "\r".join(f"r{i} ::= r{i + 1}" for i in range(600)), "it has 602 rules"),
+        ('root ::= "' + "x" * 16374 + '"', "it has 16385 bytes, at most 16384"),
+    ],
+)
+def test_what_is_wrong_in_gbnf_is_named(llm: LLM, grammar: str, reason: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutput(grammar=grammar))
+    with pytest.raises(ValueError, match=rf"StructuredOutput\.grammar=.*{reason}"):
+        llm.add_request(PROMPT, params)
 
 
 def chain(length: int) -> dict[str, Any]:

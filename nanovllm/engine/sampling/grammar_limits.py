@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10}
-"""UTF-8 bytes of a constraint's text, by its kind."""
+MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10, "gbnf": 16 << 10}
+"""UTF-8 bytes of a constraint's text, by its kind. GBNF takes time that grows by their square to translate."""
 JSON_BLANKS = r"(\n {0,16}|[ ])"
 """Blanks between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on
 with blanks for ever."""
@@ -41,7 +41,7 @@ def check_text(kind: str, text: str) -> None:
     most = MAX_BYTES.get(kind)
     if most is not None and (size := len(text.encode("utf-8", "surrogatepass"))) > most:
         raise ValueError(f"it has {size} bytes, at most {most} are allowed")
-    if kind == "grammar":
+    if kind in ("grammar", "gbnf"):
         _check_count("rules", len(_RULE.findall(text)), MAX_RULES)
     if kind in ("json", "grammar"):
         try:

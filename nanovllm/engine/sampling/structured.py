@@ -25,6 +25,9 @@ _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 _MISFIT = "doesn't satisfy the grammar"
 """The library's words, before much of its inner state, for a token that its mask did not allow."""
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""A rule's head in llama.cpp's form of a grammar; Lark has none such."""
+
 
 class Matcher:
     """One output on its way through its grammar."""
@@ -104,6 +107,8 @@ class StructuredOutputs:
             return any((kind, _text(kind, value)) in self._compiled for kind, value in wanted.items())
 
     def _compile(self, kind: str, text: str) -> Any:
+        if kind == "grammar" and _GBNF_RULE.search(text):
+            text = _lark_of_gbnf(text)
         check_text(kind, text)
         library = self._library.LLMatcher
         if kind in ("json", "json_object"):
@@ -135,6 +140,19 @@ def _literal(text: str) -> str:
     """A regular expression for exactly `text`; Rust's dialect takes escapes of ASCII punctuation only."""
     escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
     return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
+
+
+def _lark_of_gbnf(grammar: str) -> str:
+    """The Lark grammar of one in GBNF. Raises ValueError, or another error that says what is wrong."""
+    check_text("gbnf", grammar)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise ValueError("its groups nest too deep") from None
+    except IndexError:
+        raise ValueError("it ends within an escape") from None
 
 
 def _text(kind: str, value: Any) -> str:
