@@ -76,22 +76,9 @@ class FakeDevice:
         """Runs one step; returns the token that each of its first rows gained, -1 for none, and by slot in the order of
         the rows the text its last position stands for."""
         assert packed.dtype == np.int32 and packed.ndim == 1
-        data = packed.tolist()
-        num_rows, num_decodes, num_samples, num_tokens, num_updates, num_records, max_count = data[:7]
+        num_rows, num_decodes, num_samples, num_tokens, _, _, max_count = packed[:7].tolist()
         assert 0 < num_rows <= self.max_num_seqs and num_decodes <= num_samples <= num_rows
-        columns = [data[HEADER_SIZE + i * self.max_num_seqs :][:num_rows] for i in range(3)]
-        at = HEADER_SIZE + 3 * self.max_num_seqs
-        self._update_block_tables(data[at : at + 3 * num_updates])
-        at += 3 * num_updates
-        for record in range(num_records):
-            self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
-        prompt_tokens = data[at + num_records * RECORD_SIZE :]
-        if (where := block_copies(packed)) is not None:
-            del prompt_tokens[-len(data[where]) :]
-            for source, destination in zip(data[where][::2], data[where][1::2], strict=True):
-                self.kv[destination] = list(self.kv[source])
-
-        slots, starts, counts = columns
+        (slots, starts, counts), prompt_tokens = self._take_in(packed)
         assert sum(counts) == num_tokens and max(counts) == max_count and min(counts) > 0
         assert counts[:num_decodes] == [1] * num_decodes and len(prompt_tokens) == num_tokens - num_decodes
         places = [len([*rows]) for _, rows in groupby(slots)]  # of a slot; from here on its rows are one
@@ -138,6 +125,26 @@ class FakeDevice:
         ids = [id for n, tokens in zip(places, gained, strict=False) for id in (tokens + [-1] * n)[:n]]
         return ids, nodes
 
+    def _take_in(self, packed: np.ndarray) -> tuple[list[list[int]], list[int]]:
+        """Updates tables and slots and copies blocks, as a step says; returns the slots, starts and counts of its rows,
+        and the tokens of its prompts."""
+        data = packed.tolist()
+        num_rows, _, _, _, num_updates, num_records, _ = data[:7]
+        columns = [data[HEADER_SIZE + i * self.max_num_seqs :][:num_rows] for i in range(3)]
+        at = HEADER_SIZE + 3 * self.max_num_seqs
+        updates = data[at : at + 3 * num_updates]
+        for slot, index, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):
+            self.block_table[slot][index] = block
+        at += len(updates)
+        for record in range(num_records):
+            self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
+        prompt_tokens = data[at + num_records * RECORD_SIZE :]
+        if (where := block_copies(packed)) is not None:
+            del prompt_tokens[-len(data[where]) :]
+            for source, destination in zip(data[where][::2], data[where][1::2], strict=True):
+                self.kv[destination] = list(self.kv[source])
+        return columns, prompt_tokens
+
     def _draw(self, slot: int, node: int, most: int) -> list[int]:
         """Tokens that a decode gains, at most `most`."""
         token, tokens = self.last_token[slot], []
@@ -147,10 +154,6 @@ class FakeDevice:
             token = self._sample(slot, node)
             tokens.append(token)
         return tokens
-
-    def _update_block_tables(self, updates: list[int]) -> None:
-        for slot, index, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):
-            self.block_table[slot][index] = block
 
     def _take_record(self, record: np.ndarray) -> None:
         slot = int(record[0])
