@@ -1,0 +1,189 @@
+"""Responses requests as chats, the tools of coding agents among them, and answers as OpenAI's client reads them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, of_responses
+
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.api import responses
+from nanovllm.serve.api.responses_tools import ResponsesTools, Tool
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.parsers import Delta, check_tools
+
+RESPONSES_BODY = {
+    "model": "demo",
+    "instructions": "Be brief.",
+    "max_output_tokens": 100,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather in Paris?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"role": "user", "content": "And Rome?"},
+    ],
+    "tools": [{"type": "function", **FUNCTION}],
+    "tool_choice": {"type": "function", "name": "get_weather"},
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}},
+    "store": False,
+}
+
+
+def test_a_responses_request_is_a_chat() -> None:
+    request = of_responses(RESPONSES_BODY)
+    assert request == {
+        "model": "demo",
+        "max_completion_tokens": 100,
+        "messages": ASKED,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "reasoning_effort": "low",
+        "response_format": {"type": "json_schema", "json_schema": RESPONSES_BODY["text"]["format"]},
+    }
+    choice = check_tools(request["tools"], request["tool_choice"])
+    assert choice is not None and choice.mode == "named"
+    assert of_responses({"input": "Hi"})["messages"] == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input": None}, "input: is required"),
+        ({"input": [{"type": "computer_call"}]}, "type='computer_call': must be one of 'message', 'function_call'"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, r"input\[0\].content=5: must be str | array"),
+        ({"input": [{"role": "user"}]}, r"input\[0\].content: is required"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "_image': .*; images, sound and"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].name: is required"),
+        ({"tools": [{"type": "web_search"}]}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice: must be absent, 'auto' or 'none' where no tools"),
+        ({"top_logprobs": 2}, r"top_logprobs: needs include=\['message.output_text.logprobs'\]"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 129}]},
+         r"tools\[0\].tools=.*: must be array of length <= 128"),
+        ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
+    ],
+)  # fmt: skip
+def test_what_a_responses_request_must_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        of_responses({**RESPONSES_BODY, **change})
+
+
+def writer_of(body: dict[str, Any]) -> responses.ResponseWriter:
+    tools = ResponsesTools(msgspec.convert(body.get("tools", []), list[Tool]))
+    return responses.ResponseWriter("resp_1", "demo", 1_700_000_000, body, {"temperature": 0.25}, tools)
+
+
+def test_the_official_client_reads_responses() -> None:
+    types = pytest.importorskip("openai.types.responses")
+    writer = writer_of(RESPONSES_BODY)
+    writer.write(ANSWER)
+    writer.finish("tool_calls", None, USAGE)
+    response = types.Response.model_validate(writer.whole)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert response.output_text == "Let me see." and response.output[2].arguments == '{"city": "Paris"}'
+    assert response.temperature == 0.25
+    assert response.status == "completed" and response.usage.output_tokens_details.reasoning_tokens == 5
+    writer.finish("length", None, USAGE)
+    assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def read_by_client(events: list[dict[str, Any]]) -> list[Any]:
+    pydantic = pytest.importorskip("pydantic")
+    types = pytest.importorskip("openai.types.responses")
+    adapter = pydantic.TypeAdapter(types.ResponseStreamEvent)
+    return [adapter.validate_python(event) for event in events]
+
+
+def test_the_official_client_reads_streamed_responses() -> None:
+    writer = writer_of(RESPONSES_BODY)
+    events = all_events(writer, ANSWER)
+    parsed = read_by_client(events)
+    assert [type(event).__name__ for event in parsed if not hasattr(event, "sequence_number")] == []
+    assert [event.sequence_number for event in parsed] == [*range(len(parsed))]
+    assert [event.type for event in parsed] == [event["type"] for event in events]
+    texts = dict.fromkeys(("output_text", "reasoning_text", "function_call_arguments"), "")
+    for event in parsed:
+        for kind in texts:
+            if event.type == f"response.{kind}.delta":
+                texts[kind] += event.delta
+    assert texts["output_text"] == "Let me see." and texts["reasoning_text"] == "I need the weather."
+    assert texts["function_call_arguments"] == '{"city": "Paris"}{}'
+    assert parsed[-1].type == "response.completed" and len(parsed[-1].response.output) == 4
+    assert writer.fail(ApiError(500, "no", "engine_dead"))[0]["code"] == "engine_dead"
+
+
+# -- tools of coding agents
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits", "format": {
+    "type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
+PICK = {"type": "custom", "name": "pick", "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}
+SPACE = {"type": "namespace", "name": "mcp__shop", "description": "Shop", "tools": [
+    {"type": "function", "name": "buy", "parameters": SCHEMA}, {"type": "custom", "name": "say"}]}
+AGENT_BODY = {
+    "input": [
+        {"role": "user", "content": "Go"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** \"x\""},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call", "call_id": "c2", "name": "buy", "namespace": "mcp__shop", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "ok"},
+    ],
+    "tools": [{"type": "function", **FUNCTION}, PATCH, PICK, SPACE, {"type": "web_search"}],
+    "tool_choice": {"type": "custom", "name": "apply_patch"},
+    "include": ["reasoning.encrypted_content"],
+}
+
+
+def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
+    fields = api.read(responses.ResponsesFields, AGENT_BODY)[0]
+    tools = ResponsesTools(fields.tools or ())
+    assert tools.ignored == ["tools.web_search"]
+    assert tools.text_grammars == {"apply_patch": "start: /.+/", "pick": "start: /a|b/"}
+    request = responses.chat_request(fields, tools)
+    choice = check_tools(request["tools"], request["tool_choice"], text_grammars=tools.text_grammars)
+    assert choice is not None
+    assert [(tool.name, tool.text_grammar) for tool in choice.tools] == [("apply_patch", "start: /.+/")]
+    functions = {tool["function"]["name"]: tool["function"] for tool in request["tools"]}
+    assert [*functions] == ["get_weather", "apply_patch", "pick", "mcp__shop__buy", "mcp__shop__say"]
+    assert functions["pick"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert "start: /.+/" in functions["apply_patch"]["description"]
+    calls = [call["function"] for one in request["messages"] for call in one.get("tool_calls", ())]
+    assert calls == [
+        {"name": "apply_patch", "arguments": '{"input": "*** \\"x\\""}'},
+        {"name": "mcp__shop__buy", "arguments": "{}"},
+    ]
+
+
+def test_instructions_and_a_developers_message_are_one_system_message() -> None:
+    """As coding agents send both, and templates take the first message alone."""
+    said = [{"type": "input_text", "text": "Use tools."}]
+    items = [
+        {"type": "message", "role": "developer", "content": said},
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"role": "developer", "content": "Later."},
+    ]
+    found = of_responses({"instructions": "Be brief.", "input": items, "text": {"verbosity": "low"}})["messages"]
+    assert [(one["role"], one["content"]) for one in found] == [
+        *(("system", "Be brief.\n\nUse tools."), ("user", "Hi"), ("developer", "Later.")),
+    ]
+
+
+def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None:
+    calls = [
+        Delta("call", "", 0, "apply_patch", "c1"),
+        Delta("arguments", '{"input": "a\\n', 0),
+        Delta("arguments", 'b"}', 0),
+        Delta("call", "", 1, "mcp__shop__buy", "c2"),
+        Delta("arguments", "{}", 1),
+    ]
+    parsed = read_by_client(all_events(writer_of(AGENT_BODY), calls))
+    inputs = [event.delta for event in parsed if event.type == "response.custom_tool_call_input.delta"]
+    assert inputs == ["a\nb"]
+    custom, bought = parsed[-1].response.output
+    assert (custom.type, custom.name, custom.input, custom.call_id) == ("custom_tool_call", "apply_patch", "a\nb", "c1")
+    assert (bought.type, bought.name, bought.namespace, bought.arguments) == (
+        *("function_call", "buy", "mcp__shop", "{}"),
+    )
