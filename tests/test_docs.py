@@ -248,15 +248,31 @@ def test_rooms_without_torch(room: str) -> None:
         assert not packages & {"torch", "triton"}, path
 
 
-def test_every_kernel_names_the_shapes_of_its_operands() -> None:
-    silent = []
-    for path in [*(PACKAGE / "kernels").rglob("*.py"), *(PACKAGE / "parallel" / "peer").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list):
-                continue
-            if not re.search(r"\[[^\]]+\]", ast.get_docstring(node) or ""):
-                silent.append(f"{path.name}: {node.name}")
-    assert not silent
+SHAPE = re.compile(r"(?<!\w)\[[^\[\]]+\]")
+"""A shape in brackets, such as [T, hidden]; what follows a name is an index."""
+
+
+def test_launched_kernels_and_functions_of_tensors_state_shapes() -> None:
+    """Shapes of a function are those of its docstring, or of a function of the same file that this names in backticks,
+    as plain twins do."""
+    rooms = [PACKAGE / name for name in ("kernels", "layers", "attention", "parallel", "runner")]
+    files = {path: ast.parse(path.read_text(encoding="utf-8")) for room in rooms for path in room.rglob("*.py")}
+    calls = [node.func for tree in files.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    launched = {ast.unparse(func.value) for func in calls if isinstance(func, ast.Subscript)}
+    stating, silent = 0, []
+    for path, tree in files.items():
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        docs = {name: ast.get_docstring(node) or "" for name, node in functions.items()}
+        for name, node in functions.items():
+            is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            hints = [node.returns, *(arg.annotation for arg in ast.walk(node.args) if isinstance(arg, ast.arg))]
+            has_tensors = any(re.search(r"\bTensor\b", ast.unparse(hint)) for hint in hints if hint is not None)
+            if name in launched if is_kernel else has_tensors and not name.startswith("_"):
+                texts = [docs[name], *(docs.get(other, "") for other in re.findall(r"`(\w+)`", docs[name]))]
+                stating += 1
+                if not any(SHAPE.search(text) for text in texts):
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert stating > 100 and not silent, "\n".join(silent)
 
 
 def test_files_and_functions_of_the_package_are_short() -> None:
@@ -289,11 +305,11 @@ def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
     for holder in ast.walk(node):
         body = getattr(holder, "body", None)
         for before, child in zip([None, *body], body, strict=False) if isinstance(body, list) else ():
-            is_own = before is None and isinstance(holder, holders)
-            if is_own and getattr(holder, "name", "").startswith("test_"):
+            is_first = before is None and isinstance(holder, holders)
+            if is_first and getattr(holder, "name", "").startswith("test_"):
                 continue
             match child:
-                case ast.Expr(ast.Constant(str(text))) if is_own or isinstance(before, (ast.Assign, ast.AnnAssign)):
+                case ast.Expr(ast.Constant(str(text))) if is_first or isinstance(before, (ast.Assign, ast.AnnAssign)):
                     yield child.lineno, text
 
 

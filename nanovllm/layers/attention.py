@@ -46,7 +46,7 @@ class ForwardStep:
 
 
 def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    """The rows of `hidden` that are wanted, int [N]; None: all, without a copy."""
+    """The rows of hidden [T, hidden] that are wanted, int32 [N] -> [N, hidden]; None: all, without a copy."""
     return hidden if wanted is None else hidden.index_select(0, wanted)
 
 

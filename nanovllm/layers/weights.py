@@ -219,7 +219,7 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def all_of(source: TensorSource) -> torch.Tensor:
-    """The whole tensor, of which a scalar is [1]."""
+    """The whole tensor [...], of which a scalar is [1]."""
     if isinstance(source, torch.Tensor):
         return source.reshape(source.shape or 1)
     return source.narrow(0, 0, source.shape[0] if source.shape else 1)
@@ -266,7 +266,7 @@ def _quantize(
 
 
 def whole(name: str, parameter: torch.Tensor, offset: float = 0.0) -> CheckpointWeight:
-    """A tensor that every rank keeps whole."""
+    """A tensor that every rank keeps whole, in a parameter [...] of its shape."""
     return CheckpointWeight(name, tuple(parameter.shape), (Shard(parameter, 0, 0),), offset)
 
 

@@ -78,8 +78,9 @@ Block = tuple[ReduceNorm, Callable[..., Any]]
 def start_reduce(
     norm: ReduceNorm, partial: torch.Tensor, residual: torch.Tensor | None, half: int
 ) -> Callable[[], Normed]:
-    """Starts `norm` for half 0 or 1 of a step, beside what this stream does next. `partial` and `residual` may not be
-    touched until it is waited for, by a call of what this returns."""
+    """Starts `norm` for half 0 or 1 of a step, partial sums [T, hidden] and residual [T, hidden] (with `overlap.sums`
+    this rank's rows of it), beside what this stream does next. They may not be touched until it is waited for, by a
+    call of what this returns: normalised rows [T, hidden], and the residual."""
     assert norm.group.overlap is not None
     if (sums := norm.group.overlap.sums) is not None:
         assert norm.is_plain

@@ -35,7 +35,7 @@ def check_order(model: nn.Module, planner: Planner, most_rows: int) -> None:
 
 def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> list[int]:
     """Numbers of rows up to `most_rows`, of those around the ends of ranges and some between, for which `by_rows` gives
-    some row of a random x other bits than its first configuration for several."""
+    some row of a random x [rows, K], by weight [N, K], other bits than its first configuration for several."""
     make = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(most_rows, weight.shape[1], generator=make, device=weight.device).to(weight.dtype)
     tried = {rows for most, _ in by_rows for rows in (most, most + 1)} | {3, 100, 257, 300, 512, 1000, 2048, most_rows}

@@ -15,8 +15,8 @@ from nanovllm.transfer.shared import FarTensor
 
 
 def named_tensor(item: object, gathered: bool = True) -> tuple[str, torch.Tensor]:
-    """`item` as a name and a tensor whose values are there; a DTensor's are gathered, where that is asked for. Raises
-    ValueError saying what it is instead."""
+    """`item` as a name and a dense tensor [...] whose values are there; a DTensor's are gathered, where that is asked
+    for. Raises ValueError saying what it is instead."""
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], str):
         found = repr(item) if isinstance(item, str) else type(item).__name__
         raise ValueError(f"load_weights: must be given (name, tensor) pairs, such as a dict's items(), found {found}")

@@ -135,8 +135,9 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
 
 def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
                           window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list as (row, slot, first key, end, index of the chunk, chunks of the row), long chunks first. Of rows
-    longer than `window` only the last so many keys; where their chunks are cut depends on the row's length alone."""
+    """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the chunk, chunks
+    of the row), long chunks first. Of rows longer than `window` only the last so many keys; where their chunks are cut
+    depends on the row's length alone."""
     items = []
     for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
         if slot < 0 or context == 0:

@@ -121,8 +121,8 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
 
 def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,
                                window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list as (row, slot, first key, end, index of the unit among the row's, units of the row), in the order
-    of rows; the kernel's is about that of lengths."""
+    """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the unit among the
+    row's, units of the row), in the order of rows; the kernel's is about that of lengths."""
     items = []
     for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
         if slot < 0 or context == 0:

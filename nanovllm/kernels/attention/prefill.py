@@ -96,7 +96,8 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
 
 def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
                            block_m: int) -> list[tuple[int, int]]:
-    """(row, first query within the row) of every tile, those with most keys first."""
+    """(row, first query within the row) of every tile of cu_seqlens_q int32 [R + 1] and context_lens int32 [R], those
+    with most keys first."""
     starts, tiles = cu_seqlens_q.tolist(), []
     for row, context in enumerate(context_lens.tolist()):
         count = starts[row + 1] - starts[row]

@@ -39,5 +39,5 @@ class FP8Rows(NamedTuple):
 
 
 def values_of(weight: Tensor | FP8Weight) -> Tensor:
-    """A weight without its scales."""
+    """A weight [N, K], or [experts, N, K], without its scales: e4m3 of an FP8Weight, else as it is."""
     return weight if isinstance(weight, Tensor) else weight.values

@@ -69,7 +69,7 @@ def check_group(group: int) -> None:
 
 
 def check_fits(x: Tensor, weight: Int4Weight) -> None:
-    """Raises ValueError where x cannot be multiplied by the weight."""
+    """Raises ValueError where x is not contiguous [M, k] in the dtype of the scales of the weight [n, k]."""
     if x.shape[1] != weight.k or x.dtype != weight.groups.dtype or not x.is_contiguous():
         found = f"x {list(x.shape)} of {x.dtype}, strides {x.stride()}"
         raise ValueError(f"4-bit weight [{weight.n}, {weight.k}] of {weight.groups.dtype} does not fit {found}")

@@ -227,8 +227,8 @@ def gumbel_argmax(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_si
 def commit_tokens(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Unpacks the winners' keys int64 [B], writes them to last_token[row_slot] (int32 [S]) and returns them, int32 [B],
-    -1 for rows of slot -1."""
+    """Unpacks the winners' keys int64 [B], writes them to last_token int32 [S] at row_slot int32 [B] and returns them,
+    int32 [B], -1 for rows of slot -1."""
     tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
     if len(keys):
         _reduce_chunks(keys.view(-1, 1), row_slot, None, last_token, tokens)
@@ -238,8 +238,8 @@ def commit_tokens(
 def sample_tokens(
     logits: torch.Tensor, draws: Draws, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """gumbel_argmax over the whole vocabulary and commit_tokens, for a single rank -> tokens int32 [B]. Rows of logits
-    may be strided."""
+    """gumbel_argmax over the whole vocabulary, logits [B, >= vocab_size] whose rows may be strided, and commit_tokens
+    into last_token int32 [S], for a single rank -> tokens int32 [B]."""
     num_rows = logits.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if num_rows:
@@ -270,7 +270,7 @@ def gumbel_argmax_reference(logits: torch.Tensor, draws: Draws, vocab_start: int
 
 
 def pack_keys_reference(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """float32 scores (no NaN) and ids, of shapes that broadcast -> int64 keys."""
+    """float32 scores [...] (no NaN) and integer ids [...], which broadcast to one shape -> int64 keys of that shape."""
     bits = scores.view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.long() << 32) | (WORD - ids.long())

@@ -90,7 +90,8 @@ def _mix_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_key_reference(seed: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """seed int64, position integer, of one shape -> the two words of the key, as int64 in 0 .. 2 ** 32 - 1."""
+    """seed int64 [...], position integer [...], of one shape -> the two words of the key, int64 [...] in
+    0 .. 2 ** 32 - 1."""
     low, high, position = seed & WORD, (seed >> 32) & WORD, position.long()
     k0 = _mix_reference(_mix_reference(_mix_reference(low + KEY_START_0) ^ high) + position)
     k1 = _mix_reference(_mix_reference(_mix_reference(position + KEY_START_1) ^ low) + high)
@@ -98,13 +99,14 @@ def row_key_reference(seed: torch.Tensor, position: torch.Tensor) -> tuple[torch
 
 
 def random_words_reference(k0: torch.Tensor, k1: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Words of `token_ids` under a key (tensors that broadcast), as int64 in 0 .. 2 ** 32 - 1."""
+    """Words of integer token_ids [...] under a key k0, k1 int64 [...], which broadcast to one shape: int64 of that
+    shape in 0 .. 2 ** 32 - 1."""
     x = (token_ids.long() * (k1 | 1) + k0) & WORD  # int64 wraps, which leaves the low 32 bits right
     x = ((x ^ (x >> 16)) * MULTIPLIER_A) & WORD
     return ((x ^ (x >> 15)) * MULTIPLIER_B + k1) & WORD
 
 
 def gumbel_noise_reference(words: torch.Tensor) -> torch.Tensor:
-    """Random words -> float32 samples of the standard Gumbel distribution."""
+    """Random words int64 [...] -> samples of the standard Gumbel distribution, float32 [...]."""
     uniform = words.float() * UNIFORM_SCALE + UNIFORM_OFFSET
     return -torch.log(-torch.log1p(-uniform))

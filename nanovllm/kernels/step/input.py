@@ -261,7 +261,7 @@ def _prepare_decode_kernel(
 
 
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
-    """Writes the block updates and slot records of a packed step (int32 [any]) into the state."""
+    """Writes the block updates and slot records of a packed step (int32 [words]) into the state."""
     _apply_deltas_kernel[(16,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed,
         state.block_table.stride(0), S=max_num_seqs, BLOCK=128, num_warps=4,
@@ -280,7 +280,8 @@ def _table_strides(state: DeviceState, out: StepBuffers) -> tuple[int, int | Non
 def expand_rows(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
-    """Fills `out` for a packed step whose deltas are applied: all of its rows and tokens, padding past the step's own.
+    """Fills `out` for a packed step, int32 [words], whose deltas are applied: all of its rows and tokens, padding past
+    the step's own.
 
     The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
     not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
@@ -303,7 +304,8 @@ def prepare_decode(
     """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
     rows. Here padding rows have a token too: row r is token r throughout.
 
-    buffer: a packed step; with `ring_index`, int32 [1] on the device, [N, any] of them, and line `ring_index` is taken.
+    buffer: a packed step, int32 [words]; with `ring_index`, int32 [1] on the device, [N, words] of them, and line
+    `ring_index` is taken.
     One launch.
     """
     _prepare_decode_kernel[(1,)](
