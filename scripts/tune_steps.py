@@ -44,7 +44,7 @@ from nanovllm.kernels.plan.config import (
     streaming,
     with_roles,
 )
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.plan import choose
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save
 from nanovllm.layers.linear import ParallelLinear
@@ -107,7 +107,7 @@ def int4_contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     ]  # fmt: skip
     if rows == 1:
         found += [streaming(warps, stages, n) for n, stages, warps in _INT4_ONE_ROW]
-    return [LIBRARY] * (rows > 64) + [config for config in found if not misfit(gemm, config)]
+    return [LIBRARY] * (rows > 64) + [config for config in found if not why_not(gemm, config)]
 
 
 def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
@@ -121,7 +121,7 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
         found += [with_roles(*sizes, split_k) for sizes in _FP8_ROLES if rows > 1 for split_k in (1, 2, 4)]
-        return [config for config in found if not misfit(gemm, config)]
+        return [config for config in found if not why_not(gemm, config)]
     if rows <= SKINNY_ROWS:
         for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
@@ -131,7 +131,7 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
     found.append(GemmConfig("split", split_k=2))
     normed_rows = rows if gemm.fused and gemm.kind in ("qkv", "gate_up") else 0
-    return [config for config in found if not misfit(gemm, config, normed_rows=normed_rows)]
+    return [config for config in found if not why_not(gemm, config, normed_rows=normed_rows)]
 
 
 def with_choice(choices: Choices, gemm: Gemm, rows: int, config: GemmConfig) -> Choices:

@@ -10,7 +10,7 @@ from programs import load as load_script
 
 from nanovllm import LLM
 from nanovllm.kernels.plan.config import KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Choices, Gemm, GemmConfig
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.table import load, save
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -63,7 +63,7 @@ def test_contenders_fit_and_have_the_library_among_them(tune_steps: Any, rows: i
         for n, k in ((4096, 1024), (24576, 4096), (512, 1100), (151936, 4096)):
             gemm = Gemm(kind, n, k, "bfloat16", True)
             found = tune_steps.contenders(gemm, rows)
-            assert found[0] == LIBRARY and not any(misfit(gemm, config) for config in found)
+            assert found[0] == LIBRARY and not any(why_not(gemm, config) for config in found)
             skinny = any(config.is_skinny for config in found)
             assert skinny == (rows <= SKINNY_ROWS and k % 8 == 0)
 

@@ -183,9 +183,9 @@ class FlexBackend(AttentionBackend):
         num_pages = (-(-tiles.ends // size) - first).int()
 
         def visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-            key, is_own = tiles.logical(b, place, size)
+            key, in_row = tiles.logical(b, place, size)
             position = tiles.first[b] + query
-            seen = is_own & (key <= position)
+            seen = in_row & (key <= position)
             if window is not None:
                 seen = seen & (position - key < window)
             return seen if user is None else seen & user(tiles.slots[b], h, position, key)

@@ -108,14 +108,14 @@ class MoE(WeightedModule):
 
     def _experts(self, context: LayerContext, fuses: bool) -> Experts:
         top_k, x_dtype = self.top_k, str(context.dtype).removeprefix("torch.")
-        is_plain, can_add = is_plain_mixture(self.config), True
+        plain, can_add = is_plain_mixture(self.config), True
         if isinstance(self.gate_up, FP8Matrix) and isinstance(self.down, FP8Matrix):
             takes = few_experts.takes(self.gate_up.for_kernel(), self.down.for_kernel())
             can_add = context.planner.rules.device.has_tma and takes
-        after = "residual" if fuses and is_plain and can_add else ""
+        after = "residual" if fuses and plain and can_add else ""
         later = self.shared is None and self.group_size == 1 and 1 < top_k.top_k <= MOST_PARTS
         sizes = (top_k.num_experts, top_k.top_k, self.hidden_size, self.size)
-        return Experts(*sizes, self.gate_up.type_name, x_dtype, is_plain, after, later)
+        return Experts(*sizes, self.gate_up.type_name, x_dtype, plain, after, later)
 
     @property
     def pieces(self) -> tuple[Piece, Piece, Piece]:
@@ -171,8 +171,8 @@ class MoE(WeightedModule):
 
 def is_plain_mixture(config: MoEConfig) -> bool:
     """Whether the mixture is a softmax, experts without biases and their sum, and nothing else."""
-    is_plain = not config.bias and config.activation_limit is None and not config.shared_size
-    return is_plain and config.scoring == "softmax" and config.num_groups == 1
+    only_experts = not config.bias and config.activation_limit is None and not config.shared_size
+    return only_experts and config.scoring == "softmax" and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

@@ -50,7 +50,7 @@ class ReduceAddNorm(WeightedModule):
         super().__init__()
         self.norm, self.after, self.multiplier, self.rounds = norm, after, multiplier, rounds
         self.group, self.kernels = context.group, context.kernels
-        self.is_plain = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
+        self.is_add_rms_norm = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.round_sums = context.group.exact_bits == "tp"
         """Sums over parts of K are rounded, and so is the sum of any two (kernels/plan/order.py)."""
@@ -67,7 +67,7 @@ class ReduceAddNorm(WeightedModule):
             return self._add_norm(residual, None)
         rows = stream.num_rows
         peers = self.group.fused_all_reduce(rows)
-        if peers is not None and not self.is_plain:
+        if peers is not None and not self.is_add_rms_norm:
             return self.add_norm(peers.all_reduce(partial), residual)
         if peers is not None:
             # One row's product over several ranks rounds it in less time than the kernel of the sum.
@@ -83,7 +83,7 @@ class ReduceAddNorm(WeightedModule):
         return self._add_norm(partial, residual)
 
     def add(self, stream: Stream) -> torch.Tensor:
-        """The complete residual stream, not normalised; on one rank, where is_plain holds."""
+        """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
         residual, partial, _ = stream
         assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[0]

@@ -60,7 +60,7 @@ class Ranks(Protocol):
 class ReduceNorm(Protocol):
     """Sum over the ranks, addition to the residual stream, norm (layers/norm.py)."""
 
-    is_plain: bool
+    is_add_rms_norm: bool
 
     @property
     def group(self) -> Ranks: ...
@@ -83,7 +83,7 @@ def start_reduce(
     call of what this returns: normalised rows [T, hidden], and the residual."""
     assert norm.group.overlap is not None
     if (sums := norm.group.overlap.sums) is not None:
-        assert norm.is_plain
+        assert norm.is_add_rms_norm
         return sums.start(half, partial, residual, norm.row_norm)
     total = norm.group.all_reduce(partial)
     return lambda: norm.add_norm(total, residual)

@@ -130,7 +130,7 @@ class StepWork:
         """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
         attention, overlap = step.attention, self._group.overlap
         cut = None
-        if overlap is not None and (overlap.sums is None or self._model.norm.is_plain):
+        if overlap is not None and (overlap.sums is None or self._model.norm.is_add_rms_norm):
             cut = overlap.cut(attention.num_tokens, attention.num_decode_rows)
         if cut is None:
             self._backend.prepare(attention)

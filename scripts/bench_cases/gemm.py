@@ -94,7 +94,7 @@ class Projection:
             call = int4_row.linear if config.kernel == "stream" else int4.linear
         else:
             call = tile.linear if gated and config.kernel == "tile" else matmul
-        if gated and config.is_own and call is not matmul:
+        if gated and config.is_our_kernel and call is not matmul:
             return call(self.x, weight, config, gated=True)
         return self._followed(call(self.x, weight, config))
 
@@ -149,7 +149,7 @@ def int4_gemm(setup: Setup) -> Iterator[Line]:
     for one in gemms(setup)[:-1]:
         for rows in setup.rows(INT4_ROWS, (1, 3)):
             one = one._replace(dtype=INT4)
-            configs = [config for config in int4_contenders(one, rows) if config.is_own]
+            configs = [config for config in int4_contenders(one, rows) if config.is_our_kernel]
             if setup.dry:  # the interpreter is slow, and knows no Gluon
                 configs = [config for config in configs if config.kernel != "stream"][:1]
             yield line(setup, one, rows, in_int4, 17 / 32, configs)

@@ -27,7 +27,7 @@ from nanovllm.kernels.plan.config import (
     streaming,
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, launch, plan
 from nanovllm.kernels.plan.rules import fallback
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
@@ -126,7 +126,7 @@ def test_every_entry_fits_its_shape() -> None:
         ends = [most for most, _ in ranges]
         assert ends == sorted(set(ends)) and ends[-1] <= TILE_ROWS
         for most, config in ranges:
-            assert not misfit(gemm, config)
+            assert not why_not(gemm, config)
             assert most <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
             if config.is_skinny:
                 assert config.block_k <= gemm.k, "no program without columns"
@@ -147,12 +147,12 @@ def test_a_table_says_where_it_was_measured(name: str, tmp_path: Path) -> None:
 def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
     config = lookup(H200, gemm, rows, device)
-    assert not misfit(gemm, config, device.has_tma)
+    assert not why_not(gemm, config, device.has_tma)
     assert rows <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
     assert rows <= (INT4_ROWS if gemm.dtype == INT4 else TILE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
     if gemm.dtype != INT4 and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
-        assert not config.is_own
+        assert not config.is_our_kernel
     if config.kernel == "int4_whole":
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
     if not device.has_tma:
@@ -175,7 +175,8 @@ def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
         ("gate_up", large, "bfloat16", 1),
     ):  # fmt: skip
         gemm = Gemm(kind, *shape, dtype, True)
-        assert [fallback(gemm, rows, 132).is_own for rows in range(1, 20)] == [rows <= most for rows in range(1, 20)]
+        ours = [fallback(gemm, rows, 132).is_our_kernel for rows in range(1, 20)]
+        assert ours == [rows <= most for rows in range(1, 20)]
         assert not H200.is_tuned(gemm)
 
 
@@ -258,7 +259,7 @@ def test_every_entry_multiplies_on_gpu() -> None:
     for gemm, ranges in H200.entries.items():
         weight = torch.randn(gemm.n, gemm.k, device="cuda", dtype=torch.bfloat16) * gemm.k**-0.5
         for most, config in ranges:
-            if misfit(gemm, config, torch.cuda.get_device_capability() >= (9, 0)):
+            if why_not(gemm, config, torch.cuda.get_device_capability() >= (9, 0)):
                 continue
             for rows in {max(1, most - 3), most}:
                 x = torch.randn(rows, gemm.k, device="cuda", dtype=torch.bfloat16)

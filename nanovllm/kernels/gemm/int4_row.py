@@ -19,7 +19,7 @@ from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
 from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.fits import row_misfit
+from nanovllm.kernels.plan.fits import why_not_row
 from nanovllm.kernels.pointwise.norm import Norm
 
 M: gl.constexpr = gl.constexpr(16)
@@ -242,7 +242,7 @@ def linear(
         raise ValueError(f"4-bit products fused with a norm or residual take one row, got {rows}")
     if residual is not None and residual.shape != (1, n_out):
         raise ValueError(f"residual is {list(residual.shape)}, expected {[1, n_out]}")
-    if reason := row_misfit(k, gated, config):
+    if reason := why_not_row(k, gated, config):
         raise ValueError(f"4-bit weight [{weight.n}, {k}]: {reason}")
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n

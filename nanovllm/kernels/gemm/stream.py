@@ -27,7 +27,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     part_of_x,
 )
 from nanovllm.kernels.plan.config import STREAM_ROWS, GemmConfig
-from nanovllm.kernels.plan.fits import norm_misfit
+from nanovllm.kernels.plan.fits import why_not_norm
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
 
 
@@ -132,7 +132,7 @@ def linear(
     (rows, k), values, dtype = tuple(x.shape), values_of(weight), x.dtype
     n_out = values.shape[0] // 2 if gated else values.shape[0]
     _check(x, weight, config, n_out)
-    if norm is not None and isinstance(weight, Tensor) and (reason := norm_misfit(rows, k, gated, config)):
+    if norm is not None and isinstance(weight, Tensor) and (reason := why_not_norm(rows, k, gated, config)):
         raise ValueError(reason)
     if isinstance(x, Tensor) and isinstance(weight, FP8Weight):
         x, norm = _rounded(x, weight, norm, residual)

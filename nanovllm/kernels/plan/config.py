@@ -99,8 +99,8 @@ class GemmConfig:
         return self.kernel in ("fma", "stream")
 
     @property
-    def is_own(self) -> bool:
-        """A kernel of our own, which lets the next kernel start before it ends (PDL)."""
+    def is_our_kernel(self) -> bool:
+        """Whether it is a kernel of this package, which lets the next kernel start before it ends (PDL)."""
         return self.kernel in KERNELS and self.kernel not in ("library", "split")
 
     @property

@@ -6,7 +6,7 @@ NORM_COLUMNS = 32
 """Maximum columns of tensor cores' right operand, rows of x in as many steps, that "stream" norms itself in 16 bits."""
 
 
-def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 0) -> str:
+def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 0) -> str:
     """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines.
     normed_rows: rows of which a skinny kernel computes the norm too."""
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
@@ -25,10 +25,10 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
         if gemm.dtype == INT4:
-            return row_misfit(k, paired, config)
-        reason = _stream_misfit(gemm.dtype, config)
+            return why_not_row(k, paired, config)
+        reason = _why_not_stream(gemm.dtype, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
-        return norm_misfit(normed_rows, k, paired, config) if is_wide_norm and not reason else reason
+        return why_not_norm(normed_rows, k, paired, config) if is_wide_norm and not reason else reason
     if kernel == "fma":
         if config.split_k > 1:
             return "it takes no parts of K"
@@ -38,17 +38,17 @@ def misfit(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 
         return f"split_k={config.split_k} leaves a part without columns, K={k}"
     if kernel in ("tile", "roles") and not tma:
         return "the device has no tensor copy engine"
-    return _roles_misfit(paired, config) if kernel == "roles" else ""
+    return _why_not_roles(paired, config) if kernel == "roles" else ""
 
 
-def _stream_misfit(dtype: str, config: GemmConfig) -> str:
+def _why_not_stream(dtype: str, config: GemmConfig) -> str:
     columns = 128 if dtype == FP8 else 64
     fits = config.block_n == 16 and config.block_k == columns * config.num_warps and config.split_k == 1
     reason = f"must have 16 weight rows, a warp for each {columns} columns of a step, no parts of K"
     return "" if fits else f"{config}: {reason}"
 
 
-def norm_misfit(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
+def why_not_norm(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
     """Reason why "stream" cannot norm so many rows itself before it multiplies by weights of 16 bits; "" where it can.
     paired: with SiLU(gate) * up. Registers hold all of x, its gain, and the weights in flight: past these limits the
     compiler spills them, up to 9 KB a thread."""
@@ -60,7 +60,7 @@ def norm_misfit(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
     return f"K={k}: registers do not hold {needs}, at most {NORM_COLUMNS}, 8 and 8 with the norm of {rows} rows"
 
 
-def _roles_misfit(paired: bool, config: GemmConfig) -> str:
+def _why_not_roles(paired: bool, config: GemmConfig) -> str:
     sums = config.block_m // (16 * max(1, config.num_warps)) * (2 if paired else 1) * config.block_n
     tiles = config.block_m in (64, 128, 256) and config.block_n in ((128,) if paired else (64, 128)) and sums <= 256
     if not tiles or config.block_k != 128 or config.num_warps != (4 if config.block_m == 64 else 8):
@@ -70,7 +70,7 @@ def _roles_misfit(paired: bool, config: GemmConfig) -> str:
     return "" if nbytes <= SHARED_BYTES else f"{config} needs {nbytes} bytes of shared memory"
 
 
-def row_misfit(k: int, paired: bool, config: GemmConfig) -> str:
+def why_not_row(k: int, paired: bool, config: GemmConfig) -> str:
     """Reason why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"

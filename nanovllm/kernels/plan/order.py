@@ -12,7 +12,7 @@ own parts of K are left out.
 from dataclasses import replace
 
 from nanovllm.kernels.plan.config import ANY_ROWS, LIBRARY, SUMMED, TILE_ROWS, Gemm, GemmConfig, Ranges
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.table import GemmTable, ranges_of
 
 LEAVES, LEAF_MULTIPLE = 8, 16
@@ -63,7 +63,7 @@ def _for_rows(gemm: Gemm, rows: int, measured: Ranges, parts: int, otherwise: Ge
     if gemm.kind == "gate_up" and own is not otherwise and rows <= 32:
         own = _GATED
     own = _cut(gemm.k, own, parts)
-    return otherwise if misfit(gemm, own) else own
+    return otherwise if why_not(gemm, own) else own
 
 
 def _cut(k: int, config: GemmConfig, parts: int) -> GemmConfig:

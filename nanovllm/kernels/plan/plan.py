@@ -28,7 +28,7 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.rules import (
     FEW_ROUTER,
@@ -94,7 +94,7 @@ class Experts:
     """Width of this rank's part of an expert."""
     dtype: str
     x_dtype: str = "bfloat16"
-    is_plain: bool = True
+    is_plain_mixture: bool = True
     """A softmax over all experts without biases, and the sum of the chosen ones."""
     after: str = ""
     """"residual": kernels for a few tokens may compute the norm before and the addition after."""
@@ -216,11 +216,11 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     """Chooses the kernel of a product for so many rows."""
     config, why = choose(product, rows, rules)
     inside = config.is_skinny and rules.world == 1
-    gate = product.after == "gate" and config.is_own and not product.has_bias
+    gate = product.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= product.rounds or config.kernel != "roles"  # which rounds
     norm = config.is_skinny and _norm_inside(product, rules)
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
-    residual, is_early = inside and product.after == "residual", config.is_own and rules.exact_bits is None
+    residual, is_early = inside and product.after == "residual", config.is_our_kernel and rules.exact_bits is None
     rounded = product.before == "attention" and rows == 1 and config.kernel == "stream"
     if config == LIBRARY:
         config = _by_library(product, rows, rules.device)
@@ -268,7 +268,7 @@ def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> s
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:
             return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
-    return misfit(product.gemm(rules.world), config, device.has_tma, rows if _norm_inside(product, rules) else 0)
+    return why_not(product.gemm(rules.world), config, device.has_tma, rows if _norm_inside(product, rules) else 0)
 
 
 def _norm_inside(product: Product, rules: Rules) -> bool:
@@ -309,12 +309,13 @@ def experts_launch(experts: Experts, rows: int, rules: Rules, is_complete: bool 
     wide = experts.dtype != FP8
     one_order = rules.exact_bits is not None
     is_few = rules.is_fused and rows <= FEW_TOKENS and wide and ITEM_SIZES[experts.x_dtype] == 2
-    if is_few and experts.is_plain and not one_order:
+    if is_few and experts.is_plain_mixture and not one_order:
         return ExpertsLaunch(FEW_ROUTER, None)
     item_size = ITEM_SIZES[experts.x_dtype] if wide else 1
     tiles = expert_configs(rows * experts.top_k, experts.num_experts, item_size, rules.device.shared_bytes)
     router = router_config(rows, experts.hidden, ITEM_SIZES[experts.x_dtype], rules.device, one_order)
-    why = "" if rows > FEW_TOKENS else "more than a softmax" if not experts.is_plain else "no kernel for few tokens"
+    why = "no kernel for few tokens" if experts.is_plain_mixture else "more than a softmax"
+    why = "" if rows > FEW_TOKENS else why
     return ExpertsLaunch(router, tiles, rounds_parts=rows > TILE_ROWS or one_order, why=why)
 
 

@@ -152,13 +152,13 @@ def merges_before(rows: int, o_weight_bytes: int) -> bool:
 
 _ALONE = ExpertConfigs(GroupedConfig(16, 32, 128, 4), GroupedConfig(16, 64, 128, 4))
 """Tiles for so few choices that narrow ones are needed to occupy all processors."""
-_BY_AVERAGE = (
+_EXPERT_TILES = (
     (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
     (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 64, 4), GroupedConfig(64, 128, 64, 4))),
     (inf, ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))),
 )
-_FP8_BY_AVERAGE = (
+_FP8_EXPERT_TILES = (
     (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 4), GroupedConfig(16, 64, 128, 5))),
     (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
     (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
@@ -172,8 +172,8 @@ def expert_configs(
 ) -> ExpertConfigs:
     """Tiles for `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight.
     most_shared: bytes of shared memory that a program may have."""
-    by_average = _FP8_BY_AVERAGE if item_size == 1 else _BY_AVERAGE
-    found = next(configs for most, configs in by_average if num_choices / num_experts <= most)
+    tiles = _FP8_EXPERT_TILES if item_size == 1 else _EXPERT_TILES
+    found = next(configs for most, configs in tiles if num_choices / num_experts <= most)
     if item_size == 1:
         return found
     if num_choices <= 16:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.kernels.plan.config import INT4, KERNELS, KINDS, LIBRARY, Gemm, GemmConfig, Ranges
-from nanovllm.kernels.plan.fits import misfit
+from nanovllm.kernels.plan.fits import why_not
 
 _SHIPPED = Path(__file__).parent / "tuned"
 
@@ -106,7 +106,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     if config.kernel not in KERNELS or config.round_sums:
         raise ValueError(f"{gemm}: {config}: must have one of the kernels {list(KERNELS)}, and no round_sums")
     numbers = [getattr(config, field.name) for field in fields(config) if field.name not in ("kernel", "round_sums")]
-    sizes = [config.block_n, config.block_k, config.stages] if config.is_own else []
+    sizes = [config.block_n, config.block_k, config.stages] if config.is_our_kernel else []
     sizes += [config.block_m] if sizes and not config.is_skinny else []
     sizes += [config.split_k, config.num_warps]
     if any(type(number) is not int or number < 0 for number in numbers) or not all(sizes):
@@ -114,7 +114,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     bound = 1 if gemm.dtype == INT4 and config.kernel == "stream" else KERNELS[config.kernel].most_rows
     if most > bound:
         raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bound} rows, not {most}")
-    if reason := misfit(gemm, config):
+    if reason := why_not(gemm, config):
         raise ValueError(f"{gemm}: {config.kernel!r}: {reason}")
     return config
 
