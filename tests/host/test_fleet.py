@@ -50,6 +50,13 @@ class Engines:
         assert add.request_id == request_id
         return number
 
+    def add_all(self, *request_ids: int) -> list[int]:
+        """Returns the engines that get those which need not wait."""
+        for request_id in request_ids:
+            self.fleet.add(request_id, PROMPT, {})
+        self.fleet.bind()
+        return [engine for engine, _ in self.take_sent()]
+
     def call(self, name: str, **options: Any) -> int:
         """Begins a call on all; returns its number."""
         self.fleet.call(name, options)
@@ -140,8 +147,7 @@ def test_an_abort_ends_a_request_wherever_it_is() -> None:
 def test_a_call_ends_with_the_last_answer_and_raises_what_the_first_raises() -> None:
     engines = Engines(2)
     pending = engines.fleet.call("sleep", {"mode": None})
-    numbers = {frame.number for _, frame in engines.take_sent()}
-    [number] = numbers
+    [number] = {frame.number for _, frame in engines.take_sent()}
     engines.fleet.take(0, answer(number, {"freed_bytes": 3}))
     assert pending.waiting == {1}
     engines.fleet.take(1, answer(number, {"freed_bytes": 4}))
@@ -241,15 +247,9 @@ def test_an_engine_that_returns_is_first_made_as_the_others_are(monkeypatch: pyt
     wanted = [(1, "pause", {"mode": "keep"}), (1, "raise", {"to": 2})]
     assert [(engine, call.name, call.options) for engine, call in calls] == wanted
     for _, call in calls:
-        for request_id in range(2):
-            engines.fleet.add(10 * call.number + request_id, PROMPT, {})
-        engines.fleet.bind()
-        assert {engine for engine, _ in engines.take_sent()} <= {0}
+        assert {*engines.add_all(10 * call.number, 10 * call.number + 1)} <= {0}
         engines.fleet.take(1, answer(call.number, {}, PAUSED if call.name == "pause" else both))
-    for request_id in range(2):
-        engines.fleet.add(request_id, PROMPT, {})
-    engines.fleet.bind()
-    assert 1 in {engine for engine, _ in engines.take_sent()} and engines.fleet.state == both
+    assert 1 in engines.add_all(0, 1) and engines.fleet.state == both
 
 
 def test_an_engine_that_cannot_become_as_the_others_is_given_up() -> None:
@@ -260,9 +260,7 @@ def test_an_engine_that_cannot_become_as_the_others_is_given_up() -> None:
     [(_, call)] = engines.take_sent()
     engines.fleet.take(1, answer(call.number, None, kind="ValueError", message="not this"))
     assert engines.given_up == [(1, "cannot become as the others are: pause: not this")]
-    engines.fleet.add(1, PROMPT, {})
-    engines.fleet.bind()
-    assert [engine for engine, _ in engines.take_sent()] == [0]
+    assert engines.add_all(1) == [0]
     engines.fleet.lose(1, "given up")
     assert engines.started == [1, 1]
 
@@ -330,10 +328,7 @@ def test_a_call_that_ends_requests_ends_those_that_no_engine_has(
     name: str, options: dict[str, Any], ends: bool
 ) -> None:
     engines = Engines(2)
-    for request_id in range(40):
-        engines.fleet.add(request_id, PROMPT, {})
-    engines.fleet.bind()
-    waiting = 40 - len(engines.take_sent())
+    waiting = 40 - len(engines.add_all(*range(40)))
     assert waiting > 0
     engines.fleet.call(name, options)
     assert len(engines.out()) == waiting * ends
