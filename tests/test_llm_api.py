@@ -17,11 +17,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import select_backend
-from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import SequenceStatus
-from nanovllm.executor.resolve import resolve
 from nanovllm.kernels import select_kernels
-from nanovllm.models.registry import read_model_config
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import why_no_graphs
 
@@ -146,19 +143,6 @@ def test_finish_reasons(llm: LLM) -> None:
     assert (cut.finish_reason, cut.token_ids) == ("length", stopped.token_ids[:2])
     [full] = generate(llm, [7] * 120, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
     assert (full.finish_reason, len(full.token_ids)) == ("length", 8)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
-def test_a_gpu_that_torch_does_not_see_is_no_silent_cpu(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = EngineConfig.from_options(str(DEMO))
-    for driver, visible, warns in ((DEMO, "0", True), (DEMO, "", False), (DEMO / "none", "0", False)):
-        monkeypatch.setattr("nanovllm.executor.resolve._NVIDIA_DRIVER", driver)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        caplog.clear()
-        assert resolve(config, llm.model_config).device == "cpu"
-        assert ("device='auto': the CPU, which is slow" in caplog.text) == warns
 
 
 def test_several_chats(llm: LLM) -> None:
@@ -311,19 +295,6 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so() -> None:
     assert why_no_graphs(gpu, True, fused, able, []) == "enforce_eager=True"
     assert "plain kernels" in str(why_no_graphs(gpu, False, select_kernels("cuda", fused=False), able, []))
     assert "cpu" in str(why_no_graphs(torch.device("cpu"), False, fused, able, []))
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
-def test_types_of_checkpoints_that_are_not_served_as_they_are(
-    device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    for stored in ("float32", "float64"):
-        overrides = {"dtype": stored}
-        config = EngineConfig("Qwen3-0.6B", load_format="dummy", device=device, hf_overrides=overrides)
-        assert resolve(config, read_model_config(config)).dtype == dtype
 
 
 def test_options_as_settled_and_engine_info(llm: LLM) -> None:
