@@ -81,6 +81,7 @@ def test_a_last_text_of_the_assistant_is_continued() -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "type='bash.*must be 'custom'"),
         ({"tools": [{"name": "bash"}]}, r"tools\[0\].input_schema: is required"),
         ({"tools": None}, "tool_choice.type='any': needs tools"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "^output_config.format.type='yaml': must be one of 'text', "),
     ],
 )
 def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -> None:

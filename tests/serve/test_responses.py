@@ -41,7 +41,7 @@ def test_a_responses_request_is_a_chat() -> None:
         "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
         "reasoning_effort": "low",
-        "response_format": {"type": "json_schema", "json_schema": RESPONSES_BODY["text"]["format"]},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
     }
     choice = check_tools(request["tools"], request["tool_choice"])
     assert choice is not None and choice.mode == "named"
@@ -63,6 +63,8 @@ def test_a_responses_request_is_a_chat() -> None:
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}] * 129}]},
          r"tools\[0\].tools=.*: must be array of length <= 128"),
         ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
+        ({"text": {"format": {"type": "yaml"}}}, "^text.format.type='yaml': must be one of 'text', 'json_object', 'js"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "^text.format.schema=5: must be object"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from nanovllm.sampling_params import MAX_STOP
-from nanovllm.serve.api.fields import INSTEAD, DialectFields, Positive, Text
+from nanovllm.serve.api.fields import INSTEAD, DialectFields, DialectFormat, Positive, Text
 from nanovllm.serve.api.messages import function
 from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
@@ -57,7 +57,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    format: dict[str, Any] | None = None
+    format: DialectFormat | None = None
     effort: str | None = None
 
 
@@ -127,7 +127,7 @@ def chat_request(fields: CountFields) -> dict[str, Any]:
         if config.effort is not None:
             request["reasoning_effort"] = config.effort
         if config.format is not None:
-            request["response_format"] = {"type": config.format.get("type"), "json_schema": config.format}
+            request["response_format"] = config.format.response_format()
     return request
 
 

@@ -52,6 +52,16 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
+class DialectFormat(msgspec.Struct):
+    """A response_format in other dialects: the schema is beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: dict[str, Any] | None = None
+
+    def response_format(self) -> dict[str, Any]:
+        return {"type": self.type, "json_schema": {"schema": self.schema}}
+
+
 INSTEAD = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "use structured_outputs"),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar"), "use structured_outputs"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta
 
-from nanovllm.serve.api.fields import INSTEAD, DialectFields, Likeliest, Positive
+from nanovllm.serve.api.fields import INSTEAD, DialectFields, DialectFormat, Likeliest, Positive
 from nanovllm.serve.api.messages import function
 from nanovllm.serve.api.responses_tools import ResponsesTools, Tool, custom_input, flat_name
 from nanovllm.serve.api.shapes import ContentToken, Usage
@@ -53,7 +53,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class TextOptions(msgspec.Struct):
-    format: dict[str, Any] | None = None
+    format: DialectFormat | None = None
     verbosity: str | None = None
 
 
@@ -111,7 +111,7 @@ def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, An
     if effort := (fields.reasoning or {}).get("effort"):
         request["reasoning_effort"] = effort
     if fields.text is not None and (form := fields.text.format) is not None:
-        request["response_format"] = {"type": form.get("type"), "json_schema": form}
+        request["response_format"] = form.response_format()
     if fields.truncation == "auto":
         request["truncate_prompt_tokens"] = -1
     if _LOGPROBS in (fields.include or ()):
