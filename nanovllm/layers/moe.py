@@ -43,7 +43,8 @@ class Router(WeightedModule):
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
-        """[T, hidden] -> float32 [T, experts]. norm: of x, which a kernel for few rows computes."""
+        """x [T, hidden] -> float32 [T, experts] by a kernel for few rows, which computes `norm` of x too; by others
+        [parts, T, experts]."""
         if config.is_skinny:
             return skinny.linear(x, self.weight, config, norm=norm, out_dtype=torch.float32)
         return router_logits(x, self.weight, config)

@@ -164,12 +164,12 @@ class Block:
 
 
 def without_step(mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An MLP as a Block computes."""
+    """An MLP as a Block computes: of rows [T, hidden], without the step."""
     return lambda x, step, **around: mlp(x, **around)
 
 
 def side_by_side(attention: Attention, mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Function that computes attention and MLP of the same rows, for a Block."""
+    """Function that computes the sum of attention and MLP of the same rows [T, hidden], for a Block."""
 
     def compute(x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         attended, own = attention(x, step), wanted_rows(x, step.wanted)

@@ -132,7 +132,8 @@ def _down_kernel(
 def add_experts(
     residual: torch.Tensor, norm: Norm, logits: torch.Tensor, options: TopK, gate_up: FP8Weight, down: FP8Weight
 ) -> torch.Tensor:
-    """moe/few_rows.py's, of gate_up [E, 2 I, H] and down [E, H, I] in e4m3 with scales of blocks, I of whole groups."""
+    """moe/few_rows.py's, of residual [T, H], logits float32 [T, >= E], and gate_up [E, 2 I, H] and down [E, H, I] in
+    e4m3 with scales of blocks, I of whole groups."""
     rows, hidden = residual.shape
     experts, width = gate_up.values.shape[0], gate_up.values.shape[1] // 2
     if not takes(gate_up, down):

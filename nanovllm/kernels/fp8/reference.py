@@ -70,7 +70,7 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tup
 
 
 def rounded_reference(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
-    """quantize_rows_reference of x [T, K], as kernels hand it on."""
+    """quantize_rows_reference of x [T, K] and input_scale float32 [count], as kernels hand it on."""
     return FP8Rows(*quantize_rows_reference(x, input_scale), x.dtype)
 
 

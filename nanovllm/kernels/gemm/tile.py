@@ -324,7 +324,8 @@ def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
     x_left: bool, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K]; in e4m3 with scales [T, groups]."""
+    """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K], in e4m3 with x_scale float32 [T, groups],
+    and weight [n_out, K], gated [2 n_out, K]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, k), n_out, device = x.shape, out.shape[-1], x.device

@@ -228,7 +228,7 @@ def commit_tokens(
     keys: torch.Tensor, row_slot: torch.Tensor, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Unpacks the winners' keys int64 [B], writes them to last_token int32 [S] at row_slot int32 [B] and returns them,
-    int32 [B], -1 for rows of slot -1."""
+    int32 [B], in `out` where that is given; -1 for rows of slot -1."""
     tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
     if len(keys):
         _reduce_chunks(keys.view(-1, 1), row_slot, None, last_token, tokens)
@@ -239,7 +239,7 @@ def sample_tokens(
     logits: torch.Tensor, draws: Draws, vocab_size: int, last_token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """gumbel_argmax over the whole vocabulary, logits [B, >= vocab_size] whose rows may be strided, and commit_tokens
-    into last_token int32 [S], for a single rank -> tokens int32 [B]."""
+    into last_token int32 [S], for a single rank -> tokens int32 [B], in `out` where that is given."""
     num_rows = logits.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if num_rows:
