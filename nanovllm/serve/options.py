@@ -30,7 +30,8 @@ class ServeOptions:
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use for the model; the first is shown. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
-    """Maximum completions in flight; beyond it requests get a 503. Default: 4 * max_num_seqs + 512."""
+    """Completions in flight from which on requests get a 503; the last one taken may pass it by its own. Default:
+    4 * max_num_seqs + 512."""
     max_waiting_per_key: int | None = None
     """Maximum completions of one API key that may wait, beyond max_num_seqs; then its requests get a 429. Default: half
     of all places that wait; with a single key all of them."""
