@@ -117,11 +117,11 @@ class Front:
         self.admission.admit(request.key)
         fleet = self.engines.fleet
         assert fleet is not None
-        self.metrics.count_request(request.n, max(request.max_tokens))
         ids = self.streams.add(request)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(1.0, self._sweep)
         for request_id, prompt, most in zip(ids, request.prompts, request.max_tokens, strict=True):
+            self.metrics.count_prompt(request.n, most)
             own = {**request.params, "max_tokens": most}
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most

@@ -115,8 +115,8 @@ class Metrics:
         if longest > 1:
             self._observe(request_time_per_output_token_seconds=part.decode / (longest - 1))
 
-    def count_request(self, n: int, max_tokens: int) -> None:
-        """A request was taken in."""
+    def count_prompt(self, n: int, max_tokens: int) -> None:
+        """A prompt of a request was taken in."""
         self._observe(request_params_n=n, request_params_max_tokens=max_tokens)
 
     def count_http(self, handler: str, method: str, status: int, seconds: float) -> None:

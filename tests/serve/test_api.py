@@ -373,6 +373,13 @@ def test_metrics(server: Server, client: httpx.Client) -> None:
     assert CHAT in handlers and handlers <= {"none"} | {path for _, path in ROUTES}
 
 
+def test_what_requests_ask_for_is_observed_of_each_prompt(server: Server, client: httpx.Client) -> None:
+    names = [f"vllm:request_params_{name}" for name in ("n_count", "n_sum", "max_tokens_count", "max_tokens_sum")]
+    before = [server.metric(name) for name in names]
+    client.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 5})
+    assert [server.metric(name) - old for name, old in zip(names, before, strict=True)] == [3, 6, 3, 15]
+
+
 def test_log(server: Server, client: httpx.Client) -> None:
     """A line a request, and none of what it said."""
     secret = "a very secret word"
