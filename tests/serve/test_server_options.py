@@ -115,3 +115,8 @@ def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
         assert sum(counts) == 25
         assert all(count >= 8 for count in [count for count in counts if count][1:-1])
         assert len([count for count in counts if count]) <= 5
+
+
+def test_keys_of_admins_and_of_users_differ() -> None:
+    with pytest.raises(ValueError, match="admin_api_keys"):
+        ServeOptions(api_keys=("a", "b"), admin_api_keys=("b",))
