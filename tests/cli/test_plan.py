@@ -20,7 +20,7 @@ from nanovllm.models.registry import read_model_config
 from nanovllm.runner.memory_plan import GPUS, check_room, plan_rank, weight_bytes
 
 sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
-from test_families import CASES, OPTIONS, make_model, save
+from family_cases import CASES, OPTIONS, make_model, save
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:

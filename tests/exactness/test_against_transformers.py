@@ -8,8 +8,8 @@ import pytest
 import torch
 from checkpoints import make_model, read_json, save
 from comparing import Expected, assert_mostly_sure, assert_same
+from family_cases import reference_logits
 from observing import LogitRecorder, StepWitness, margins
-from test_families import reference_logits
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams

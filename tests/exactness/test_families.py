@@ -1,255 +1,39 @@
 """Every family of models against transformers, on tiny random checkpoints: logits, greedy tokens, and the same text
 alone, in a crowd, in chunks, from the cache, preempted and on several ranks."""
 
-import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from family_cases import (
+    CASES,
+    GREEDY,
+    NUM_TOKENS,
+    OPTIONS,
+    PROMPTS,
+    SLIDING,
+    TOLERANCE,
+    WINDOW,
+    Case,
+    make_model,
+    reference_logits,
+    save,
+)
 from observing import LogitRecorder, StepWitness
 from programs import run_interpreted
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nanovllm import LLM, SamplingParams
-
-WINDOW, NUM_TOKENS = 7, 12
-PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
-SHAPE: dict[str, Any] = {
-    "vocab_size": 211, "hidden_size": 48, "intermediate_size": 52, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-HEADS = {"head_dim": 16}
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 7}
-SLIDING, FULL = "sliding_attention", "full_attention"
-ALTERNATING = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.5, 2.5, 4.0], "short_factor": [1.0, 1.2, 2.0]}
-BY_KIND = {FULL: {**YARN, "rope_theta": 5e3}, SLIDING: {"rope_type": "default", "rope_theta": 5e3}}
-TWO_BASES = {
-    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e2},
-}
-CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
-SHARED = {"shared_expert_intermediate_size": 28}
-LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3}
-GROUPED = {
-    "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
-    "n_shared_experts": 2, "routed_scaling_factor": 1.7,
-}  # fmt: skip
-LAGUNA = {
-    **EXPERTS, **ALTERNATING, **SHARED, "moe_routed_scaling_factor": 1.7,
-    "rope_parameters": {
-        FULL: {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5},
-        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A transformers configuration class (its name without "Config"), what it is given beside SHAPE, and the entries
-    that are written to config.json in place of what transformers writes."""
-
-    config: str
-    entries: dict[str, Any]
-    written: dict[str, Any] | None = None
-    architecture: str | None = None
-
-
-CASES = {
-    "llama": Case("Llama", {"rope_parameters": LLAMA3, **HEADS}),
-    "llama, three a group, tied, biased": Case(
-        "Llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    ),
-    "llama, older rope": Case(
-        "Llama",
-        {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
-        {
-            "rope_parameters": None,
-            "rope_theta": 1e4,
-            "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
-        },
-    ),
-    "mistral": Case("Mistral", {"sliding_window": WINDOW, **HEADS}),
-    "mistral without windows": Case("Mistral", {"sliding_window": None}),
-    "ministral": Case("Ministral", {**ALTERNATING, **HEADS}),
-    "cwm": Case("Cwm", {**HEADS, "rope_parameters": LLAMA3, "sliding_window": WINDOW, **SPECIAL}),
-    "ministral3": Case(
-        "Ministral3",
-        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.3}, **HEADS},
-    ),
-    "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
-    "smollm3 with windows": Case(
-        "SmolLM3", {"use_sliding_window": True, "sliding_window": WINDOW, "tie_word_embeddings": True}
-    ),
-    "granite": Case(
-        "Granite",
-        {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
-    ),
-    "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
-    "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
-    "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),
-    "hunyuan_v1_dense": Case(
-        "HunYuanDenseV1",
-        {**HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0, "factor": 1.0}},
-    ),
-    "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "qwen2, seven a group": Case("Qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}),
-    "qwen3": Case("Qwen3", {**HEADS, "attention_bias": True}),
-    "gemma": Case("Gemma", {**HEADS, "tie_word_embeddings": True}),
-    "gemma2": Case(
-        "Gemma2",
-        {**HEADS, **ALTERNATING, **CAPS, "query_pre_attn_scalar": 20},
-    ),
-    "gemma3": Case("Gemma3Text", {**HEADS, **ALTERNATING, "rope_parameters": TWO_BASES}),
-    "gemma3, older spelling": Case(
-        "Gemma3Text",
-        {
-            **HEADS,
-            "sliding_window": WINDOW,
-            "layer_types": [SLIDING, FULL] * 2,
-            "rope_parameters": TWO_BASES,
-            "tie_word_embeddings": True,
-        },
-        {
-            "layer_types": None,
-            "sliding_window_pattern": 2,
-            "rope_parameters": None,
-            "rope_theta": 1e5,
-            "rope_local_base_freq": 1e2,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
-    ),
-    "phi3": Case(
-        "Phi3",
-        {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 256},
-    ),
-    "phi3, long": Case(
-        "Phi3",
-        {
-            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
-            "original_max_position_embeddings": 2,
-            "sliding_window": WINDOW,
-        },
-    ),
-    "olmo2": Case("Olmo2", {"num_key_value_heads": 6}),
-    "olmo3": Case("Olmo3", {**ALTERNATING, "rope_parameters": BY_KIND}),
-    "glm4": Case("Glm4", {**HEADS, "eos_token_id": 7}),
-    "exaone4": Case("Exaone4", {**ALTERNATING, "sliding_window_pattern": 4}),
-    "cohere2": Case("Cohere2", {**ALTERNATING, "logit_scale": 0.5, "tie_word_embeddings": True}),
-    "starcoder2": Case("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
-    "nemotron": Case("Nemotron", {**HEADS, "mlp_bias": True, "attention_bias": True}),
-    "qwen3_moe": Case("Qwen3Moe", {**HEADS, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
-    "qwen3_moe, not renormalised": Case("Qwen3Moe", {**HEADS, **EXPERTS, "decoder_sparse_step": 2}),
-    "qwen2_moe": Case("Qwen2Moe", {**EXPERTS, **SHARED}),
-    "qwen2_moe with windows": Case(
-        "Qwen2Moe",
-        {**EXPERTS, **SHARED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
-    ),
-    "mixtral": Case("Mixtral", {"num_local_experts": 5, "sliding_window": WINDOW}),
-    "granitemoe": Case(
-        "GraniteMoe",
-        {"num_local_experts": 5, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 0.5},
-    ),
-    "glm4_moe": Case(
-        "Glm4Moe",
-        {**HEADS, **GROUPED, "use_qk_norm": True, "attention_bias": True},
-    ),
-    "minimax_m2": Case("MiniMaxM2", {**HEADS, **LOCAL_EXPERTS, "rotary_dim": 8}),
-    "dots1": Case("Dots1", {**HEADS, **GROUPED, "sliding_window": WINDOW, "max_window_layers": 2}),
-    "solar_open": Case("SolarOpen", {**HEADS, **GROUPED, "attention_bias": True}),
-    "hy_v3": Case("HYV3", {**HEADS, **EXPERTS, "num_shared_experts": 2}),
-    "laguna": Case("Laguna", {**HEADS, **LAGUNA, "num_attention_heads_per_layer": [6, 4, 8, 6]}),
-    "laguna, gates by element": Case("Laguna", {**HEADS, **LAGUNA, "gating": "per-element", "attention_bias": True}),
-    "exaone_moe": Case("ExaoneMoe", {**HEADS, **EXPERTS, **ALTERNATING, "sliding_window_pattern": 4}),
-    "ernie4_5_moe": Case(
-        "Ernie4_5_Moe",
-        {**HEADS, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20, "moe_layer_start_index": 1},
-    ),
-    "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
-    "olmoe, renormalised": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
-    "granitemoeshared": Case(
-        "GraniteMoeShared", {**LOCAL_EXPERTS, "shared_intermediate_size": 28, "embedding_multiplier": 3.0}
-    ),
-    "hunyuan_v1_moe": Case(
-        "HunYuanMoEV1",
-        {**HEADS, "num_experts": 6, "moe_topk": 3},
-        {"moe_topk": [3] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [52] * 4},
-    ),
-    "gpt_oss": Case(
-        "GptOss",
-        {
-            **HEADS,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "sliding_window": WINDOW,
-            "swiglu_limit": 0.9,
-            "rope_parameters": {**YARN, "truncate": False},
-        },
-    ),
-}
-
-
-def make_model(case: Case, seed: int = 0) -> Any:
-    """A model of which every parameter is random: norms start at one value, which hides what they are."""
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{case.config}Config")(**{**SHAPE, **case.entries})
-    return randomised(transformers.AutoModelForCausalLM, config)
-
-
-def randomised(kind: Any, config: Any) -> Any:
-    """kind: a class of transformers that makes models of a configuration."""
-    config._attn_implementation = "eager"
-    model = kind.from_config(config, dtype=torch.float32).eval()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
-        for name, parameter in (*model.named_parameters(), *corrections):
-            plus_one = "emma" in type(model).__name__ or type(model).__name__.startswith("NemotronFor")
-            if "norm" in name and name.endswith("weight"):
-                parameter.normal_(0.0 if plus_one else 1.0, 0.3)
-            else:
-                parameter.normal_(0.0, 0.3 if parameter.dim() == 1 else 0.2)
-    return model
-
-
-def save(model: Any, case: Case, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text(encoding="utf-8")), **(case.written or {})}
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-@torch.inference_mode()
-def reference_logits(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """[len(output), vocab]: for each output token, given all tokens before it."""
-    return model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+from nanovllm import LLM
 
 
 @pytest.fixture(params=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
-
-
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 48, "max_num_batched_tokens": 9,
-    "disable": ("async_scheduling",),
-}  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 TIGHT = {**OPTIONS, "num_kvcache_blocks": 5, "disable": ("async_scheduling", "lookahead")}

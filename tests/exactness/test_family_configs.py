@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from test_families import FULL, SLIDING, TWO_BASES, WINDOW
+from family_cases import FULL, SLIDING, TWO_BASES, WINDOW
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm.models import registry

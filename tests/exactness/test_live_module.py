@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_families import CASES, PROMPTS, Case, make_model
+from family_cases import CASES, PROMPTS, Case, make_model
 
 from nanovllm import LLM, SamplingParams
 

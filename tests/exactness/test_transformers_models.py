@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from observing import LogitRecorder
-from test_families import (
+from family_cases import (
     ALTERNATING,
     CASES,
     EXPERTS,
@@ -25,6 +24,7 @@ from test_families import (
     reference_logits,
     save,
 )
+from observing import LogitRecorder
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanovllm import LLM

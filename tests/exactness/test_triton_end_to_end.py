@@ -68,12 +68,12 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
 
 def checkpoint(kind: str, where: Path) -> str:
     """The folder of a new model."""
-    import test_families  # here: the script needs no transformers, which is slow to import
+    import family_cases  # here: the script needs no transformers, which is slow to import
     from checkpoints import make_model, save
 
     if kind == "qwen3_moe":
-        case = test_families.CASES[kind]
-        return str(test_families.save(test_families.make_model(case, seed=4), case, where))
+        case = family_cases.CASES[kind]
+        return str(family_cases.save(family_cases.make_model(case, seed=4), case, where))
     shape = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 150}
     return str(save(make_model(seed=4, weight_std=0.25, **shape), where))
 

@@ -60,7 +60,7 @@ def answers(folder: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
 @pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "mistral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random checkpoint of the family; windows of 7 tokens, blocks of 16."""
-    from test_families import CASES, make_model, save
+    from family_cases import CASES, make_model, save
 
     case = CASES[request.param]
     return str(save(make_model(case), case, tmp_path_factory.mktemp(request.param)))
@@ -92,7 +92,7 @@ def test_rows_that_begin_again_gain_the_same_tokens(folder: str) -> None:
 
 def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:
     """A text of 150 tokens in four blocks of 16."""
-    from test_families import CASES, make_model, save
+    from family_cases import CASES, make_model, save
 
     folder = str(save(make_model(CASES["mistral"]), CASES["mistral"], tmp_path))
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -107,7 +107,7 @@ def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:
 def test_triton_kernels_read_each_table(tmp_path: Path) -> None:
     """By Triton's interpreter, which has to be chosen before triton is imported: this file is the engine then."""
     pytest.importorskip("triton")
-    from test_families import CASES, make_model, save
+    from family_cases import CASES, make_model, save
 
     case = replace(CASES["gemma3"], entries={**CASES["gemma3"].entries, "num_hidden_layers": 4})
     folder = str(save(make_model(case), case, tmp_path))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from test_families import (
+from family_cases import (
     ALTERNATING,
     EXPERTS,
     GREEDY,
@@ -20,11 +19,11 @@ from test_families import (
     SHAPE,
     TWO_BASES,
     YARN,
-    expect_best_tokens,
-    expect_logits_of_transformers,
     randomised,
     reference_logits,
 )
+from safetensors.torch import load_file, save_file
+from test_families import expect_best_tokens, expect_logits_of_transformers
 
 from nanovllm import LLM
 from nanovllm.models.registry import parse_config

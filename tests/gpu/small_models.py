@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import transformers
+from family_cases import CASES, Case, make_model, save
 from observing import LogitRecorder
-from test_families import CASES, Case, make_model, save
 from workload import Request, run
 
 from nanovllm import LLM, SamplingParams
