@@ -229,6 +229,10 @@ BAD_CHATS: dict[str, tuple[Any, type[Exception], str]] = {
     "mixed": ([{"role": "user", "content": "hi"}, [{}]], ValueError, r"messages\[0\]: must be a list"),
     "an empty one": ([[]], ValueError, r"messages\[0\]: must be a list of at least one"),
     "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, r"\[0\]: .*images, sound"),
+    "an image beside a text": (
+        [{"role": "user", "content": [{"type": "text", "text": "hi", "image": "x"}]}],
+        *(ValueError, r"\[0\]: .*images, sound"),
+    ),
 }
 
 

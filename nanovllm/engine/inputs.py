@@ -83,7 +83,8 @@ def _with_text(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(parts, (list, tuple)):
         return message
     for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text or any(part.get(name) is not None for name in ("image", "image_url", "video", "audio")):
             bound = f"content must be a text, or parts of type 'text', found {shown(part)}"
             raise ValueError(f"{name}: {bound}; {TEXT_ALONE}")
     return {**message, "content": "\n".join(part["text"] for part in parts)}

@@ -85,6 +85,16 @@ def test_field_out_of_bounds(client: httpx.Client, fields: dict[str, Any]) -> No
     assert error["param"] is None or error["param"] in ASK | fields
 
 
+@pytest.mark.parametrize("name", ["image", "image_url", "video", "audio"])
+def test_an_image_beside_a_text_is_refused_by_name(client: httpx.Client, name: str) -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    answer = client.post(CHAT, json=ASK | {"messages": [{"role": "user", "content": [part | {name: {"url": "x"}}]}]})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.startswith(f"messages[0].content[0].{name}=")
+    assert "images, sound and files are not taken" in message
+    assert client.post(CHAT, json=ASK | {"messages": [{"role": "user", "content": [part | {name: None}]}]}).is_success
+
+
 @pytest.mark.parametrize(
     "fields",
     [

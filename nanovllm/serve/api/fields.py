@@ -259,7 +259,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
     found: Any = body
     for part in parts:
         found = found[int(part)] if isinstance(found, list) else found[part]
-    if parts[-1:] == ["type"] and re.search("image|audio|video|file|document", str(found)):
+    is_media = parts[-1:] == ["type"] and re.search("image|audio|video|file|document", str(found))
+    if is_media or wanted.startswith("null"):
         wanted += f"; {TEXT_ALONE}"
     code = "invalid_type" if ", got " in wanted else "invalid_value"
     return bad_request(f"{path}={shown(found)}: must be {wanted}", code=code)
