@@ -24,7 +24,6 @@ _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 """A schema's own "x-guidance" entry wins over this."""
 _MISFIT = "doesn't satisfy the grammar"
 """The library's words, before much of its inner state, for a token that its mask did not allow."""
-
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """A rule's head in llama.cpp's form of a grammar; Lark has none such."""
 
@@ -145,9 +144,9 @@ def _literal(text: str) -> str:
 def _lark_of_gbnf(grammar: str) -> str:
     """The Lark grammar of one in GBNF. Raises ValueError, or another error that says what is wrong."""
     check_text("gbnf", grammar)
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise ValueError("its groups nest too deep") from None

@@ -126,8 +126,8 @@ def chat_request(fields: CountFields) -> dict[str, Any]:
     if (config := fields.output_config) is not None:
         if config.effort is not None:
             request["reasoning_effort"] = config.effort
-        if config.format is not None:
-            request["response_format"] = config.format.response_format()
+        if (form := config.format) is not None:
+            request["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema}}
     return request
 
 

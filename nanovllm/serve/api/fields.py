@@ -52,14 +52,10 @@ class ResponseFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
 
 
-class DialectFormat(msgspec.Struct):
+class DialectFormat(JsonSchema, kw_only=True):
     """A response_format in other dialects: the schema is beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema: dict[str, Any] | None = None
-
-    def response_format(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.schema}}
 
 
 INSTEAD = {

@@ -10,12 +10,10 @@ from nanovllm.serve.limits import MESSAGES, TOOL_CALLS
 
 
 class Part(msgspec.Struct):
-    """Part of a message's content; what some templates read beside a text must be absent."""
-
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
-    image: None = None
+    image: None = None  # templates read this and the next three beside a text
     image_url: None = None
     video: None = None
     audio: None = None

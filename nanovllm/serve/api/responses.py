@@ -111,7 +111,7 @@ def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, An
     if effort := (fields.reasoning or {}).get("effort"):
         request["reasoning_effort"] = effort
     if fields.text is not None and (form := fields.text.format) is not None:
-        request["response_format"] = form.response_format()
+        request["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema}}
     if fields.truncation == "auto":
         request["truncate_prompt_tokens"] = -1
     if _LOGPROBS in (fields.include or ()):
