@@ -9,10 +9,8 @@ from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import OutOfMemory, ReplicaError
-from nanovllm.host import fleet, fleet_handles, wire
+from nanovllm.host import fleet, wire
 from nanovllm.host.fleet import Fleet
-from nanovllm.host.fleet_handles import FleetHandles
-from nanovllm.host.handle import Lost
 
 INFO = {"block_size": 16, "num_kvcache_blocks": 64, "page_groups": [(None, 1)], "max_num_seqs": 4, "max_model_len": 256}
 PROMPT = Prompt([*range(20)])
@@ -376,24 +374,3 @@ def test_a_sleep_that_some_could_not_do_is_repeated_by_those_alone() -> None:
         assert [engine for engine, _ in engines.take_sent()] == [1]
         engines.fleet.take(1, wire.Answer(2 * number, {"freed_bytes": 1}, EngineState(asleep=after)))
         assert pending.result() == {"freed_bytes": 1} and engines.fleet.state.asleep == after
-
-
-@pytest.mark.parametrize(("blocks", "longest", "is_given_up"), [(40, 256, False), (8, 128, True)])
-def test_an_engine_may_return_with_less_room(
-    blocks: int, longest: int, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks for what its options give, as at its first start; the longest text that is served must fit."""
-    monkeypatch.setattr(fleet_handles, "ChildHandle", lambda start: Mock(number=start.number, start=start))
-    handles = FleetHandles("model", {"data_parallel_size": 2})
-    handles.form([wire.Ready(INFO)] * 2)
-    first: Any = handles.all[0]
-    handles.take(first, Lost("died"))
-    second: Any = handles.all[0]
-    assert second is not first and second.start == first.start
-    handles.take(second, wire.Ready({**INFO, "num_kvcache_blocks": blocks, "max_model_len": longest}))
-    if is_given_up:
-        second.give_up.assert_called_once_with("started with room for texts of 128 tokens, and 256 are served")
-    handles.fleet.add(1, PROMPT, {"max_tokens": 8})
-    handles.fleet.add(2, PROMPT, {"max_tokens": 8})
-    handles.fleet.bind()
-    assert bool(second.send_packed.called) != is_given_up
