@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from nanovllm.cli.options import Parser
 from nanovllm.kernels.plan.config import (
     FP8,
     LIBRARY,
+    SHARED_BYTES,
     SKINNY_ROWS,
     STREAM_ROWS,
     SUMMED,
@@ -67,6 +69,16 @@ _DECODE_GATED = [
     (64, 32, 64, 5, 4), (16, 64, 128, 6, 4),
 ]  # fmt: skip
 """(weight rows, rows, columns of a step, stages, warps)"""
+_SHARING = [
+    (64, 16, 256, 2, 4), (64, 16, 128, 5, 4), (64, 32, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 3, 4),
+    (64, 128, 64, 4, 4), (64, 128, 128, 2, 4),
+]  # fmt: skip
+_SHARING_GATED = [
+    (64, 16, 128, 2, 4), (64, 16, 64, 6, 4), (64, 32, 64, 5, 4), (32, 64, 64, 6, 4), (64, 64, 64, 4, 4),
+    (64, 128, 64, 3, 8),
+]  # fmt: skip
+"""As _DECODE, with rings of at most 113 KB: two programs share a multiprocessor, so that those of the next product
+fetch their first weights while this one ends."""
 _FP8 = {
     16: [(64, 16, 128, 6, 4), (64, 16, 256, 4, 4)],
     32: [(64, 32, 128, 5, 4), (64, 32, 256, 4, 4)],
@@ -127,11 +139,37 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
     found += [streaming(*sizes, columns=64) for sizes in _STREAM if 1 < rows <= STREAM_ROWS]
     if 1 < rows <= (16 if gemm.kind == "head" else TILE_ROWS):
-        for n, m, k, stages, warps in _DECODE_GATED if gemm.kind == "gate_up" else _DECODE:
-            found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
+        tiles = _DECODE_GATED + _SHARING_GATED if gemm.kind == "gate_up" else _DECODE + _SHARING
+        for n, m, k, stages, warps in tiles:
+            if min(rows, 32) <= max(m, 16) * 4 and m <= max(64, 2 * rows):
+                found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 4)]
     found.append(GemmConfig("split", split_k=2))
     normed_rows = rows if gemm.fused and gemm.kind in ("qkv", "gate_up") else 0
     return [config for config in found if not why_not(gemm, config, normed_rows=normed_rows)]
+
+
+def skinny(gemm: Gemm, rows: int, rank: int) -> GemmConfig | None:
+    """The first (rank 0) or last (-1) skinny contender for a layer's product."""
+    found = [config for config in contenders(gemm, rows) if config.is_skinny and gemm.kind != "head"]
+    return found[rank] if found else None
+
+
+def sharing(gemm: Gemm, rows: int, processors: int) -> GemmConfig | None:
+    """The contender of which two programs share a multiprocessor that makes most nearly two programs for each."""
+    found = [config for config in contenders(gemm, rows) if config.kernel == "tile"]
+    found = [config for config in found if ring_bytes(gemm, config) <= SHARED_BYTES // 2 and gemm.kind != "head"]
+
+    def programs(config: GemmConfig) -> int:
+        width = gemm.n // 2 if gemm.kind == "gate_up" else gemm.n
+        return -(-width // config.block_n) * -(-rows // config.block_m) * config.split_k
+
+    return min(found, key=lambda config: abs(programs(config) - 2 * processors), default=None)
+
+
+def ring_bytes(gemm: Gemm, config: GemmConfig) -> int:
+    """Bytes of shared memory that the steps in flight of "tile" take."""
+    weight_rows = config.block_n * (2 if gemm.kind == "gate_up" else 1)
+    return config.stages * config.block_k * (config.block_m + weight_rows) * (1 if gemm.dtype == FP8 else 2)
 
 
 def with_choice(choices: Choices, gemm: Gemm, rows: int, config: GemmConfig) -> Choices:
@@ -179,6 +217,7 @@ class Tuner:
         linears = (module for module in runner.model.modules() if isinstance(module, ParallelLinear))
         self.products = {linear.product.gemm(self.rules.world): linear.product for linear in linears}
         self.gemms, self.measured = list(self.products), self.rules.table.measured
+        self.processors = self.rules.device.processors
 
     def lookup(self, gemm: Gemm, rows: int) -> GemmConfig:
         """Kernel that multiplies now."""
@@ -189,14 +228,14 @@ class Tuner:
         return lambda choices, replays: max(self.executor.call("time_step", choices, rows, replays))
 
     def starts(self, rows: int) -> Iterator[Choices]:
-        """The present choices; and our skinny kernel everywhere: where they fuse norm and residual, one among others
-        brings little."""
-        yield {gemm: {rows: self.lookup(gemm, rows)} for gemm in self.gemms}
-        if rows <= SKINNY_ROWS:
-            for rank in (0, 1):
-                skinny = {gemm: [c for c in contenders(gemm, rows) if c.is_skinny] for gemm in self.gemms}
-                if all(skinny.values()):
-                    yield {gemm: {rows: found[min(rank, len(found) - 1)]} for gemm, found in skinny.items()}
+        """The present choices; and chains of one kind for all of a layer, where one kernel among others brings little:
+        skinny ones, which fuse norm and residual, and tiles of which two share a multiprocessor."""
+        present = {gemm: self.lookup(gemm, rows) for gemm in self.gemms}
+        yield {gemm: {rows: config} for gemm, config in present.items()}
+        for chain in (partial(skinny, rank=0), partial(skinny, rank=-1), partial(sharing, processors=self.processors)):
+            found = {gemm: chain(gemm, rows) or present[gemm] for gemm in self.gemms}
+            if found != present:
+                yield {gemm: {rows: config} for gemm, config in found.items()}
 
     def tune(self, rows: int, deadline: float) -> Choices:
         """The best choices for so many rows, which must be those of the engine's last step."""

@@ -19,6 +19,7 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
+    ROUNDED_ROWS,
     STREAM_ROWS,
     TILE_ROWS,
     Choices,
@@ -122,7 +123,7 @@ class Launch:
     gate: bool = False
     residual: bool = False
     rounded: bool = False
-    """Attention rounds the row to e4m3 where it merges its chunks."""
+    """Attention rounds the rows to e4m3 where it merges their chunks."""
     is_early: bool = False
     """Whether it lets the next kernel start before it ends (PDL), and that gains time."""
     why: str = ""
@@ -221,7 +222,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     norm = config.is_skinny and _norm_inside(product, rules)
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_our_kernel and rules.exact_bits is None
-    rounded = product.before == "attention" and rows == 1 and config.kernel == "stream"
+    rounded = product.before == "attention" and rows <= ROUNDED_ROWS and config.is_our_kernel
     if config == LIBRARY:
         config = _by_library(product, rows, rules.device)
     return Launch(config, norm, gate, residual, rounded, is_early, why)

@@ -1,4 +1,4 @@
-"""A row of a layer whose output projection is in e4m3: attention's merge rounds it."""
+"""Rows of a layer whose output projection is in e4m3: attention's merge rounds them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,29 +26,40 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "
          "num_key_value_heads": 1, "vocab_size": 32, "eos_token_id": 0}  # fmt: skip
 
 
-def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [[200], [200, 7, 350, 0]], ids=["one row", "a row without chunks, and padding"])
+def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, real = len(lengths), sum(map(bool, lengths))
     options = EngineConfig("Qwen3-0.6B", load_format="dummy", quantization="fp8", hf_overrides=SIZES)
     config, device = read_model_config(options), torch.device(DEVICE)
     group: Any = SimpleNamespace(rank=0, size=1, exact_bits=None, width_multiple=1)
     planner = Planner(Rules(KNOWN[0], own_kernels=True))
-    case = make_case([1], [200], 1, num_q_heads=2, num_kv_heads=1, head_dim=128, block_size=128)
+    case = make_case([1] * rows, lengths, rows, num_q_heads=2, num_kv_heads=1, head_dim=128, block_size=128)
     context = ModelContext(group, select_kernels(device), DTYPE, device, config, 256, planner=planner)
     with torch.inference_mode():
         attention = DecoderForCausalLM(context).layers[0].self_attn
         attention.bind(case.cache)
         attention.q_norm_weight.fill_(1.0)
         projections: list[torch.Tensor | FP8Rows] = []
-        monkeypatch.setattr(attention.qkv_proj.matrix, "multiply", lambda *_, norm: case.q.new_ones(1, 512).cumsum(1))
-        monkeypatch.setattr(attention.o_proj.matrix, "multiply", lambda x, *_, residual: projections.append(x))
+        qkv = case.q.new_ones(rows, 512).cumsum(1)
+        monkeypatch.setattr(attention.qkv_proj.matrix, "multiply", lambda *_, **__: qkv.clone())
+
+        def multiply(x: torch.Tensor | FP8Rows, *_: Any, **__: Any) -> torch.Tensor:
+            projections.append(x)
+            return case.q.new_zeros(rows, 128)
+
+        monkeypatch.setattr(attention.o_proj.matrix, "multiply", multiply)
         backend = TritonBackend((case.spec,), 128, 4, 512, device, DTYPE)
         backend.prepare(case.metadata)
-        nowhere = torch.full((1,), -1, dtype=torch.int32, device=device)
+        nowhere = torch.full((rows,), -1, dtype=torch.int32, device=device)
         step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)
-        launches, residual = attention.o_proj.launches, case.q.new_zeros(1, 128)
-        for launch in (launches[1], replace(launches[1], rounded=False)):
-            launches[1] = launch
+        launches, residual = attention.o_proj.launches, case.q.new_zeros(rows, 128)
+        for launch in (launches[rows], replace(launches[rows], rounded=False)):
+            launches[rows] = launch
             attention(residual, step, residual=residual)
         rounded, wide = projections
         assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide.std() > 0
         want = quantize_rows(wide)
-    assert torch.equal(rounded.values.float(), want.values.float()) and torch.equal(rounded.scales, want.scales)
+    assert torch.equal(rounded.values[:real].float(), want.values[:real].float())
+    assert torch.equal(rounded.scales[:real], want.scales[:real])
