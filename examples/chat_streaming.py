@@ -1,4 +1,4 @@
-"""Two chats at once, each printed as its text comes; one is left early.
+"""Streams two chats at once. The second one is cut short, which aborts its request.
 
 python examples/chat_streaming.py
 """
@@ -10,14 +10,14 @@ from nanovllm import AsyncLLM, SamplingParams
 MODEL = "demo"
 
 
-async def answer(llm: AsyncLLM, name: str, question: str, most: int) -> None:
-    """Prints an answer in pieces; after `most` of them the loop is left, which aborts the request."""
+async def answer(llm: AsyncLLM, name: str, question: str, max_pieces: int) -> None:
+    """Prints an answer piece by piece, at most `max_pieces` of them. Leaving the loop early aborts the request."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=48)
     pieces = 0
     async for delta in llm.chat([{"role": "user", "content": question}], params):
         print(f"{name}: {delta.text!r}{' ' + str(delta.finish_reason) if delta.finished else ''}")
         pieces += 1
-        if pieces == most:
+        if pieces == max_pieces:
             print(f"{name}: enough")
             break
 

@@ -1,9 +1,9 @@
-"""A model that nanovllm does not know, served from your own file.
+"""A custom architecture: a model that nanovllm does not know, defined in a file of your own.
 
-    python examples/custom_model.py                             # a tiny one with random weights
+    python examples/custom_model.py                             # a tiny model with random weights
     nanovllm serve FOLDER --plugins examples/custom_model.py    # a checkpoint of this architecture
 
-New in it is the MLP's gate, a power of one. Attention, ranks, prefix cache and chunks come with the package's layers.
+Only the MLP is new: its gate is a power of a sigmoid. Attention, ranks and caching come with the package's layers.
 """
 
 import json
@@ -25,7 +25,7 @@ from nanovllm.models.names import PRE_NORMS, CheckpointNames
 
 
 class PowerGate(WeightedModule):
-    """down(sigmoid(gate(x)) ** power * up(x)): [T, hidden] -> [T, hidden], a partial sum of this rank's columns."""
+    """down(sigmoid(gate(x)) ** power * up(x)): [T, hidden] -> [T, hidden], this rank's partial sum."""
 
     def __init__(self, context: ModelContext, spec: LayerSpec, place: Place) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class PowerGate(WeightedModule):
 
 
 def read(config: ConfigReader, generation: Fields) -> Fields:
-    """config.json as Llama's, and `gate_power`."""
+    """Reads a config.json like Llama's, with one more entry, `gate_power`."""
     fields, power = read_decoder(config, generation), config.integer("gate_power", 2)
     return {**fields, "layers": tuple(replace(layer, mlp="power_gate", options=power) for layer in fields["layers"])}
 

@@ -1,4 +1,4 @@
-"""Your own HTTP server: FastAPI around AsyncLLM. Closing the connection aborts the request.
+"""Your own HTTP server, with FastAPI and AsyncLLM. A client that disconnects aborts its request.
 
     pip install fastapi uvicorn
     uvicorn examples.fastapi_server:app

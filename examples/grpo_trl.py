@@ -1,4 +1,4 @@
-"""GRPO by TRL, with the engine where the trainer would have vLLM. Needs the extra "trl".
+"""GRPO training with TRL: the engine generates in place of vLLM. Install it with pip install '.[trl]'.
 
 python examples/grpo_trl.py
 """

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts: of what was sampled, of its alternatives, and of given answers.
+"""Log-probabilities of sampled tokens, of their alternatives, and of given answers.
 
 python examples/logprobs.py
 """
@@ -15,12 +15,12 @@ def main() -> None:
         for entries in request.outputs[0].logprobs or ():
             print("  ".join(f"{entry.decoded_token!r} {entry.logprob:.2f}" for entry in entries.values()))
 
-        begin = len(llm.tokenizer.encode(QUESTION))  # what was said before need not be scored
+        begin = len(llm.tokenizer.encode(QUESTION))  # score the answer only
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=begin)
         outputs = llm.generate([QUESTION + answer for answer in ANSWERS], params, use_tqdm=False)
         for answer, output in zip(ANSWERS, outputs, strict=True):
             scores = [next(iter(entries.values())).logprob for entries in output.prompt_logprobs or () if entries]
-            print(f"{answer!r}: {sum(scores):.2f} in all, {sum(scores) / len(scores):.2f} a token")
+            print(f"{answer!r}: {sum(scores):.2f} in total, {sum(scores) / len(scores):.2f} per token")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A text becomes an object of a pydantic model: the output can be nothing else.
+"""Extracts a pydantic object from a text: the output always validates. The demo model is too small to fill it well.
 
 python examples/pydantic_extraction.py
 """
@@ -13,7 +13,7 @@ MODEL = "demo"
 TEXT = "Ada Lovelace, born 1815 in London, wrote the first program."
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     name: str = Field(max_length=40)
     born: int = Field(ge=1000, le=2999)
     field: Literal["mathematics", "physics", "music"]

@@ -1,4 +1,4 @@
-"""One engine over two replicas; when one dies, its requests go on at the other.
+"""One engine over two replicas. When one dies, the other takes over its requests.
 
 python examples/two_replicas.py
 """
@@ -11,9 +11,9 @@ MODEL = "demo"
 def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [f"Story {number}: once upon a time" for number in range(8)]
-    with LLM(MODEL, data_parallel_size=2) as llm:  # share_gpus=True where there is but one GPU
+    with LLM(MODEL, data_parallel_size=2) as llm:  # with a single GPU: share_gpus=True
         for request_id in [llm.add_request(prompt, params) for prompt in prompts]:
-            print("waits:", request_id)
+            print("queued:", request_id)
         texts: dict[int, list[int]] = {}
         while llm.has_unfinished_requests():
             for gained in llm.step():

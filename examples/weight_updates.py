@@ -1,4 +1,4 @@
-"""A trainer's loop by hand: sample, score, take a step, give the engine the new weights in place.
+"""A policy-gradient loop by hand: sample, score, take a step, load the new weights into the engine.
 
 python examples/weight_updates.py
 """
@@ -28,7 +28,7 @@ def main() -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             llm.load_weights(policy.state_dict().items())
-            print(f"step {step}: reward {rewards.mean():.2f}, weights of version {llm.weight_version}")
+            print(f"step {step}: reward {rewards.mean():.2f}, weights are version {llm.weight_version}")
 
 
 if __name__ == "__main__":

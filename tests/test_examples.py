@@ -13,12 +13,12 @@ SAYS = {
     "custom_model": "tokens: [",
     "fastapi_server": "temperature=-1",
     "grpo_trl": "[-",
-    "logprobs": "a token",
+    "logprobs": "per token",
     "notebook": "num_running=0",
     "pydantic_extraction": "Person(name=",
-    "tool_agent": "model: {",
-    "two_replicas": "waits: 7",
-    "weight_updates": "weights of version 3",
+    "tool_agent": "tool: {",
+    "two_replicas": "queued: 7",
+    "weight_updates": "weights are version 3",
 }
 """A part of what each prints."""
 NEEDS = {"pydantic_extraction": ("pydantic",), "fastapi_server": ("fastapi", "httpx"), "grpo_trl": ("trl", "datasets")}
@@ -56,7 +56,7 @@ def test_a_batch_goes_on(tmp_path: Path) -> None:
     assert SAYS["batch_with_resume"] in run_example("batch_with_resume", str(file))
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:15]))
-    assert "15 of 20 are there already\n5 answered" in run_example("batch_with_resume", str(file))
+    assert "15 of 20 already done\n5 answered" in run_example("batch_with_resume", str(file))
     texts = [json.loads(line) for line in lines]
     assert [json.loads(line) for line in file.read_text().splitlines()] == texts
-    assert run_example("batch_with_resume", str(file)) == "20 of 20 are there already\n"
+    assert run_example("batch_with_resume", str(file)) == "20 of 20 already done\n"
