@@ -22,6 +22,7 @@ class Kernels:
     add_norms_fp8: Annotated[Callable[..., tuple[FP8Rows, torch.Tensor]], "pointwise.norm"]
     silu_mul_fp8: Annotated[Callable[..., FP8Rows], "pointwise.activation"]
     activation: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
+    gate_heads: Annotated[Callable[..., torch.Tensor], "pointwise.gate"]
     route: Annotated[Callable[..., Routing], "moe.routing"]
     expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]
     expert_down: Annotated[Callable[..., torch.Tensor], "moe.experts"]

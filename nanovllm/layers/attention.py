@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import softplus
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
 from nanovllm.attention.split import attention_halves
@@ -68,13 +67,22 @@ def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNor
 
 
 class GateParallelLinear(ParallelLinear):
-    """Gates of this rank's heads: [T, hidden] -> [T, width, and padding to a multiple of 8]. Always wide."""
+    """Gates of this rank's heads: [T, hidden] -> [T, gates, and padding to a multiple of 8]. Always wide."""
 
-    def __init__(self, context: LayerContext, config: ModelConfig, heads: HeadSplit, head_dim: int) -> None:
+    def __init__(
+        self, context: LayerContext, activation: str, config: ModelConfig, heads: HeadSplit, head_dim: int
+    ) -> None:
         each = 1 if config.gate_per_head else head_dim
-        self.width = heads.local_heads * each
         pieces = (Piece("g_proj", (heads.num_heads * each, config.hidden_size), heads.query_cuts(each)),)
-        super().__init__(context, "qkv", -(-self.width // 8) * 8, config.hidden_size, pieces=pieces)
+        rows = -(-heads.local_heads * each // 8) * 8
+        super().__init__(context, "qkv", rows, config.hidden_size, pieces=pieces)
+        self.kernels, self.activation = context.kernels, activation
+        self.elements = head_dim // each
+        """Number of elements of attention's result that a gate is for."""
+
+    def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies attended [T, heads * head_dim] in place by the activated gates of x [T, hidden]."""
+        return self.kernels.gate_heads(attended, self(x), self.activation, self.elements)
 
 
 class PagedAttention:
@@ -123,8 +131,9 @@ class Attention(WeightedModule, PagedAttention):
             adds_parts=adds_parts,
         )  # fmt: skip
         self.operations = (self.qkv_proj.product, self.o_proj.product)
-        self.g_proj = None if config.attention_gate is None else GateParallelLinear(context, config, heads, head_dim)
-        self._gate = config.attention_gate
+        self.g_proj = None
+        if (gate := config.attention_gate) is not None:
+            self.g_proj = GateParallelLinear(context, gate, config, heads, head_dim)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """Number that the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
@@ -157,7 +166,7 @@ class Attention(WeightedModule, PagedAttention):
         attended = wanted_rows(attended, step.wanted)
         if self.g_proj is not None and attended.shape[0]:
             assert isinstance(x, torch.Tensor)  # nobody rounds what a gate takes
-            attended = self._gated(attended, self.g_proj(wanted_rows(x, step.wanted)))
+            attended = self.g_proj.gated(attended, wanted_rows(x, step.wanted))
         if not attended.shape[0]:  # GEMMs take one row or more
             return attended.new_empty(0, self.o_proj.product.n)
         return self.o_proj(attended, residual=residual)
@@ -176,14 +185,6 @@ class Attention(WeightedModule, PagedAttention):
         rounds = self.o_proj.launches[q.shape[0]].rounded
         attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, rounds)
         return attended if isinstance(attended, FP8Rows) else out.view(out.shape[0], -1)
-
-    def _gated(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """attended [T, heads * head_dim] times a function of gate [T, heads, or that width; maybe padded]."""
-        weights = gate.sigmoid() if self._gate == "sigmoid" else softplus(gate.float()).to(gate.dtype)
-        assert self.g_proj is not None
-        by_head = attended.view(len(attended), self.heads.local_heads, self.spec.head_dim)
-        each = weights[:, : self.g_proj.width].view(len(attended), self.heads.local_heads, -1)
-        return (by_head * each).view(attended.shape)
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
         """float32 [T, 2]: of the whole model's queries and keys, the same on every rank."""
