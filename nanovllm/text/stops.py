@@ -1,6 +1,7 @@
 """The text of one output and the strings that stop it: in the engine, which decides where it ends, and for its clients,
 who see nothing that may yet turn out to begin a stop string."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from nanovllm.text.detokenizer import Detokenizer
@@ -27,33 +28,39 @@ class VisibleText:
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False,
         stop_ids: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """`stop_ids`: tokens that end the text, before themselves unless `include_stop`."""
+        """`stop_ids`: tokens that end the text, before themselves unless `include_stop`. A request may have a thousand
+        outputs and 4,096 characters of stop strings, so nothing is made here of each of their beginnings."""
         self._detokenizer, self._stops, self._include = detokenizer, stops, include_stop
         self._hidden = frozenset(() if include_stop else stop_ids)
-        self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
-        self._longest = max(map(len, self._prefixes), default=0)
+        self._sorted = sorted(stops)
+        self._longest = max(map(len, stops), default=1) - 1
         self._ends = {stop[-1] for stop in stops}
-        self._last_characters = {prefix[-1] for prefix in self._prefixes}
+        self._inner = "".join(stop[:-1] for stop in stops)
+        """All characters that the beginning of a stop string may end with."""
         self._held = ""
 
     @property
     def push(self) -> Callable[[int], str]:
         """Takes a token in; returns the text that is certain now and was not before."""
-        return self._push if self._prefixes else self._detokenizer.push
+        return self._push if self._inner else self._detokenizer.push
 
     def _push(self, token_id: int) -> str:
         fresh = self._detokenizer.push(token_id)
         return self._release(self._held + fresh) if fresh else ""
 
     def _release(self, text: str) -> str:
-        held = 0
-        if text[-1] in self._last_characters:
-            for length in range(min(self._longest, len(text)), 0, -1):
-                if text[-length:] in self._prefixes:
-                    held = length
-                    break
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        end = at = len(text)
+        if text[-1] in self._inner:
+            at = max(0, end - self._longest)
+            while at < end and not self._begins(text[at:]):
+                at += 1
+        self._held = text[at:]
+        return text[:at]
+
+    def _begins(self, text: str) -> bool:
+        """Whether a stop string begins with the text and is longer."""
+        place = bisect_right(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
 
     def end(self, token_id: int | None, reason: str, stop_reason: int | str | None) -> str:
         """Takes the end of the output in, with its last token if it has one; returns the rest of the text."""

@@ -150,6 +150,13 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}} | fields}
 
 
+def custom(grammar: str) -> Attack:
+    """A tool whose text follows a Lark grammar, which is refused."""
+    form = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    tools = [{"type": "custom", "name": "f", "format": form}]
+    return post(RESPONSES, 400, input="a", truncation="auto", max_output_tokens=4, tools=tools)
+
+
 def generate(**params: Any) -> Attack:
     masked = {"sampling_mask": True, "ignore_eos": True, "temperature": 2.0, "top_p": 0.999}
     status = 400 if params["max_tokens"] > 1000 else 200
@@ -225,6 +232,7 @@ LARGEST = {
 LONG = "lorem ipsum " * 2_000_000
 DEEP = '{"a":' * 2000 + "1" + "}" * 2000
 ECHO = {"max_tokens": 1, "echo": True, "logprobs": 20}
+LETTERS = "cdefghijklmnopqr"
 WORDS = [f"{i} " + "xq" * 124 for i in range(256)]
 ATTACKS = {
     # grammars
@@ -237,9 +245,12 @@ ATTACKS = {
     "an expression with two repeats": hard(regex="(a+)+b" + NONCE.decode()),
     "an expression with overlaps": hard(regex="(a|aa)*c" + NONCE.decode()),
     "an expression that counts": hard(regex="(x{1,50}){1,50}" + NONCE.decode()),
+    "texts of a tool's grammar that have no end": custom('start: "' + '\\"' * 8000),
+    "a tool's grammar of many rules": custom("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1400))),
     "60 slow schemas": Attack(slow_schemas),
     # lists of words and ids
     "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
+    "stop strings": post(COMPLETIONS, 200, prompt=["a"] * 1000, max_tokens=2, stop=[c + "b" * 255 for c in LETTERS]),
     "allowed ids": post(COMPLETIONS, 400, prompt="a", allowed_token_ids=[*range(262_144)]),
     # text
     "content": chat(messages=user(LONG)),

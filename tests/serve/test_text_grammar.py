@@ -107,7 +107,7 @@ def models_library() -> Library:
     [
         'start: "(" start? ")" /.*/', 'start: /a b/\n%ignore /\\s+/', "start: %json {}", "start: <think>",
         "start: ~/a/", "start: /a b/x", r"start: /\p{L}/", r"start: /[[a-z]&&[^b]]/", r"start: /(?x: a)/",
-        r"start: /\q/",
+        r"start: /\q/", 'start: "a\\"', "start: /a",
     ],
 )  # fmt: skip
 def test_what_json_cannot_hold_to_is_refused(grammar: str) -> None:

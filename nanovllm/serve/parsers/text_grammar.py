@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from nanovllm.engine.sampling.grammar_limits import check_text
@@ -19,6 +20,7 @@ _TOKEN = re.compile(
     |(?P<range>"(?:\\.|[^"\\\n])+"[ \t]*\.\.[ \t]*"(?:\\.|[^"\\\n])+")
     |(?P<text>"(?:\\.|[^"\\\n])*")
     |/(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[a-z]*)
+    |(?P<open>["/][^\n]*)
     |%import[ \t]+common\.(?P<common>\w+)(?:[ \t]*->[ \t]*(?P<name>\w+))?
     |(?P<ignore>%ignore\b)
     |(?P<other>%\w+|[@<]|~(?![ \t]*\d))
@@ -97,12 +99,11 @@ class _Rewriting:
     @property
     def is_regular(self) -> bool:
         """Whether no rule contains itself, and nothing may stand anywhere."""
-        left = {name: parts & self._parts.keys() for name, parts in self._parts.items()}
-        while ends := [name for name, parts in left.items() if not parts]:
-            for name in ends:
-                del left[name]
-            left = {name: parts.difference(ends) for name, parts in left.items()}
-        return not left and not self._ignores
+        try:
+            TopologicalSorter(self._parts).prepare()
+        except CycleError:
+            return False
+        return not self._ignores
 
     def term(self) -> str:
         """The term of the grammar's texts."""
@@ -123,6 +124,8 @@ class _Rewriting:
                 return token
             self._head.add(_terminal(token))
             return _terminal(token)
+        if kind == "open":
+            raise ValueError(f"{token[:80]}: has no end")
         if kind == "other":
             raise ValueError(f"{token}: cannot be used in the grammar of a tool's text")
         return self._quoted(found) if self._quotes else self._plain(found)
