@@ -52,8 +52,10 @@ MESSAGES = 65536
 
 WRITE_BUFFER = 256 << 10
 """Bytes on their way to a slow client, beyond which its text is merged and not framed."""
-PENDING_TEXT = 1 << 20
-"""Characters that may wait for a slow client."""
+PENDING_BYTES = 1 << 20
+"""Bytes that may wait for a slow client, as far as can be told before they are written as JSON."""
+ID_BYTES, LOGPROB_BYTES = 6, 32
+"""Bytes that a token id takes in an answer, and a number of a line of log-probabilities."""
 SLOW_SECONDS = 30.0
 """Seconds after which a client with a full write buffer that takes nothing is dropped."""
 PING_SECONDS = 15.0

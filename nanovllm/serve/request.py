@@ -88,6 +88,8 @@ class Request:
         self.completions: list[Completion] = []
         self.num_prompt_tokens = sum(map(len, prompts))
         self.num_cached_tokens = 0
+        self.num_sent = 0
+        """Output tokens that chunks have had."""
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
         self.parts: set[int] = set()
         """The engine's ids of prompts that have not ended."""
@@ -171,6 +173,7 @@ class Request:
                 out.append(head or b"")
             text = "".join(completion.pieces)
             completion.pieces.clear()
+            self.num_sent += completion.num_tokens - completion.num_sent
             completion.num_sent = completion.num_tokens
             if text or completion.finish_reason is not None or completion.ids or completion.lines:
                 out.append(self.chunk(completion, text))

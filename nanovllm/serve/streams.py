@@ -213,7 +213,7 @@ class Streams:
     def sweep(self, now: float, request_timeout: float | None) -> None:
         """Sends comments to silent streams, and ends those that pile up or take too long; called once a second."""
         for request in list(self.requests):
-            if request.is_unread and _waiting(request) > limits.PENDING_TEXT:
+            if request.is_unread and _waiting(request) > limits.PENDING_BYTES:
                 assert request.connection is not None
                 request.connection.let_go()
                 self.leave(request)
@@ -224,5 +224,8 @@ class Streams:
 
 
 def _waiting(request: Request) -> int:
-    """Characters that were not sent."""
-    return sum(len(piece) for each in request.ready for piece in each.pieces)
+    """About how many bytes an answer has that were not sent."""
+    pieces = sum(len(piece) for each in request.ready for piece in each.pieces)
+    ids = sum(len(each.ids or ()) for each in request.ready)
+    numbers = sum(len(line) // 4 for each in request.ready for line in each.lines or ())
+    return pieces + limits.ID_BYTES * ids + limits.LOGPROB_BYTES * numbers

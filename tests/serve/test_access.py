@@ -70,6 +70,11 @@ def test_what_is_not_said_to_be_json_is_refused(client: httpx.Client, kind: str 
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
+def test_a_body_that_is_packed_is_refused(client: httpx.Client) -> None:
+    answer = client.post(CHAT, content=b"packed", headers={**JSON, "content-encoding": "gzip"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json"])
 def test_types_of_json(client: httpx.Client, kind: str) -> None:
     answer = client.post(CHAT, content=json.dumps(ASK).encode(), headers={"content-type": kind})
@@ -79,7 +84,7 @@ def test_types_of_json(client: httpx.Client, kind: str) -> None:
 def test_cross_origin_is_closed(client: httpx.Client) -> None:
     headers = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
     for path in ("/v1/models", "/health", "/"):
-        for origin in ("https://elsewhere.example", "null", "http://localhost:1"):
+        for origin in ("https://elsewhere.example", "null", "http://localhost:1", "http://["):
             answer = client.get(path, headers={"origin": origin})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_origin")
     asked = client.options(CHAT, headers=headers)

@@ -22,7 +22,8 @@ ORIGIN = "https://page.example"
 
 @pytest.fixture(scope="module")
 def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    names, key, origin = ("--served-model-name", "a", "owner/b"), ("--api-key", "k"), ("--allowed-origins", ORIGIN)
+    names = ("--served-model-name", "a", "owner/b", "c%41")
+    key, origin = ("--api-key", "k"), ("--allowed-origins", ORIGIN)
     templates = ("--trust-request-chat-template", "--log-prompts")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
     options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8")
@@ -38,10 +39,12 @@ def client(configured: Server) -> Iterator[httpx.Client]:
 
 def test_several_names(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["a", "owner/b"]
+    assert [model["id"] for model in listed] == ["a", "owner/b", "c%41"]
     assert listed[0]["max_model_len"] == 2048
     assert client.get("/v1/models/owner/b").json()["id"] == "owner/b"
     assert client.get("/v1/models/owner%2Fb").status_code == 200
+    assert client.get("/v1/models/c%2541").json()["id"] == "c%41"
+    assert client.get("/v1/models/c%41").status_code == 404
     assert client.post(CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
     assert client.post(CHAT, json=ASK | {"model": "demo"}).status_code == 404
 

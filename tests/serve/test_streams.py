@@ -154,17 +154,28 @@ async def test_client_that_reads_late_gets_all() -> None:
     assert room.is_empty
 
 
-@running
-async def test_client_that_lets_text_pile_up_is_let_go_after_the_last_token_too() -> None:
-    room = Room()
-    room.connection.is_full = True
-    room.step(5)
-    room.request.completions[0].pieces.append("a" * (limits.PENDING_TEXT - 3))
-    room.streams.sweep(1.0, None)
-    assert not room.connection.is_closed
-    room.step(6, ends=True)
-    room.streams.sweep(2.0, None)
-    assert room.connection.is_closed and room.is_empty
+@pytest.mark.parametrize(
+    ("part", "most"),
+    [
+        ("pieces", ["a" * limits.PENDING_BYTES]),
+        ("ids", [5] * (limits.PENDING_BYTES // limits.ID_BYTES)),
+        ("lines", [bytes(4)] * (limits.PENDING_BYTES // limits.LOGPROB_BYTES)),
+    ],
+)
+def test_client_that_lets_its_answer_pile_up_is_let_go_after_the_last_token_too(part: str, most: list[Any]) -> None:
+    async def pile_up() -> None:
+        room = Room()
+        room.connection.is_full = True
+        room.step(5)
+        room.request.completions[0].pieces.clear()
+        setattr(room.request.completions[0], part, most)
+        room.streams.sweep(1.0, None)
+        assert not room.connection.is_closed
+        room.step(6, ends=True)
+        room.streams.sweep(2.0, None)
+        assert room.connection.is_closed and room.is_empty
+
+    asyncio.run(pile_up())
 
 
 @running

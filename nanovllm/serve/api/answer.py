@@ -152,7 +152,7 @@ class Answer(Request):
     def _event(self, choice: Any, **about: Any) -> bytes:
         """A chunk with one choice. `about`: what it says beside that."""
         if self.usage_in_chunks:
-            about["usage"] = self.usage(sum(each.num_sent for each in self.completions))
+            about["usage"] = self.usage(self.num_sent)
         end = b"]," + msgspec.json.encode(about)[1:] if about else b"]}"
         return self._begin + msgspec.json.encode(choice) + end + b"\n\n"
 

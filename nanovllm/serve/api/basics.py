@@ -1,7 +1,6 @@
 """The small endpoints: models, health, version, load, metrics, tokenize, detokenize."""
 
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
@@ -59,7 +58,7 @@ async def models(front: Front, call: Call) -> None:
 
 
 async def model(front: Front, call: Call) -> None:
-    name = unquote(call.path.removeprefix("/v1/models/"))
+    name = call.path.removeprefix("/v1/models/")
     front.model.check_name(name)
     await call.respond_json(_entry(front.model, name))
 

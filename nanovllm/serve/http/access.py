@@ -60,7 +60,7 @@ class Access:
                 (b"access-control-expose-headers", _SHOWN_HEADERS),
                 (b"vary", b"origin"),
             ]
-        elif call.header(b"sec-fetch-site") != "same-origin" and urlsplit(origin).netloc != call.header(b"host"):
+        elif call.header(b"sec-fetch-site") != "same-origin" and origin.partition("://")[2] != call.header(b"host"):
             raise ApiError(403, f"origin={origin[:100]!r}: is not one of --allowed-origins", "forbidden_origin")
 
     def allowances(self, call: Call) -> list[tuple[bytes, bytes]]:

@@ -114,12 +114,14 @@ class Call:
             self._came.exception()  # seen: nobody may be waiting for it
 
     async def receive(self, or_empty: bool = False) -> None:
-        """Waits until the body is whole; `or_empty`: there may be none. Raises ApiError: 415 where it is not said to be
-        JSON. A page of another origin can send any other type without asking."""
+        """Waits until the body is whole; `or_empty`: there may be none. Raises ApiError (415) where it is not said to be
+        JSON, or is compressed. A page of another origin can send any other type without asking."""
         given = self.header(b"content-type") or ""
         if not _JSON_TYPE.match(given) and not (or_empty and not self._announces_body):
             found = f"content-type={given[:100]!r}" if given else "content-type"
             raise ApiError(415, f"{found}: must be application/json", "unsupported_media_type")
+        if (coding := self.header(b"content-encoding")) is not None and coding.lower() != "identity":
+            raise ApiError(415, f"content-encoding={coding[:100]!r}: must be absent", "unsupported_media_type")
         if not self._came.done() and (self.header(b"expect") or "").lower() == "100-continue":
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._came
