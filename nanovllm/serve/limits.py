@@ -11,7 +11,8 @@ HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
 BODY_BYTES = 32 << 20
 BODIES_BYTES = 512 << 20
-"""Maximum bytes of all bodies that are on their way at once."""
+"""Maximum bytes of all bodies that are on their way at once. Beyond it small ones (SMALL_BODY) are still taken: a few
+clients that send large ones slowly keep nobody else out."""
 HEADER_SECONDS = 10.0
 """Maximum seconds for a request's headers, and for the first byte of a connection."""
 BODY_SECONDS = 60.0

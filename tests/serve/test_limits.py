@@ -97,7 +97,9 @@ def test_body_too_large(server: Server, client: httpx.Client) -> None:
 
 
 def test_bodies_too_large_together(impatient: Server) -> None:
-    """Clients that never end what they send do not fill the memory, and others are served when these have left."""
+    """Clients that never end what they send do not fill the memory, and others are served: those with large bodies when
+    these have left."""
+    key = {"authorization": "Bearer sesame"}
     head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 33000000\r\n\r\n"
     with ExitStack() as stack:
         first, *others = [
@@ -109,7 +111,11 @@ def test_bodies_too_large_together(impatient: Server) -> None:
         first.sendall(head + b" " * (30 << 20))
         status, error = refusal(raw(impatient, head, b" " * (30 << 20)))
         assert (status, error["code"]) == (503, "server_overloaded")
-    key = {"authorization": "Bearer sesame"}
+        filling = stack.enter_context(socket.create_connection(("127.0.0.1", impatient.port)))
+        filling.sendall(head + b" " * ((10 << 20) - 8))
+        first.sendall(b" ")  # both still come, and a small body passes them
+        small = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(impatient.url + "/v1/completions", json=small, headers=key).status_code == 200
     body = b" " * (30 << 20) + b'{"prompt": "a", "max_tokens": 1}'
     for _ in range(2):
         assert httpx.post(impatient.url + "/v1/completions", content=body, headers=key | JSON).status_code == 200

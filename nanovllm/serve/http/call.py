@@ -114,7 +114,7 @@ class Call:
             self._came.exception()  # seen: nobody may be waiting for it
 
     async def receive(self, or_empty: bool = False) -> None:
-        """Waits until the body is whole; `or_empty`: there may be none. Raises ApiError (415) where it is not said to be
+        """Waits until the body is whole; `or_empty`: there may be none. Raises ApiError: 415 where it is not said to be
         JSON, or is compressed. A page of another origin can send any other type without asking."""
         given = self.header(b"content-type") or ""
         if not _JSON_TYPE.match(given) and not (or_empty and not self._announces_body):

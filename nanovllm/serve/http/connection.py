@@ -230,7 +230,7 @@ class Connection(Client, asyncio.Protocol):
             shared.body_bytes += len(body)
             if self._held_bytes > limits.BODY_BYTES:
                 self._stop_parsing(_body_too_large())
-            if shared.body_bytes > limits.BODIES_BYTES:
+            if shared.body_bytes > limits.BODIES_BYTES and self._held_bytes > limits.SMALL_BODY:
                 self._stop_parsing(ApiError(503, "the server is receiving too many bytes at once", "server_overloaded"))
             call.take(body)
         if self._timer is not None and self._loop.time() > self._timer.when() - limits.BODY_SECONDS + 1.0:
