@@ -77,8 +77,8 @@ _SHARING_GATED = [
     (64, 16, 128, 2, 4), (64, 16, 64, 6, 4), (64, 32, 64, 5, 4), (32, 64, 64, 6, 4), (64, 64, 64, 4, 4),
     (64, 128, 64, 3, 8),
 ]  # fmt: skip
-"""As _DECODE, with rings of at most 113 KB: two programs share a multiprocessor, so that those of the next product
-fetch their first weights while this one ends."""
+"""Tiles as those of _DECODE, with rings of at most 113 KB: two programs share a multiprocessor, so that those of the
+next product fetch their first weights while this one ends."""
 _FP8 = {
     16: [(64, 16, 128, 6, 4), (64, 16, 256, 4, 4)],
     32: [(64, 32, 128, 5, 4), (64, 32, 256, 4, 4)],
