@@ -166,7 +166,8 @@ class Simulation:
             length = self.device.num_computed[seq.slot]
             expected = self.requests[seq.request_id].text_alone(length)
             assert self.device.text(node) == expected, f"{seq} computed another text"
-            assert self.device.seed[seq.slot] == seq.constants.seed
+            constants = self.device.temperature[seq.slot], self.device.seed[seq.slot]
+            assert constants == (np.float32(seq.constants.temperature), seq.constants.seed)
             assert length <= start + count and (length == start + count or row < plan.num_old_rows)
             assert length >= seq.num_least_computed - 1 or length == seq.max_total_tokens - 1
         self.pipeline.append((plan, tokens))
@@ -338,32 +339,3 @@ def decoding(simulation: Simulation, count: int, max_tokens: int = 40) -> list[R
         simulation.step()
     simulation.drain()
     return requests
-
-
-class SteadyDecodes:
-    """256 rows of some 500 tokens that decode, blocks of 128, one step ahead of their results: as on a GPU."""
-
-    num_rows, block_size = 256, 128
-
-    def __init__(self) -> None:
-        config = EngineConfig("model", max_num_seqs=self.num_rows)
-        self.scheduler = Scheduler(config, StateSize(40_000, self.block_size))
-        for number in range(self.num_rows):
-            prompt = [number] * (300 + 7 * number % 400)
-            self.scheduler.add(make_sequence(number, prompt, 10_000, capacity=self.scheduler.capacity_tokens))
-        self._launched = self._scheduled()
-        while self._launched.num_decode_rows < self.num_rows:
-            self.step()
-
-    def _scheduled(self) -> StepPlan:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        return plan
-
-    def step(self) -> tuple[StepPlan, np.ndarray]:
-        """Schedules and packs the next step, and takes in the tokens of the one before."""
-        plan = self._scheduled()
-        packed = plan.pack(self.num_rows)
-        self.scheduler.apply(self._launched, [17] * self._launched.num_sample_rows)
-        self._launched = plan
-        return plan, packed

@@ -10,10 +10,8 @@ import pytest
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.executor.resolve import resolve
 from nanovllm.model_config import ModelConfig, RopeConfig
-from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config, read_model_config, resolve_model_folder
-from nanovllm.models.rope_reader import read_rope
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -204,13 +202,6 @@ def test_a_bad_model_configuration_is_refused_by_name_value_and_bound(raw: dict[
     assert message in str(error.value)
 
 
-def test_defaults_that_checkpoints_leave_out() -> None:
-    raw = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim", "eos_token_id")}
-    config = parse_config({**raw, "num_attention_heads": 4})
-    assert (config.num_key_value_heads, config.head_dim, config.eos_token_ids) == (4, 128, ())
-    assert config.torch_dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [({}, (7,)), ({"eos_token_id": 3}, (3,)), ({"eos_token_id": [3, 4]}, (3, 4)), ({"eos_token_id": 0}, (0,)),
@@ -218,10 +209,6 @@ def test_defaults_that_checkpoints_leave_out() -> None:
 )  # fmt: skip
 def test_all_end_of_text_ids_of_the_generation_config_count(generation: dict, expected: tuple[int, ...]) -> None:
     assert parse_config(SMALL, generation).eos_token_ids == expected
-
-
-def rope_of(raw: dict[str, Any]) -> RopeConfig:
-    return read_rope(ConfigReader(raw))
 
 
 def test_yarn_extends_the_context() -> None:
@@ -234,43 +221,13 @@ def test_yarn_extends_the_context() -> None:
     assert resolve(config, parse_config(raw)).max_model_len == 131072
 
 
-def test_both_spellings_of_rope_mean_the_same() -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    old = rope_of({"rope_theta": 5000.0, "rope_scaling": yarn})
-    new = rope_of({"rope_parameters": {"rope_theta": 5000.0, **yarn}})
-    assert old == new == RopeConfig(5000.0, "yarn", 4.0, 32)
-    assert rope_of({"rope_scaling": {"type": "linear", "factor": 2}}).kind == "linear"
-    assert rope_of({"rope_theta": 7.0, "rope_scaling": None}) == RopeConfig(7.0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_ranks_that_divide_the_heads_are_taken(size: int) -> None:
-    parse_config(small(intermediate_size=97)).check_tensor_parallel(size)
-
-
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(ValueError) as error:
         parse_config(SMALL).check_tensor_parallel(4)
     assert str(error.value) == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
 
 
-@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
-def test_published_shapes_need_no_file(name: str) -> None:
-    config = EngineConfig(name, load_format="dummy", skip_tokenizer_init=True)
-    model = read_model_config(resolve_model_folder(config))
-    assert model.num_attention_heads % model.num_key_value_heads == 0
-    for size in (size for size in range(1, 9) if model.num_attention_heads % size == 0):
-        model.check_tensor_parallel(size)
-
-
 # -- files and overrides --------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_read(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}', encoding="utf-8")
-    (folder / "model.safetensors").touch()
-    config = read_model_config(resolve_model_folder(EngineConfig(str(folder), skip_tokenizer_init=True)))
-    assert (config.hidden_size, config.eos_token_ids) == (64, (1, 2))
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -306,11 +263,6 @@ def test_a_missing_folder_is_named(model: str) -> None:
     with pytest.raises(FileNotFoundError) as error:
         resolve_model_folder(EngineConfig(model))
     assert repr(model) in str(error.value)
-
-
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        read_model_config(EngineConfig(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

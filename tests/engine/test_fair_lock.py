@@ -51,32 +51,3 @@ def test_an_exception_while_getting_it_leaves_it_free(after: bool) -> None:
         pass
     lock._lock = inner
     assert is_free(lock)
-
-
-def test_an_exception_while_waiting_leaves_it_to_its_owner() -> None:
-    lock = FairLock()
-    inner, owns, ends = lock._lock, threading.Event(), threading.Event()
-
-    def own() -> None:
-        with lock:
-            owns.set()
-            ends.wait(20)
-
-    owner = threading.Thread(target=own)
-    owner.start()
-    owns.wait(20)
-    lock._lock = Interrupted(inner, after=False)  # type: ignore[assignment]
-    with pytest.raises(TimeoutError), lock:
-        pass
-    lock._lock = inner
-    assert not inner.acquire(blocking=False)
-    ends.set()
-    owner.join()
-    assert is_free(lock)
-
-
-def test_a_thread_that_has_it_cannot_get_it_again() -> None:
-    lock = FairLock()
-    with lock, pytest.raises(RuntimeError, match="already in a call"), lock:
-        pass
-    assert is_free(lock)

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Simulation, make_sequence
+from simulation import Simulation
 
 from nanovllm.engine.lookahead import Forecast
 
@@ -69,23 +69,6 @@ def test_memory_is_used_where_lengths_are_not_known() -> None:
         preemptions[ahead], running[ahead] = simulation.num_preemptions, sum(counts) / len(counts)
     assert preemptions[True] < 10 and preemptions[False] > 40
     assert running[True] > 0.7 * running[False]
-
-
-def test_what_is_to_come_is_what_longer_outputs_brought() -> None:
-    """On average, of those that ended by themselves."""
-    simulation = crowd(60, STOP, ahead=True)
-    for _ in range(40):
-        simulation.step()
-    simulation.abort(next(r for r in simulation.requests.values() if len(r.gained) > 2 and r.seq.ending is None))
-    simulation.run_to_end()
-    lengths = [len(request.gained) for request in simulation.requests.values() if not request.aborted]
-    for gained in range(0, 60, 4):
-        seq = make_sequence(0, [1], 60, stop=STOP)
-        seq.token_ids += [1] * gained
-        seq.num_tokens += gained
-        longer = [length - gained for length in lengths if length > gained]
-        expected = max(sum(longer) // max(1, len(longer)), BLOCK_SIZE // 2)
-        assert simulation.scheduler.lookahead.num_tokens_to_come([seq]) == min(expected, 59 - gained)
 
 
 def test_a_prefix_that_many_share_is_counted_once() -> None:

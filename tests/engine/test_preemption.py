@@ -1,13 +1,11 @@
 """Rows that lose their blocks: by preemption, when weights are replaced, by abort. Nobody's text suffers."""
 
-import random
 from functools import partial
 
 from simulation import Simulation as AnySimulation
 from simulation import make_sequence, rows
 
 from nanovllm.engine.sequence import SequenceStatus
-from nanovllm.wire.state import PageGroup
 
 Simulation = partial(AnySimulation, disable=("lookahead",))  # which keeps rows from being preempted
 
@@ -56,15 +54,6 @@ def test_kv_of_former_weights_is_shared_once_it_is_computed_anew() -> None:
         simulation.replace_weights()
 
 
-def test_nobody_waits_to_share_kv_of_former_weights() -> None:
-    simulation = Simulation(block_size=4, max_num_batched_tokens=16, long_prefill_token_threshold=8)
-    simulation.add([1] * 40)
-    simulation.launch()
-    simulation.scheduler.keep_all()
-    simulation.add([1] * 7)
-    assert (1, 0, 7) in rows(simulation.launch())
-
-
 # -- abort ----------------------------------------------------------------------------------------------------------
 
 
@@ -78,17 +67,3 @@ def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> N
     assert plan.seqs == [second.seq], "while the step of the aborted one is still in flight"
     simulation.collect()
     simulation.run_to_end()
-
-
-def test_rows_with_windows_get_on_in_tight_memory() -> None:
-    """Prompts in chunks beside rows whose last tokens are on their way, which hold what the prompts need."""
-    for seed in range(60):
-        choose = random.Random(seed)
-        groups = choose.choice([(PageGroup(5),), (PageGroup(), PageGroup(7)), (PageGroup(3, num_tables=2),)])
-        simulation = Simulation(num_blocks=choose.randint(6, 9), block_size=4, groups=groups, max_num_batched_tokens=6)
-        longest = min(20, simulation.scheduler.capacity_tokens)
-        for _ in range(8):
-            prompt = [choose.randint(0, 3) for _ in range(choose.randint(1, longest - 1))]
-            simulation.add(prompt, max_tokens=choose.randint(1, 6))
-            simulation.step()
-        simulation.run_to_end()

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from itertools import product, takewhile
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -70,17 +69,6 @@ def test_the_nearest_start_has_most_tokens_in_common(texts: list[list[int]], tex
     found, common = starts.nearest(block_start(bytes(KEY_SIZE), text))
     assert common == most and starts.nearest(block_start(bytes([1] * KEY_SIZE), text)) == (b"", 0)
     assert found in [block_start(bytes(KEY_SIZE), tokens) for tokens in texts] if most else found == b""
-
-
-@pytest.mark.parametrize("damage", ["lost", "counted twice", "dangling key"])
-def test_the_integrity_check_notices(damage: str) -> None:
-    memory = RowMemory(StateSize(4, BLOCK_SIZE))
-    seq = admit(memory, block_of(1, 2))
-    owners = {"lost": [], "counted twice": [seq, seq], "dangling key": [seq]}[damage]
-    if damage == "dangling key":
-        seq.pages[0][0].key = b"?"
-    with pytest.raises(AssertionError):
-        memory.check_integrity(owners)
 
 
 def test_a_window_that_moves_on_leaves_hits_behind() -> None:

@@ -39,17 +39,6 @@ def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
 # -- budgets and limits ---------------------------------------------------------------------------------------------
 
 
-def test_a_budget_below_the_number_of_rows_serves_the_oldest_first_and_everybody_in_the_end() -> None:
-    simulation = Simulation(max_num_batched_tokens=3)
-    for i in range(6):
-        simulation.add([i]).seq.needs_last_token = True  # others begin while a row waits for it
-    simulation.launch()
-    simulation.launch()
-    simulation.drain()
-    assert rows(simulation.launch()) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
-    simulation.run_to_end()
-
-
 def test_a_crowd_with_one_long_prefix_comes_in_over_several_steps() -> None:
     """Its block tables together are longer than what a step announces (the simulation checks the packed size)."""
     simulation = Simulation(num_blocks=40, block_size=4, max_num_seqs=12, depth=1)
@@ -122,14 +111,6 @@ def test_first_steps(name: str) -> None:
     simulation.run_to_end()
 
 
-def test_a_long_prompt_gets_its_threshold_while_a_short_one_waits_and_everything_otherwise() -> None:
-    simulation = Simulation(depth=1, max_num_batched_tokens=40, long_prefill_token_threshold=8, max_num_seqs=2)
-    simulation.add([1] * 100)
-    assert rows(simulation.step()) == [(0, 0, 40)]
-    simulation.add([2] * 5)
-    assert rows(simulation.step()) == [(1, 0, 5), (0, 40, 8)]
-
-
 def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() -> None:
     """Numbers follow the prompts of a batch, which generate() queues in another order."""
     scheduler = Simulation(max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_seqs=1).scheduler
@@ -163,18 +144,6 @@ def test_a_short_prompt_in_progress_gets_on_beside_a_long_one() -> None:
     for _ in range(5):
         simulation.step()
     assert short.gained
-
-
-def test_a_head_of_the_queue_that_does_not_fit_is_not_overtaken() -> None:
-    simulation = Simulation(num_blocks=6, block_size=4, depth=1)
-    first = simulation.add([1] * 12, max_tokens=2)
-    big = simulation.add([2] * 16, max_tokens=2)
-    small = simulation.add([3], max_tokens=2)
-    assert rows(simulation.step()) == [(0, 0, 12)], "16 tokens do not fit; the small one waits its turn"
-    assert big.seq.status is small.seq.status is SequenceStatus.WAITING
-    while not first.gained or first.seq.status is not SequenceStatus.FINISHED:
-        simulation.step()
-    assert {row[0] for row in rows(simulation.step())} == {1, 2}
 
 
 # -- prefix cache ---------------------------------------------------------------------------------------------------
@@ -274,17 +243,6 @@ def test_prompts_that_part_within_a_block_share_up_to_there() -> None:
     assert num_computed(simulation) == 4
 
 
-def test_groups_begin_together() -> None:
-    """Copies of one prompt wait for it, and the first of other groups pass them."""
-    simulation = Simulation(num_blocks=200, block_size=16)
-    for number in range(32):
-        simulation.add([number // 8, *range(40)], max_tokens=2)
-    assert rows(simulation.launch()) == [(number, 0, 41) for number in (0, 8, 16, 24)]
-    plan = simulation.launch()
-    assert plan is not None and plan.num_rows == 32 and plan.num_prefill_tokens <= 28 * 9
-    simulation.run_to_end()
-
-
 def test_groups_of_one_template() -> None:
     """Short prompts that begin alike: what all have in common is computed once, and the rest once for each group."""
     simulation = Simulation(num_blocks=200, block_size=128)
@@ -338,20 +296,6 @@ def test_a_row_that_waits_is_looked_up_once(made: list[int]) -> None:
         assert len(Watched.looked_up) <= 5, "the block after those that are known, and what the others end"
         assert late.seq.status is SequenceStatus.WAITING
         assert len(made) <= 9, "blocks that the others have ended"
-    simulation.run_to_end()
-
-
-def test_a_text_that_nobody_has_is_hashed_behind_its_launch(made: list[int]) -> None:
-    """A first chunk waits for a look at its first block alone; what is computed is found afterwards."""
-    simulation = Simulation(num_blocks=240, block_size=4)
-    text = [1, 2, 3] * 200
-    simulation.add(text, max_tokens=1)
-    simulation.launch()
-    assert len(made) <= 2
-    simulation.run_to_end()
-    again = simulation.add(text, max_tokens=1)
-    simulation.step()
-    assert again.seq.num_prompt_cached_tokens == 599 and len(made) < 310
     simulation.run_to_end()
 
 

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from fake_executor import FakeExecutor
 from simulation import make_sequence
@@ -15,19 +14,16 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.engine.sampling.plan import PromptPart, StepSampling, take_scores
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.executor.resolve import resolve
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.logprobs import LogprobRows
 from nanovllm.models.registry import read_model_config, resolve_model_folder
-from nanovllm.outputs import Ending, RequestMetrics, StepColumns
+from nanovllm.outputs import RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import PageGroup, StateSize
 from nanovllm.wire.step import SlotConstants
 
@@ -53,30 +49,6 @@ def sampling_row(
 ) -> SamplingRow:
     ends = frozenset(params.stop_token_ids)
     return SamplingRow(params, stop_ids=ends, vocab_size=16, text=None, bad_words=bad_words, matcher=matcher)
-
-
-def test_max_tokens_holds_within_a_step_and_no_key_is_written_behind_it() -> None:
-    scheduler = scheduler_of(3, 8)
-    seq = make_sequence(0, [3] * 6, 6, capacity=scheduler.capacity_tokens)
-    begin(scheduler, seq)
-    step = scheduler.schedule()
-    assert (step.seqs, step.starts) == ([seq] * 5, [10] * 5), "of 12 tokens the last needs no key"
-    assert scheduler.schedule().starts == [10] * 4, "each step in flight brings one at least"
-    assert len(scheduler.apply(step, [2] * 5)) == 5
-    assert seq.ending.reason == "length" and seq.num_output_tokens == 6
-
-
-def test_bounds_come_together_as_results_arrive() -> None:
-    scheduler = scheduler_of(40, 4)
-    seq = make_sequence(0, [3] * 6, 90)
-    begin(scheduler, seq)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert (first.starts, second.starts) == ([9] * 4, [13] * 4)
-    assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 15, 14)
-    scheduler.apply(first, [2, -1, -1, -1])
-    assert (seq.num_least_tokens, seq.num_total_tokens, seq.num_computed_tokens) == (9, 12, 11)
-    scheduler.apply(second, [2, 2, 2, -1])
-    assert seq.num_least_tokens == seq.num_total_tokens == 11 and seq.num_computed_tokens == 10
 
 
 def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
@@ -123,43 +95,6 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
     )  # fmt: skip
     begin(scheduler, seq)
     assert scheduler.schedule().seqs == [seq] * most
-
-
-def test_log_probabilities_of_several_tokens_go_to_their_rows() -> None:
-    """A table has a line for each row of a step; those of tokens that a sequence did not gain are left out."""
-    first, second = (make_sequence(number, [3], 9) for number in range(2))
-    for seq in (first, second):
-        row = sampling_row(SamplingParams(logprobs=0))
-        assert row.logprob_rows is not None
-        row.logprob_rows.append_missing()
-        seq.sampling = row
-    table = np.array([[10 * line, 1, 0] for line in range(6)], np.int32)
-    parts: list[list[PromptPart]] = [[], []]
-    step = StepSampling(table, [[*[first] * 3, *[second] * 3], [], [], []], [], parts)
-    gained = [(first, 0), (second, 30), (second, 40)]
-    scores = StepScores([table, None, None, None], [None, None], None)
-    assert take_scores(step, gained, scores) == {first: 1, second: 1}
-    assert [logprob_ids(seq) for seq in (first, second)] == [[0], [30, 40]]
-
-
-def logprob_ids(seq: Sequence) -> list[int]:
-    """Tokens that there are log-probabilities of."""
-    assert seq.sampling is not None and seq.sampling.logprob_rows is not None
-    words = map(seq.sampling.logprob_rows.words, range(len(seq.sampling.logprob_rows)))
-    return [int(line[0]) for line in words if line is not None]
-
-
-def test_tokens_of_one_step_are_one_output() -> None:
-    columns, rows = StepColumns(), LogprobRows(0, str)
-    for token in (5, 6, 7):
-        rows.append(np.array([[token, 1, 0]], np.int32), 0)
-        columns.logprobs[columns.add(4, 1, token)] = rows, len(rows) - 1
-    columns.add(4, 0, 8)
-    columns.endings[columns.add(4, 0, 9)] = Ending("length", None, 1, 0, 2, RequestMetrics(0.0))
-    first, second = columns.outputs()
-    assert (first.request_id, first.index, first.new_token_ids, first.finished) == (4, 1, [5, 6, 7], False)
-    assert [next(iter(entry or {})) for entry in first.logprobs or ()] == [5, 6, 7]
-    assert (second.new_token_ids, second.finish_reason) == ([8, 9], "length")
 
 
 def outputs_of(tokens_per_step: int) -> list[Any]:

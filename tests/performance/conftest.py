@@ -1,7 +1,6 @@
-"""Makers of the scheduler's and of the processes' tests, which these tests share."""
+"""Makers of the scheduler's tests, which these tests share."""
 
 import sys
 from pathlib import Path
 
-for neighbour in ("engine", "processes"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / neighbour))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))

@@ -116,16 +116,6 @@ def test_there_are_few_graphs(limit: int) -> None:
         assert sizes == sorted(set(sizes)) and sizes[-1] == limit
 
 
-def test_graph_memory_is_extrapolated_from_the_smaller_increment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a library loads while the second graph is captured is not taken for every graph's."""
-    no_stream: Any = None
-    graphs = StepGraphs(lambda shape: None, 8, 0, no_stream)
-    assert [shape.decode_rows for shape in graphs.shapes] == [8, 4, 2, 1]
-    monkeypatch.setattr(graphs, "_capture", lambda shape: None)
-    taken = iter([300, 60, 3])
-    assert graphs.measure(lambda work, usual: next(taken)) == 300 + 60 + 3 + 3
-
-
 @pytest.mark.parametrize(("prefers_eager", "weights", "captured"), [
     (False, 8 * 10**9, True), (True, 8 * 10**9, False), (True, 6 * 10**8, True),
 ])  # fmt: skip
