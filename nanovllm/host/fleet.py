@@ -192,8 +192,7 @@ class Fleet:
                 self.out.append(frame)
         elif isinstance(frame, wire.Bucket):
             if (pending := self._calls.get(frame.number)) is not None:
-                for other in pending.relay_to:
-                    self._send(other, [frame])
+                self._relay(pending, frame)
         elif isinstance(frame, wire.Ready):
             self._starting[number] = frame.info
             self._catch_up(number)
@@ -266,7 +265,7 @@ class Fleet:
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(self._num_calls, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
-            pending.relay_to, others = numbers[1:], wire.Call(self._num_calls, relayed, {}, takes_weights=True)
+            pending.relay_to, others = {*numbers[1:]}, wire.Call(self._num_calls, relayed, {}, takes_weights=True)
         if numbers:
             self._calls[self._num_calls] = pending
         for number in numbers:
@@ -284,6 +283,10 @@ class Fleet:
         number = next((number for number, each in self._calls.items() if each is pending), 0)
         for engine in sorted(pending.waiting & self._there):
             self._send(engine, [wire.Bucket(number, data, error)])
+
+    def _relay(self, pending: Pending, bucket: wire.Bucket) -> None:
+        for number in sorted(pending.relay_to & pending.waiting):
+            self._send(number, [bucket])
 
     def _take_answer(self, number: int, answer: wire.Answer) -> None:
         before, self._states[number] = self._states[number], answer.state
@@ -342,7 +345,9 @@ class Fleet:
                 self._drop(flight)
             else:
                 self._queue(flight, first=True)
-        for key in list(self._calls):
+        for key, pending in list(self._calls.items()):
+            if number in pending.waiting - pending.relay_to:  # it may have been the one that received weights
+                self._relay(pending, wire.Bucket(key, None, f"replica {number}, which received them, was lost: {reason}"))
             self._settle_call(key, number, None)
         self._start_lost()
         if not self._there - self._stale:

@@ -18,7 +18,7 @@ class Pending:
     def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int], replaces_weights: bool = False) -> None:
         self.name, self.spec, self.replaces_weights = name, spec, replaces_weights
         self.waiting = set(numbers)
-        self.relay_to: list[int] = []
+        self.relay_to: set[int] = set()
         """Engines that get the weights which the first receives."""
         self.answers: dict[int, wire.Answer] = {}
         self.on_done: Callable[[], None] = lambda: None

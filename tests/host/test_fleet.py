@@ -343,6 +343,24 @@ def test_weights_from_a_trainer_reach_the_other_engines_through_the_first() -> N
     assert engines.take_sent() == [(1, bucket), (2, bucket)]
 
 
+def test_weights_do_not_come_any_more_when_the_engine_that_receives_them_is_lost() -> None:
+    """The others would wait for them; nor does the end come twice, or for one that had them already."""
+    engines = Engines(3)
+    pending = engines.fleet.call("receive", {"update_info": {"names": []}})
+    number = engines.take_sent()[0][1].number
+    engines.fleet.take(0, wire.Bucket(number, b"weights"))
+    engines.fleet.take(1, answer(number, None, kind="ValueError", message="not this"))
+    engines.take_sent()
+    engines.fleet.lose(0, "died")
+    assert engines.take_sent() == [(2, wire.Bucket(number, None, "replica 0, which received them, was lost: died"))]
+    engines.fleet.take(2, answer(number, None, kind="RuntimeError", message="replica 0, which received them"))
+    with pytest.raises(ValueError, match="not this"):
+        pending.result()
+    number = engines.call("pause")
+    engines.fleet.lose(1, "died")
+    assert not engines.take_sent(), "a call without weights has none to end"
+
+
 def test_the_end_of_the_last_engine_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "MOST_RESTARTS", 0)
     engines = Engines(2)
