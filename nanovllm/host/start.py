@@ -38,10 +38,11 @@ def start_fleet(config: EngineConfig) -> FleetEngine:
 
 
 def await_ready(handles: FleetHandles) -> list[wire.Ready]:
-    """Waits until each engine is ready. Raises the first error of an engine that cannot start."""
+    """Waits until each engine is ready. Raises the first error of an engine that cannot start, or that is silent."""
     ready: list[wire.Ready] | None = None
     while ready is None:
         time.sleep(_LOOK_SECONDS)
+        handles.look()
         for handle in handles.all:
             for frame in handle.receive():
                 found = handles.take_start(handle, frame)

@@ -6,9 +6,11 @@ from unittest.mock import Mock
 import pytest
 from test_fleet import INFO, PROMPT
 
+from nanovllm.errors import ReplicaError
 from nanovllm.host import fleet_handles, wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
+from nanovllm.host.start import await_ready
 
 
 @pytest.mark.parametrize(("blocks", "longest", "is_given_up"), [(40, 256, False), (8, 128, True)])
@@ -30,3 +32,14 @@ def test_an_engine_may_return_with_less_room(
     handles.fleet.add(2, PROMPT, {"max_tokens": 8})
     handles.fleet.bind()
     assert bool(second.send_packed.called) != is_given_up
+
+
+def test_an_engine_that_is_silent_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")  # it says nothing of itself
+    monkeypatch.setattr(fleet_handles, "SILENCE", 0.5)
+    handles = FleetHandles("model", {"data_parallel_size": 2})
+    try:
+        with pytest.raises(ReplicaError, match="could not start: gave no sign of life for"):
+            await_ready(handles)
+    finally:
+        handles.close(patience=0)
