@@ -55,6 +55,10 @@ class AsyncLLM:
         """The engine, for calls between two steps: stats(), and by asyncio.to_thread load_weights(), pause(), sleep()
         and their like."""
         self._streams: dict[int, _Stream] = {}
+        self._num_adding = 0
+        """Requests on their way into the engine, whose numbers are not known yet."""
+        self._early: dict[int, list[StepOutput]] = {}
+        """Outputs of requests without a stream, while any are on their way."""
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._step_until_closed, name="nanovllm-async", daemon=True)
@@ -127,12 +131,24 @@ class AsyncLLM:
 
     def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> int:
         prompt = as_prompt(prompt, params, self.llm.engine.tokenizer)
-        with self._lock:  # none of its tokens is handed out before the stream is known
-            if self._failure is not None:
-                raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure
-            number = self.llm.add_request(prompt, params)
-            self._streams[number] = stream
+        with self._lock:
+            self._require_engine()
+            self._num_adding += 1
+        number = None
+        try:
+            number = self.llm.add_request(prompt, params)  # may take long: a grammar is compiled in it
             return number
+        finally:
+            with self._lock:
+                self._num_adding -= 1
+                if number is not None:
+                    self._require_engine()
+                    self._streams[number] = stream
+                    _call(stream.loop, _deliver, [(stream, output) for output in self._early.pop(number, [])])
+
+    def _require_engine(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure
 
     def _drop(self, number: int) -> None:
         """A request that nobody listens to any more; unknown ones are ignored."""
@@ -160,9 +176,13 @@ class AsyncLLM:
         """Wakes each event loop once, with all that its streams have gained."""
         gained: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, StepOutput]]] = {}
         with self._lock:
+            if not self._num_adding:
+                self._early.clear()
             for output in step:
                 if (stream := self._streams.get(output.request_id)) is not None:
                     gained.setdefault(stream.loop, []).append((stream, output))
+                elif self._num_adding:
+                    self._early.setdefault(output.request_id, []).append(output)
         for loop, outputs in gained.items():
             _call(loop, _deliver, outputs)
 

@@ -1,6 +1,7 @@
 """AsyncLLM: texts as they come, equal to those of LLM, from tasks that come and go."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -149,6 +150,39 @@ def test_the_event_loop_runs_on_while_the_engine_starts_and_computes() -> None:
             return starting, turns - starting
 
     assert min(asyncio.run(run())) > 50
+
+
+def test_a_request_that_is_checked_for_long_holds_up_no_other(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar may compile for seconds. Others get their tokens meanwhile, and the event loop goes on."""
+    book, is_checked, goes_on = engine.llm.engine.book, threading.Event(), threading.Event()
+    check = book.check
+
+    def slow(prompt: Any, params: SamplingParams, *more: Any) -> None:
+        if params.max_tokens == 3:
+            is_checked.set()
+            assert goes_on.wait(60)
+        check(prompt, params, *more)
+
+    monkeypatch.setattr(book, "check", slow)
+
+    async def run() -> Any:
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        running = asyncio.create_task(whole(engine.generate([5], params)))
+        await until(lambda: engine.llm.stats().num_running)
+        slow = asyncio.create_task(whole(engine.generate([6], SamplingParams(max_tokens=3, ignore_eos=True))))
+        try:
+            await until(is_checked.is_set)
+            async with aclosing(engine.generate([7], params)) as left:
+                await asyncio.wait_for(anext(left), 30)
+            first = await asyncio.wait_for(running, 30)
+        finally:
+            goes_on.set()
+        return first, await slow
+
+    [[(_, ids, *_)], [(_, few, *_)]] = asyncio.run(run())
+    assert (len(ids), len(few)) == (200, 3)
 
 
 @pytest.mark.parametrize(
