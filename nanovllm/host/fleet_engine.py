@@ -158,6 +158,8 @@ class FleetEngine:
             self.state.require_weights()
 
     def _read(self, timeout: float) -> None:
+        """With _reads held: the engine is not closed meanwhile."""
+        check_alive(self._closed, self._error)
         if (now := time.monotonic()) > self._next_look:
             self._next_look = now + 1.0
             self._handles.look()
@@ -191,7 +193,7 @@ class FleetEngine:
             return True
         if not self.state.is_paused and self.fleet.num_live:
             return True
-        if not self._reader.come and self._reads.acquire(blocking=False):
+        if not self._closed and not self._reader.come and self._reads.acquire(blocking=False):
             try:
                 self._read(0.0)
             finally:
@@ -317,5 +319,6 @@ class FleetEngine:
             return
         self._closed = True
         self.wake()
-        self._reader.close()
+        with self._reads:
+            self._reader.close()
         self._handles.close()
