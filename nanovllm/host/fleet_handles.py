@@ -2,6 +2,7 @@
 
 Their frames are read by the event loop of a server (serve/engines.py), or by a thread (frame_reader.py)."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,8 +87,8 @@ class FleetHandles:
         is_current = self.all[handle.number] is handle
         if isinstance(frame, Lost):
             self.forget(handle)
-            if self._has_failover:
-                handle.close(patience=0)
+            if self._has_failover:  # in a thread: a process whose device is gone may take long, and the others go on
+                threading.Thread(target=handle.close, kwargs={"patience": 0.0}, daemon=True).start()
             if is_current:
                 self.fleet.lose(handle.number, frame.reason)
         elif isinstance(frame, wire.Ready) and (room := frame.info["max_model_len"]) < self.fleet.max_total:
@@ -107,8 +108,9 @@ class FleetHandles:
 
     def close(self, patience: float = EXIT_GRACE) -> None:
         """Ends all engines, asking all to leave before it waits for any, and gives the cluster back."""
+        deadline = time.monotonic() + patience
         for handle in self.all:
             handle.leave()
         for handle in self.all:
-            handle.close(patience)
+            handle.close(max(0.0, deadline - time.monotonic()))
         self._close_cluster()

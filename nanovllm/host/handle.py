@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +22,8 @@ SILENCE = 60.0
 """Seconds without any sign of life, which is due every second; importing may hold a process that long."""
 EXIT_GRACE = 6.0
 """Seconds for an engine to end its ranks in order."""
+_REASON_SECONDS = 2.0  # for a process to end whose connection has
+_LOOK_SECONDS = 0.001  # between two looks at it
 SOCKET_BYTES = 4 << 20  # that may be on their way to the other end
 _ROUSE = wire.pack(wire.Rouse())
 
@@ -105,8 +106,9 @@ class Handle(ABC):
 
     def give_up(self, reason: str) -> None:
         """Ends the engine; `receive` says Lost with this reason."""
-        self._reason = reason
-        self._kill()
+        if self._reason is None:
+            self._reason = reason
+            self._kill()
 
     @abstractmethod
     def _kill(self) -> None: ...
@@ -133,6 +135,8 @@ class ChildHandle(Handle):
         self._unsent: deque[memoryview] = deque()
         self._waits = False
         self._is_there = True
+        self._reason_due = 0.0
+        """Time at which an engine whose connection has ended is lost, however it ends; 0: it has not ended."""
         self.send(start)
 
     @property
@@ -187,24 +191,29 @@ class ChildHandle(Handle):
         except OSError:
             data = b""
         if not data:
-            return [self._end()]
+            return self._end()
         self._heard = time.monotonic()
         return [*self._complete(data)]
 
     def _kill(self) -> None:
         self.process.kill()
 
-    def _end(self) -> Lost:
+    def _end(self) -> list[wire.Up | Lost]:
+        """The connection has ended. How the process ends says more, but it may take a moment, while a device is freed
+        say: until then there is nothing, and the caller looks again."""
+        now = time.monotonic()
+        self._reason_due = self._reason_due or now + _REASON_SECONDS
+        if not self._failure and not self._reason and self.process.poll() is None and now < self._reason_due:
+            time.sleep(_LOOK_SECONDS)
+            return []
         with self._sends:
             self._is_there = False
             self._unsent.clear()
-        return self._lost(self._how_it_ended)
+        return [self._lost(self._how_it_ended)]
 
     def _how_it_ended(self) -> str:
-        """A process may take a moment to end when its socket is closed."""
-        try:
-            code = self.process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
+        code = self.process.poll()
+        if code is None:
             return "closed its connection"
         return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 

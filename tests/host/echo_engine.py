@@ -1,5 +1,6 @@
-"""An engine that says each frame three times, and reads nothing while it cannot send; and, without a file number, a
-driver that never listens: it forks, which leaves its socket open, and is killed."""
+"""An engine that says each frame three times, and reads nothing while it cannot send; a Rouse ends its connection, but
+not its process. And, without a file number, a driver that never listens: it forks, which leaves its socket open, and is
+killed."""
 
 import os
 import signal
@@ -21,6 +22,10 @@ def echo(link: socket.socket) -> None:
             if starts:  # the driver's first frame
                 starts = False
                 continue
+            if isinstance(wire.down_decoder.decode(body), wire.Rouse):
+                link.close()
+                time.sleep(120)
+                os._exit(1)
             link.sendall((LENGTH.pack(len(body)) + bytes(body)) * 3)
 
 

@@ -1,10 +1,14 @@
 """A fleet's engines as processes: another takes the place of one that is lost."""
 
+import os
+import signal
+import threading
+import time
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from test_fleet import INFO, PROMPT
+from recorded_engines import INFO, PROMPT
 
 from nanovllm.errors import ReplicaError
 from nanovllm.host import fleet_handles, wire
@@ -43,3 +47,32 @@ def test_an_engine_that_is_silent_while_it_starts_is_given_up(monkeypatch: pytes
             await_ready(handles)
     finally:
         handles.close(patience=0)
+
+
+def test_an_engine_that_cannot_be_killed_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a driver may hold a process whose device is gone. Another is started in its place at once."""
+    started: list[Any] = []
+
+    def start(start: wire.Start) -> Any:
+        started.append(Mock(number=start.number, close=lambda patience: goes_on.wait(20)))
+        return started[-1]
+
+    goes_on = threading.Event()
+    monkeypatch.setattr(fleet_handles, "ChildHandle", start)
+    handles = FleetHandles("model", {"data_parallel_size": 2})
+    handles.form([wire.Ready(INFO)] * 2)
+    begin = time.monotonic()
+    handles.take(handles.all[0], Lost("died"))
+    assert time.monotonic() - begin < 5 and handles.all == [started[2], started[1]]
+    goes_on.set()
+
+
+def test_all_engines_together_have_the_time_of_one_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    handles = FleetHandles("model", {"data_parallel_size": 4})
+    for each in handles.all:
+        os.kill(each.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    begin = time.monotonic()
+    handles.close(patience=2.0)
+    assert time.monotonic() - begin < 6
+    assert all(each.process.returncode == -signal.SIGKILL for each in handles.all)  # type: ignore[attr-defined]

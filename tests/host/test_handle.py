@@ -117,6 +117,24 @@ def test_an_engine_that_is_killed_is_lost() -> None:
     handle.close()
 
 
+def test_a_lost_engine_whose_process_lingers_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does whose device is being freed. How it ended is told once that is known."""
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    for kills, reason in ((True, "died by signal 9 (SIGKILL)"), (False, "closed its connection")):
+        handle = ChildHandle(wire.Start(DEMO, {}))
+        handle.rouse()
+        found, deadline = [], time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            select.select([handle], [], [], 20)
+            begin = time.monotonic()
+            found = handle.receive()
+            assert time.monotonic() - begin < 0.5
+            if kills:
+                handle.process.kill()
+        assert found == [Lost(reason)]
+        handle.close(patience=0)
+
+
 def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine does not read while it cannot send, and nothing is taken out meanwhile; all arrives, in order."""
     sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
