@@ -55,8 +55,6 @@ class EngineHost:
         self._prompts_due: set[int] = set()
         """Requests whose prompts' log-probabilities are to be sent."""
         self._late = {name: LateRequests(f"nanovllm-{name}", self._add_late, self._engine.abort) for name in _LATE}
-        self._num_rows: dict[int, int] = {}
-        """Completions of each request that a thread of _late has."""
         self._awake_until = self._stats_due = 0.0
 
     def run(self) -> None:
@@ -110,8 +108,7 @@ class EngineHost:
         if late is None or (late == "structured_outputs" and self._is_compiled(frame)):
             self._add(frame)
         else:
-            self._num_rows[frame.request_id] = frame.params.get("n", 1)
-            self._late[late].put(frame.request_id, frame)
+            self._late[late].put(frame)
 
     def _is_compiled(self, frame: wire.Add) -> bool:
         """Whether the request's grammar is known: then it passes those that are not."""
@@ -119,7 +116,6 @@ class EngineHost:
 
     def _add_late(self, frame: wire.Add) -> None:
         self._add(frame)
-        self._num_rows.pop(frame.request_id, None)
         self._intake.wake()
 
     def _add(self, frame: wire.Add) -> None:
@@ -139,8 +135,9 @@ class EngineHost:
 
     def abort(self, request_id: int) -> None:
         """Ends a request, also one that is still being checked."""
-        if any(late.withdraw(request_id) for late in self._late.values()):
-            self._send(wire.aborted(request_id, self._num_rows.get(request_id, 1)))
+        for late in self._late.values():
+            if (request := late.withdraw(request_id)) is not None:
+                self._send(wire.aborted(request_id, request.params.get("n", 1)))
         self._engine.abort(request_id)
 
     # -- calls --------------------------------------------------------------------------------------------------
