@@ -89,10 +89,10 @@ class FleetEngine:
         queue = partial(self._ask_for, "add")
         return self.book.open(*args, num_waiting=lambda: self.stats().num_waiting, queue=queue)
 
-    def _ask_for(self, kind: str, *what: Any) -> None:
+    def _ask_for(self, kind: str, what: Any = None) -> None:
         """Queues a request of any thread for the thread that steps."""
         with self._work:
-            self._inbox += [(kind, each) for each in what]
+            self._inbox.append((kind, what))
         self.wake()
 
     def abort(self, request_id: int) -> None:
@@ -103,7 +103,8 @@ class FleetEngine:
     def abort_all(self) -> list[int]:
         """See Engine.abort_all."""
         ids = self.book.unfinished()
-        self._ask_for("abort", *ids)
+        for request_id in ids:
+            self._ask_for("abort", request_id)
         return ids
 
     def _drain_inbox(self) -> None:
@@ -158,7 +159,7 @@ class FleetEngine:
             self.state.require_weights()
 
     def _read(self, timeout: float) -> None:
-        """With _reads held: the engine is not closed meanwhile."""
+        """Reads frames, for a caller that holds _reads: the engine is not closed meanwhile."""
         check_alive(self._closed, self._error)
         if (now := time.monotonic()) > self._next_look:
             self._next_look = now + 1.0
@@ -253,11 +254,16 @@ class FleetEngine:
         pending = self.fleet.call(name, options, weights is not None)
         if weights is not None:
             self._send_weights(pending, weights)
-        while pending.waiting:
-            self._take_in(_LOOK_SECONDS)
-            self._drain_inbox()
-            self._hand_out()
-            yield self._take_unreported()
+        try:
+            while pending.waiting:
+                self._take_in(_LOOK_SECONDS)
+                self._drain_inbox()
+                self._hand_out()
+                yield self._take_unreported()
+        except GeneratorExit:
+            if CALLS[name].in_flight(options)[1] == "wait":
+                self._ask_for("resume")  # it is not to begin later, when requests have ended
+            raise
         self._hand_out()
         return pending.result()
 
@@ -284,7 +290,7 @@ class FleetEngine:
     def resume(self) -> None:
         """See Engine.resume; engines hear of it with the next step."""
         self.state.pause_mode = None
-        self._ask_for("resume", None)
+        self._ask_for("resume")
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

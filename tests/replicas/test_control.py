@@ -98,6 +98,19 @@ def test_the_end_of_a_fork_leaves_the_replicas_alone(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)) == len(PROMPTS)
 
 
+@pytest.mark.parametrize(("name", "option"), [("pause", "mode"), ("begin_update", "in_flight")])
+def test_a_call_that_is_left_while_it_waits_for_requests_does_nothing_later(llm: LLM, name: str, option: str) -> None:
+    """As Ctrl-C leaves it."""
+    ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
+    step_until_tokens(llm)
+    call = llm.engine.call(name, **{option: "wait"})
+    next(call)
+    call.close()
+    assert [len(output.token_ids) for output in finish(llm, ids)] == [100] * len(ids)
+    llm.reset_prefix_cache()  # all that was asked for before is done by now
+    assert not llm.is_paused and not llm.engine.state.lacks_weights
+
+
 def test_a_full_queue_refuses(llm: LLM) -> None:
     ids = []
     with pytest.raises(QueueFull, match="max_queued_requests=20"):
