@@ -42,6 +42,7 @@ class _QueueIntake:
             except queue.Empty:
                 return None
             if packed == b"":
+                self._packed.put(packed)  # for who asks again
                 raise EOFError
             if packed is not None:
                 self._frames += map(wire.down_decoder.decode, self._buffer.feed(packed))
@@ -87,8 +88,8 @@ class EngineActor:
 
 
 class RayHandle(Handle):
-    """An engine in an actor, on the node of its bundle. A thread listens to it and rings. Nothing waits here to be
-    sent: Ray holds what the actor has not taken."""
+    """An engine in an actor, on the node of its bundle. One thread listens to it and rings, another one sends: Ray may
+    let both wait."""
 
     def __init__(self, start: wire.Start, placement: Placement) -> None:
         super().__init__(start.number)
@@ -96,8 +97,9 @@ class RayHandle(Handle):
         placed = placement.options(start.number, **placement.share())
         actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
         self._actor = actor.remote()
-        self._large: deque[Any] = deque()
-        """Answers to large messages that the actor may not have taken in."""
+        self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        """Frames on their way; none: the driver leaves."""
+        self._counts = threading.Lock()
         self._ended = threading.Event()
         self._said: queue.SimpleQueue[bytes | str] = queue.SimpleQueue()
         """Frames of the engine, and at last the reason of its end."""
@@ -105,24 +107,38 @@ class RayHandle(Handle):
         self._rings.setblocking(False)
         self._bell.setblocking(False)
         self.send(start)
-        self._listener = threading.Thread(target=self._listen, name=f"nanovllm-ray-{self.number}", daemon=True)
-        self._listener.start()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._listen, self._send_on)]
+        for thread in self._threads:
+            thread.start()
 
     def fileno(self) -> int:
         return self._rings.fileno()
 
     def send_packed(self, packed: bytes) -> None:
-        """Frames; one large message is waited for where two are on their way."""
-        if self._ended.is_set():
-            return
-        is_large = len(packed) >= _LARGE
-        taken = self._actor.handle.remote(ray.put(packed) if is_large else packed)
-        if not is_large:
-            return
-        self._large.append(taken)
-        while len(self._large) > _LARGE_AHEAD and not self._ended.is_set():
-            if ray.wait([self._large[0]], timeout=_POLL_SECONDS)[0]:
-                self._large.popleft()
+        if not self._ended.is_set():
+            self._count_unsent(len(packed))
+            self._to_send.put(packed)
+
+    def _count_unsent(self, more: int) -> None:
+        with self._counts:
+            self.num_unsent += more
+
+    def _send_on(self) -> None:
+        """Hands frames to Ray, which holds what the actor has not taken: of large messages a few."""
+        large: deque[Any] = deque()
+        while not self._ended.is_set():
+            packed = self._to_send.get()
+            try:
+                if len(packed) < _LARGE:
+                    self._actor.handle.remote(packed)
+                else:
+                    large.append(self._actor.handle.remote(ray.put(packed)))
+                while len(large) > _LARGE_AHEAD and not self._ended.is_set():
+                    if ray.wait([large[0]], timeout=_POLL_SECONDS)[0]:
+                        large.popleft()
+            except Exception as error:  # it would miss something
+                self.give_up(f"cannot be sent to: {_told(error)}")
+            self._count_unsent(-len(packed))
 
     def receive(self) -> "list[wire.Up | Lost]":
         with suppress(BlockingIOError):
@@ -153,8 +169,9 @@ class RayHandle(Handle):
             except ray.exceptions.GetTimeoutError:
                 reason = f"gave no sign of life for {SILENCE:.0f} s"
             except Exception as error:  # ActorDiedError, and what Ray raises where a node is lost
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                reason = _told(error)
         self._ended.set()
+        self._to_send.put(b"")  # its thread ends too
         self._put(reason)
 
     def _put(self, said: bytes | str) -> None:
@@ -163,16 +180,18 @@ class RayHandle(Handle):
             self._bell.send(b"!")
 
     def leave(self) -> None:
-        if not self._ended.is_set():
-            with suppress(Exception):
-                self._actor.handle.remote(b"")
+        self._to_send.put(b"")
 
     def close(self, patience: float = EXIT_GRACE) -> None:
         if self.fileno() < 0:
             return
-        deadline = time.monotonic() + patience
-        self._listener.join(max(0.0, deadline - time.monotonic()))
+        self._ended.wait(patience)
         ray.kill(self._actor)
-        self._listener.join(5.0)
+        for thread in self._threads:
+            thread.join(5.0)
         self._rings.close()
         self._bell.close()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

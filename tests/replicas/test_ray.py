@@ -19,10 +19,11 @@ from test_replicas import killing
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.host import fleet, ray_cluster
+from nanovllm.host import fleet, ray_cluster, wire
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray_handle = pytest.importorskip("nanovllm.host.ray_handle")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,22 @@ def test_an_actor_and_then_a_node_killed_in_mid_generation(
             replace_second_node(cluster)
     wait_for(lambda: not actors(cluster), "end of the actors")
     assert "was lost and is being restarted: ActorDiedError" in caplog.text
+
+
+def test_an_actor_that_stands_still_holds_up_nobody(
+    cluster: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though more is sent to it than Ray takes."""
+    monkeypatch.setattr(ray_handle, "SILENCE", 10.0)
+    with on_ray(cluster, 2) as llm:
+        handle = llm.engine._handles.all[0]  # type: ignore[attr-defined]
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        begin = time.monotonic()
+        for _ in range(6):
+            handle.send(wire.Bucket(99, bytes(1 << 20)))
+        assert time.monotonic() - begin < 5 and handle.num_unsent > 1 << 20
+        assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
+        assert llm.engine_info()["num_restarts"] == 1
 
 
 @pytest.mark.slow
