@@ -26,6 +26,7 @@ from nanovllm.wire.state import PageGroup
 logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each engine that was lost; then the others go on without it
+MOST_LOSSES = 3  # of engines in a row that compute a request and give it no token: it may be what ends them
 _NO_BOUND = 1 << 40
 
 
@@ -38,7 +39,7 @@ class Fleet:
         give_up: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:  # fmt: skip
         """`infos`: of each engine (program.describe). `send`: (engine, frames). `restart`: starts an engine that was
-        lost anew, which says Ready when it computes, or raises OSError; None: one engine is all there is, and its
+        lost anew, which says Ready when it computes, or raises an error; None: one engine is all there is, and its
         requests end with it. `give_up`: (engine, reason) ends one, which is then lost."""
         self._send, self._restart, self._give_up = send, restart, give_up
         self._block_size, count = infos[0]["block_size"] or 1, len(infos)
@@ -162,12 +163,12 @@ class Fleet:
         else:
             self._send(flight.engine, [wire.Abort(request_id)])
 
-    def _drop(self, flight: Flight) -> None:
-        """Ends all of a request's completions that have not ended."""
+    def _drop(self, flight: Flight, why: str | None = None) -> None:
+        """Ends all of a request's completions that have not ended: aborted, or because of a mistake."""
         step = wire.aborted(flight.request_id, flight.n)
         step.finishes = [end for end in step.finishes if end.row - flight.request_id not in flight.ended]
         for end in step.finishes:
-            end.weight_versions = flight.spans(end.row - flight.request_id)
+            end.weight_versions, end.stop_reason = flight.spans(end.row - flight.request_id), why
         self._forget(flight)
         self.out.append(step)
 
@@ -261,13 +262,13 @@ class Fleet:
         self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], takes_weights: bool = False
     ) -> Pending:
         self._num_calls += 1
-        pending = Pending(spec, name, numbers, spec.replaces_weights(options))
+        pending = Pending(self._num_calls, spec, name, numbers, spec.replaces_weights(options))
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
-        call = others = wire.Call(self._num_calls, name, options, takes_weights, relays=relayed is not None)
+        call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
-            pending.relay_to, others = {*numbers[1:]}, wire.Call(self._num_calls, relayed, {}, takes_weights=True)
+            pending.relay_to, others = {*numbers[1:]}, wire.Call(pending.number, relayed, {}, takes_weights=True)
         if numbers:
-            self._calls[self._num_calls] = pending
+            self._calls[pending.number] = pending
         for number in numbers:
             self._send(number, [call if number == numbers[0] else others])
         return pending
@@ -280,9 +281,8 @@ class Fleet:
 
     def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
         """Weights for a call that takes some; None: there are no more."""
-        number = next((number for number, each in self._calls.items() if each is pending), 0)
-        for engine in sorted(pending.waiting & self._there):
-            self._send(engine, [wire.Bucket(number, data, error)])
+        for number in sorted(pending.waiting):
+            self._send(number, [wire.Bucket(pending.number, data, error)])
 
     def _relay(self, pending: Pending, bucket: wire.Bucket) -> None:
         for number in sorted(pending.relay_to & pending.waiting):
@@ -295,15 +295,15 @@ class Fleet:
                 if flight.engine == number:
                     for index in set(range(flight.n)) - flight.ended:
                         flight.note_version(index, version)
-        self._settle_call(answer.number, number, answer)
+        if (pending := self._calls.get(answer.number)) is not None:
+            if pending.replaces_weights and answer.kind is None:
+                self._stale.discard(number)
+            self._settle_call(pending, number, answer)
 
-    def _settle_call(self, key: int, number: int, answer: wire.Answer | None) -> None:
-        pending = self._calls.get(key)
-        if pending is not None and pending.replaces_weights and answer is not None and answer.kind is None:
-            self._stale.discard(number)
-        if pending is None or not pending.settle(number, answer):
+    def _settle_call(self, pending: Pending, number: int, answer: wire.Answer | None) -> None:
+        if not pending.settle(number, answer):
             return
-        del self._calls[key]
+        del self._calls[pending.number]
         self._sum_states(() if self._there else [each.state for each in pending.answers.values()])
         if pending.spec.empties_cache:
             self._router.forget_cached()
@@ -340,15 +340,18 @@ class Fleet:
             logger.warning("replica %d was lost; the others continue without it: %s", number, reason)
         for request_id in reversed(bound):
             flight = self._live[request_id]
-            flight.engine = None
+            losses = flight.note_loss()
             if flight.is_aborted:
                 self._drop(flight)
+            elif losses == MOST_LOSSES:
+                self._drop(flight, f"{losses} replicas were lost while they computed this request: {reason}")
             else:
                 self._queue(flight, first=True)
-        for key, pending in list(self._calls.items()):
+        for pending in list(self._calls.values()):
             if number in pending.waiting - pending.relay_to:  # it may have been the one that received weights
-                self._relay(pending, wire.Bucket(key, None, f"replica {number}, which received them, was lost: {reason}"))
-            self._settle_call(key, number, None)
+                why = f"replica {number}, which received them, was lost: {reason}"
+                self._relay(pending, wire.Bucket(pending.number, None, why))
+            self._settle_call(pending, number, None)
         self._start_lost()
         if not self._there - self._stale:
             self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
@@ -365,7 +368,7 @@ class Fleet:
                 self._starting[number] = None
                 if self.state.weights_replaced:
                     self._stale.add(number)
-            except OSError as error:  # what took it, a lack of memory say, may keep a process from starting
+            except Exception as error:  # what took it, a lack of memory say, may keep a process from starting
                 logger.warning("replica %d cannot be restarted; the others continue without it: %s", number, error)
 
     def _catch_up(self, number: int) -> None:

@@ -30,6 +30,17 @@ class Flight:
     num_engines: int = 0
     """Engines that it was sent to so far."""
     is_aborted: bool = False
+    num_losses: int = 0
+    """Engines that were lost with it one after the other, without a new token."""
+    num_tokens_before: int = 0
+    """Output tokens when the last one was lost."""
+
+    def note_loss(self) -> int:
+        """Notes that its engine is lost; returns num_losses."""
+        self.engine, count = None, sum(map(len, self.tokens))
+        self.num_losses = 0 if count > self.num_tokens_before else self.num_losses + 1
+        self.num_tokens_before = count
+        return self.num_losses
 
     @property
     def n(self) -> int:

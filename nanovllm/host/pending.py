@@ -15,9 +15,13 @@ class InternalError(RuntimeError):
 class Pending:
     """A call that engines work on."""
 
-    def __init__(self, spec: CallSpec, name: str, numbers: Sequence[int], replaces_weights: bool = False) -> None:
-        self.name, self.spec, self.replaces_weights = name, spec, replaces_weights
-        self.waiting = set(numbers)
+    def __init__(
+        self, number: int, spec: CallSpec, name: str, engines: Sequence[int], replaces_weights: bool = False
+    ) -> None:
+        """`number`: of the call, which its answers bear. `engines`: those that it goes to."""
+        self.number, self.name, self.spec, self.replaces_weights = number, name, spec, replaces_weights
+        self.waiting = set(engines)
+        """Engines that have not answered."""
         self.relay_to: set[int] = set()
         """Engines that get the weights which the first receives."""
         self.answers: dict[int, wire.Answer] = {}
