@@ -135,6 +135,7 @@ def test_error_is_shown(page: Page) -> None:
     answer(page)
     assert "temperature" in note(page)
     assert page.evaluate("ask.value") == "Hello" and page.evaluate("messages.length") == 0, "the question is put back"
+    assert page.evaluate("document.querySelectorAll('.foot button').length") == 0, "there is nothing to copy or to try again"
 
 
 MARKDOWN = r"""# Title <b>
@@ -236,6 +237,36 @@ def test_a_chat_survives_a_reload(page: Page, server: Server) -> None:
     page.evaluate("document.getElementById('new').click()")
     page.open(server.url + "/")
     assert page.evaluate("messages.length") == 0
+
+
+@needs_browser
+def test_an_answer_is_copied_and_asked_for_again(page: Page) -> None:
+    page.evaluate("document.addEventListener('copy', () => { globalThis.copied = String(getSelection()); })")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined}); 0")
+    more_fields(page, "{structured_outputs: {choice: ['One.']}}")
+    for text in ("First?", "Second?"):
+        ask(page, text)
+        answer(page)
+    shown = "[...document.querySelectorAll('.foot .retry')].map((each) => each.offsetParent !== null)"
+    assert page.evaluate(shown) == [False, True], "only the last answer can be asked for again"
+    click = "document.querySelector('.turn:last-child .foot button').click()"
+    page.send("Runtime.evaluate", expression=click, userGesture=True)
+    assert page.evaluate("globalThis.copied") == "One."
+    page.evaluate("document.querySelector('.turn:last-child .retry').click()")
+    assert answer(page) == "One."
+    assert page.evaluate("messages.map((each) => each.content)") == ["First?", "One.", "Second?", "One."]
+    assert sum("/v1/chat/completions" in url for url in page.requests) == 3
+
+
+@needs_browser
+def test_an_example_is_a_question_and_a_new_chat_shows_them_again(page: Page) -> None:
+    more_fields(page, "{structured_outputs: {choice: ['Yes.']}}")
+    example = page.evaluate("empty.querySelector('button').textContent")
+    page.evaluate("empty.querySelector('button').click()")
+    assert answer(page) == "Yes." and page.evaluate("messages[0].content") == example
+    assert page.evaluate("empty.isConnected") is False
+    page.evaluate("document.getElementById('new').click()")
+    assert page.evaluate("empty.isConnected && log.children.length == 1")
 
 
 @needs_browser

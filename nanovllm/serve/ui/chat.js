@@ -1,4 +1,4 @@
-const log = $("log"), ask = $("ask"), send = $("send");
+const log = $("log"), ask = $("ask"), send = $("send"), empty = $("empty");
 const kept = ["system", "temperature", "max_tokens", "key"];
 let messages = [], running = null;
 
@@ -6,20 +6,30 @@ let messages = [], running = null;
 const remember = () => sessionStorage.setItem("messages", JSON.stringify(messages));
 
 function addTurn(role) {
-  $("empty")?.remove();
+  empty.remove();
   const turn = element("div", "turn " + role), text = element("div", "text");
   turn.append(text);
   log.append(turn);
   return { turn, text };
 }
 
+// The line below an answer: a note, and what can be done with the answer. Returns the note.
+function addFoot({ turn, text }, said, content) {
+  const foot = element("div", "foot"), note = element("span", "note", said), retry = element("button", "retry", "Try again");
+  retry.type = "button";
+  retry.addEventListener("click", () => { if (!running) tryAgain(turn); });
+  foot.append(note, copyButton(content, text), retry);
+  turn.append(foot);
+  return note;
+}
+
 class Answer {
   constructor() {
     Object.assign(this, addTurn("assistant"));
-    this.note = element("div", "note", "…");
-    this.turn.append(this.note);
+    this.note = addFoot(this, "…", () => this.content);
     this.content = this.reasoning = "";
     this.tokens = 0;
+    this.asked = performance.now();
     this.first = this.last = null;
     this.drawing = false;
   }
@@ -58,8 +68,9 @@ class Answer {
   }
   rate() {
     const seconds = (this.last - this.first) / 1000;
-    const rate = seconds > 0 ? `, ${((this.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
-    return `${this.tokens} tokens${rate}`;
+    const rate = seconds > 0 ? ` · ${((this.tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+    const wait = this.first === null ? "" : ` · first token after ${Math.round(this.first - this.asked)} ms`;
+    return `${this.tokens} tokens${rate}${wait}`;
   }
   end(said, isError) {
     this.draw();
@@ -106,7 +117,7 @@ async function chat() {
   const answer = new Answer(), chat = messages;
   log.scrollTop = log.scrollHeight;
   const stop = running = new AbortController();
-  send.textContent = "Stop";
+  send.firstElementChild.textContent = "Stop";
   log.setAttribute("aria-busy", "true"); // a screen reader waits for the whole answer
   let said = "", isError = false;
   try {
@@ -114,7 +125,7 @@ async function chat() {
     if (!response.ok) throw await failure(response);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.choices?.[0]?.finish_reason === "length") said = "cut: most tokens reached";
+      if (event.choices?.[0]?.finish_reason === "length") said = "cut off at the maximum number of tokens";
       answer.take(event);
     }
   } catch (error) {
@@ -126,13 +137,23 @@ async function chat() {
   else putBack(chat.pop(), answer);
   if (chat === messages) remember();
   running = null;
-  send.textContent = "Send";
+  send.firstElementChild.textContent = "Send";
   log.setAttribute("aria-busy", "false");
+}
+
+// Drops the last answer and asks for another one.
+function tryAgain(turn) {
+  while (messages.at(-1)?.role === "assistant") messages.pop();
+  if (!messages.length) return;
+  turn.remove();
+  remember();
+  chat();
 }
 
 // A question that failed goes back into the field; the error stays in the log.
 function putBack(question, answer) {
   answer.turn.previousElementSibling?.remove();
+  for (const button of answer.turn.querySelectorAll(".foot button")) button.remove();
   ask.value ||= question.content;
   ask.focus();
 }
@@ -142,17 +163,22 @@ async function failure(response) {
   try { return new Error((await response.json()).error.message); } catch { return new Error("HTTP " + response.status); }
 }
 
-$("form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  if (running) return running.abort();
-  const text = ask.value.trim();
-  if (!text) return;
+function submit(text) {
   ask.value = "";
   messages.push({ role: "user", content: text });
   remember();
   addTurn("user").text.textContent = text;
   chat();
+}
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (running) return running.abort();
+  const text = ask.value.trim();
+  if (text) submit(text);
 });
+for (const example of empty.querySelectorAll("button")) {
+  example.addEventListener("click", () => { if (!running) submit(example.textContent); });
+}
 ask.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && matchMedia("(pointer: fine)").matches) {
     event.preventDefault();
@@ -163,7 +189,7 @@ function newChat() {
   running?.abort();
   messages = [];
   remember();
-  log.replaceChildren();
+  log.replaceChildren(empty);
   ask.focus();
 }
 $("new").addEventListener("click", newChat);
@@ -178,31 +204,43 @@ for (const id of kept) $(id).value = sessionStorage.getItem(id) ?? "";
 function restore() {
   try { messages = JSON.parse(sessionStorage.getItem("messages") ?? "[]"); } catch { messages = []; }
   for (const { role, content } of messages) {
-    const { text } = addTurn(role);
-    if (role === "user") text.textContent = content;
-    else text.replaceChildren(...markdown(content.trimStart()));
+    const made = addTurn(role);
+    if (role === "user") made.text.textContent = content;
+    else {
+      made.text.replaceChildren(...markdown(content.trimStart()));
+      addFoot(made, "", () => content);
+    }
   }
   if (messages.at(-1)?.role === "user") { // its answer was cut by the reload
     ask.value = messages.pop().content;
     log.lastElementChild.remove();
+    if (!messages.length) log.append(empty);
   }
   log.scrollTop = log.scrollHeight;
 }
 restore();
+
+function setStatus(name) {
+  $("status").className = name;
+  $("status").ariaLabel = name;
+}
 
 // The model's name, and how far it is with loading.
 async function find() {
   try {
     const health = await (await fetch("health")).json();
     if (health.status === "loading") {
+      setStatus("loading");
       $("model").textContent = `loading: ${health.stage} (${health.percent} %)`;
       return setTimeout(find, 500);
     }
     const response = await fetch("v1/models", { headers: headers() });
-    if (response.status === 401) return $("model").textContent = "an API key is needed: Settings";
+    if (response.status === 401) return $("model").textContent = "an API key is needed: see Settings";
     $("model").textContent = document.title = (await response.json()).data[0].id;
+    setStatus("ready");
   } catch {
-    $("model").textContent = "no server";
+    setStatus("lost");
+    $("model").textContent = "the server cannot be reached";
     setTimeout(find, 2000);
   }
 }

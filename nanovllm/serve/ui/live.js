@@ -1,7 +1,7 @@
 // The live state beside the chat, from /metrics once a second while it is shown.
 const live = $("live"), PERIOD = 1000, KEPT = 60;
 const shown = {}, rates = [];
-const REFUSED = { 401: "an API key is needed: Settings", 503: "loading" };
+const REFUSED = { 401: "an API key is needed: see Settings", 503: "loading" };
 let before = null, timer = null;
 
 // Prometheus' text -> {name: [{labels, value}]}.
@@ -25,35 +25,67 @@ function bars(found, name) {
     counts.set(labels.le, (counts.get(labels.le) ?? 0) + value);
   }
   let last = 0;
-  const all = [...counts].map(([bound, count]) => { const own = count - last; last = count; return { bound, count: own }; });
+  const all = [...counts].map(([le, count]) => { const own = count - last; last = count; return { le, count: own }; });
   while (all.length && !all.at(-1).count) all.pop();
   while (all.length && !all[0].count) all.shift();
   return all;
 }
 
-function line(parent, name) {
-  const value = element("dd", "", "–");
-  parent.append(element("dt", "", name), value);
-  return value;
+// A card with a heading; the span is for what stands at its right.
+function card(title) {
+  const made = element("section"), heading = element("h2", "", title), right = element("span");
+  heading.append(right);
+  made.append(heading);
+  live.append(made);
+  return { made, right };
+}
+
+function figures(parent, ...names) {
+  const list = element("dl");
+  parent.append(list);
+  return names.map((name) => {
+    const one = element("div"), value = element("dd", "", "–");
+    one.append(element("dt", "", name), value);
+    list.append(one);
+    return value;
+  });
 }
 
 function build() {
-  const now = element("dl"), rate = element("dl");
-  live.append(element("h2", "", "Requests"), now, element("h2", "", "Tokens a second, last minute"));
-  shown.running = line(now, "running");
-  shown.waiting = line(now, "waiting");
-  shown.finished = line(now, "finished");
-  shown.kv = line(now, "KV cache in use");
-  shown.hits = line(now, "prompt tokens cached");
-  shown.graph = document.createElementNS("http:" + "//www.w3.org/2000/svg", "svg");
-  shown.path = document.createElementNS(shown.graph.namespaceURI, "path");
+  const requests = card("REQUESTS"), memory = card("KV CACHE"), rate = card("TOKENS PER SECOND"), first = card("FIRST TOKEN");
+  [shown.running, shown.waiting, shown.finished] = figures(requests.made, "running", "waiting", "finished");
+  [shown.kv, shown.hits] = figures(memory.made, "in use", "of prompts cached");
+  memory.made.append(shown.used = element("progress"));
+  [shown.output, shown.prompt] = figures(rate.made, "generated", "prompts");
+  shown.peak = rate.right;
+  shown.graph = svg("svg");
   shown.graph.setAttribute("viewBox", `0 0 ${KEPT - 1} 1`);
   shown.graph.setAttribute("preserveAspectRatio", "none");
-  shown.graph.append(shown.path);
-  shown.output = line(rate, "generated");
-  shown.prompt = line(rate, "prompts");
-  live.append(shown.graph, rate, element("h2", "", "First token, since the start"), shown.first = element("div"));
-  live.append(shown.note = element("p", "note"));
+  shown.graph.append(shown.area = svg("path", "area"), shown.path = svg("path", "line"));
+  rate.made.append(shown.graph);
+  shown.median = first.right;
+  first.made.append(shown.first = element("div"));
+  live.append(shown.note = element("p", "error"));
+  live.append(element("p", "", "From /metrics, every second. Rates cover the last minute, first tokens everything since the start."));
+}
+
+function svg(tag, className) {
+  const made = document.createElementNS("http:" + "//www.w3.org/2000/svg", tag);
+  if (className) made.setAttribute("class", className);
+  return made;
+}
+
+// The bar that holds the middle one of all counts.
+function median(histogram) {
+  const half = histogram.reduce((sum, bar) => sum + bar.count, 0) / 2;
+  let seen = 0;
+  return histogram.find((bar) => (seen += bar.count) >= half).le;
+}
+
+// "0.06" -> "≤ 60 ms"
+function bound(le) {
+  const seconds = Number(le);
+  return le === "+Inf" ? "more" : seconds < 1 ? `≤ ${Number((seconds * 1000).toPrecision(4))} ms` : `≤ ${seconds} s`;
 }
 
 const number = (value) => value >= 10 ? Math.round(value).toLocaleString("en") : value.toFixed(1);
@@ -65,7 +97,9 @@ function show(found, at) {
   shown.running.textContent = total(found, "num_requests_running");
   shown.waiting.textContent = total(found, "num_requests_waiting");
   shown.finished.textContent = total(found, "request_success_total").toLocaleString("en");
-  shown.kv.textContent = `${(100 * total(found, "kv_cache_usage_perc") / engines).toFixed(1)} %`;
+  const used = total(found, "kv_cache_usage_perc") / engines;
+  shown.kv.textContent = `${(100 * used).toFixed(1)} %`;
+  shown.used.value = used;
   shown.hits.textContent = queries ? `${(100 * hits / queries).toFixed(0)} %` : "–";
   if (before) {
     const seconds = (at - before.at) / 1000;
@@ -74,17 +108,20 @@ function show(found, at) {
     shown.output.textContent = number(rates.at(-1));
     shown.prompt.textContent = number(Math.max(0, (prompt - before.prompt) / seconds));
     const most = Math.max(1, ...rates);
-    shown.path.setAttribute("d", rates.map((rate, n) => `${n ? "L" : "M"}${n} ${1 - rate / most}`).join(" "));
+    const begin = KEPT - rates.length; // the newest is at the right
+    const line = rates.map((rate, n) => `${n ? "L" : "M"}${begin + n} ${1 - 0.95 * rate / most}`).join(" ");
+    shown.path.setAttribute("d", line);
+    shown.area.setAttribute("d", `${line} V1 H${begin} Z`);
+    shown.peak.textContent = `peak ${number(Math.max(...rates))}`;
   }
   before = { at, output, prompt };
   const histogram = bars(found, "time_to_first_token_seconds"), most = Math.max(1, ...histogram.map((bar) => bar.count));
-  shown.first.replaceChildren(...histogram.map(({ bound, count }) => {
+  shown.median.textContent = histogram.length ? `median ${bound(median(histogram))}` : "none yet";
+  shown.first.replaceChildren(...histogram.map(({ le, count }) => {
     const bar = element("div", "bar"), width = element("progress");
     width.max = most;
     width.value = count;
-    const seconds = Number(bound);
-    bar.append(element("span", "", bound === "+Inf" ? "more" : seconds < 1 ? `≤ ${seconds * 1000} ms` : `≤ ${seconds} s`));
-    bar.append(width, element("span", "", String(count)));
+    bar.append(element("span", "", bound(le)), width, element("span", "", String(count)));
     return bar;
   }));
 }

@@ -24,20 +24,25 @@ function inline(text) {
   return nodes.filter((node) => node.textContent);
 }
 
-function codeBlock(language, text) {
-  const box = element("div", "code"), head = element("div", "", language || "code"), copy = element("button", "", "Copy");
-  const pre = element("pre");
+// A button that copies a text, which is shown in a node.
+function copyButton(text, node) {
+  const copy = element("button", "", "Copy");
   copy.type = "button";
   copy.addEventListener("click", async () => {
-    if (navigator.clipboard) await navigator.clipboard.writeText(text);
-    else { // not at an http address of another machine
-      getSelection().selectAllChildren(pre);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text());
+    else { // pages from http addresses of other machines have no clipboard
+      getSelection().selectAllChildren(node);
       document.execCommand("copy");
     }
     copy.textContent = "Copied";
     setTimeout(() => { copy.textContent = "Copy"; }, 1500);
   });
-  head.append(copy);
+  return copy;
+}
+
+function codeBlock(language, text) {
+  const box = element("div", "code"), head = element("div", "", language || "code"), pre = element("pre");
+  head.append(copyButton(() => text, pre));
   pre.append(element("code", "", text));
   box.append(head, pre);
   return box;
