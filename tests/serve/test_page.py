@@ -135,7 +135,7 @@ def test_error_is_shown(page: Page) -> None:
     answer(page)
     assert "temperature" in note(page)
     assert page.evaluate("ask.value") == "Hello" and page.evaluate("messages.length") == 0, "the question is put back"
-    assert page.evaluate("document.querySelectorAll('.foot button').length") == 0, "there is nothing to copy or to try again"
+    assert page.evaluate("document.querySelectorAll('.foot button').length") == 0, "nothing to copy"
 
 
 MARKDOWN = r"""# Title <b>

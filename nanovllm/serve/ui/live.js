@@ -54,7 +54,7 @@ function figures(parent, ...names) {
 function build() {
   const requests = card("REQUESTS"), memory = card("KV CACHE"), rate = card("TOKENS PER SECOND"), first = card("FIRST TOKEN");
   [shown.running, shown.waiting, shown.finished] = figures(requests.made, "running", "waiting", "finished");
-  [shown.kv, shown.hits] = figures(memory.made, "in use", "of prompts cached");
+  [shown.kv, shown.hits] = figures(memory.made, "in use", "prompts cached");
   memory.made.append(shown.used = element("progress"));
   [shown.output, shown.prompt] = figures(rate.made, "generated", "prompts");
   shown.peak = rate.right;
@@ -66,7 +66,7 @@ function build() {
   shown.median = first.right;
   first.made.append(shown.first = element("div"));
   live.append(shown.note = element("p", "error"));
-  live.append(element("p", "", "From /metrics, every second. Rates cover the last minute, first tokens everything since the start."));
+  live.append(element("p", "", "From /metrics, every second. The graph shows the last minute, the histogram everything since the start."));
 }
 
 function svg(tag, className) {
