@@ -16,6 +16,7 @@ RENAMED = {
 }
 """Options by another name."""
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "attention_backend": {"FLASH_ATTN": "flash", "TRITON_ATTN": "triton", "FLEX_ATTENTION": "flex"},
     "data_parallel_backend": {"mp": "local"},
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -26,35 +27,42 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Values by another name, of our options."""
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "async_scheduling": (("true",), "disable='async_scheduling' turns it off"),
-    "compilation_config": ((), "nothing is compiled by torch; enforce_eager=True leaves CUDA graphs out"),
-    "config_format": (("auto", "hf"), "checkpoints have a config.json"),
+    "calculate_kv_scales": (("true", "false"), ""),
+    "compilation_config": ((), "torch.compile is not used; enforce_eager=True turns CUDA graphs off"),
+    "config_format": (("auto", "hf"), "checkpoints need a config.json"),
     "cpu_offload_gb": (("0",), "weights stay on the GPUs; quantization='int4' makes them smaller"),
-    "disable_custom_all_reduce": (("false",), "disable='peer_all_reduce' takes NCCL"),
+    "disable_cascade_attn": (("true",), "there is no cascade attention"),
+    "disable_custom_all_reduce": (("false",), "disable='peer_all_reduce' uses NCCL"),
+    "disable_hybrid_kv_cache_manager": (("false",), "disable='window_groups' keeps all tokens of layers with windows"),
     "disable_log_stats": (("true", "false"), ""),
     "disable_sliding_window": (("false",), "windows are part of the model"),
     "distributed_executor_backend": (("mp", "uni", "auto"), "data_parallel_backend='ray' places replicas on a cluster"),
-    "enable_chunked_prefill": (("true",), "prompts share steps with decodes: max_num_prefill_tokens_with_decodes"),
-    "enable_expert_parallel": (("false",), "tensor_parallel_size cuts every expert"),
-    "enable_lora": (("false",), "adapters are not supported: merge them into the checkpoint"),
-    "guided_decoding_backend": (("auto", "guidance"), "grammars are llguidance's"),
+    "enable_chunked_prefill": (("true",), "prompts are always chunked; see max_num_prefill_tokens_with_decodes"),
+    "enable_expert_parallel": (("false",), "tensor_parallel_size shards every expert"),
+    "enable_lora": (("false",), "adapters are not supported; merge them into the checkpoint"),
+    "enable_prompt_embeds": (("false",), "prompts are texts or token ids"),
+    "guided_decoding_backend": (("auto", "guidance"), "llguidance compiles grammars"),
     "kv_cache_memory_bytes": ((), "use num_kvcache_blocks or gpu_memory_utilization"),
+    "kv_transfer_config": ((), "keys and values stay with the engine that computed them"),
     "limit_mm_per_prompt": ((), "models take text only"),
+    "max_seq_len_to_capture": (("*",), "CUDA graphs serve every length"),
     "pipeline_parallel_size": (("1",), "use tensor_parallel_size, and data_parallel_size for replicas"),
     "rope_scaling": ((), "use hf_overrides={'rope_scaling': ...}"),
     "rope_theta": ((), "use hf_overrides={'rope_theta': ...}"),
-    "runner": (("auto", "generate"), "models write text"),
+    "runner": (("auto", "generate"), "models generate text"),
     "scheduling_policy": (("fcfs",), "there are no priorities"),
     "speculative_config": ((), "speculative decoding is not supported"),
-    "structured_outputs_config": ((), "grammars are llguidance's, and nothing of them can be set"),
-    "swap_space": (("0",), "KV is not swapped to the host: a request that has to make room is computed again"),
-    "task": (("auto", "generate"), "models write text"),
-    "tokenizer_mode": (("auto", "hf"), "the checkpoint's tokenizer.json is read"),
-    "tokenizer_revision": ((), "the tokenizer is of the model's revision, or of a folder that tokenizer names"),
+    "structured_outputs_config": ((), "llguidance compiles grammars and has no options"),
+    "swap_space": (("0",), "KV is never swapped to the host; preempted requests are recomputed"),
+    "task": (("auto", "generate"), "models generate text"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
+    "tokenizer_revision": ((), "the tokenizer has the model's revision; tokenizer=FOLDER replaces it"),
     "trust_remote_code": (
         ("false",),
-        "no code of a checkpoint is run: the families of docs/models.md are computed by the engine itself, and chat "
+        "code from a checkpoint is never run: the engine implements the families of docs/models.md itself, and chat "
         "templates run in a sandbox",
     ),
+    "use_tqdm_on_load": (("true", "false"), ""),
 }
 """Options that are none here: values, as texts, that ask for what is done anyway ("*": all), and what to do instead of
 others."""

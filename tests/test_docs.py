@@ -15,9 +15,12 @@ import pytest
 from programs import load
 
 from nanovllm import LLM, outputs
+from nanovllm.cli.serve import SERVER_FIXED
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
+from nanovllm.serve.options import ServeOptions
+from nanovllm.vllm_options import FIXED, RENAMED
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nanovllm"
@@ -71,12 +74,18 @@ def test_tables_of_options_are_those_of_the_code(page: str) -> None:
     assert load(ROOT / "scripts" / "option_tables.py").with_tables(page, text) == text, "run scripts/option_tables.py"
 
 
+MISSING_HERE = "## Options that do not exist"
+
+
 def test_what_the_page_for_users_of_vllm_names_is_there() -> None:
     page = ROOT / "docs" / "from-vllm.md"
     sampling = {option.name for option in fields(SamplingParams)}
     for theirs, ours in table_rows(section(page, "## Sampling")):
         known = [name for name in names(ours) if name.isidentifier() and name != "json"]
         assert {*known} <= sampling, theirs
+    options = {option.name for kind in (EngineConfig, ServeOptions) for option in fields(kind)}
+    absent = {name for row in table_rows(section(page, MISSING_HERE)) for name in names(row[1]) if name.isidentifier()}
+    assert len(absent) > 80 and not absent & {*options, *RENAMED, *FIXED, *SERVER_FIXED}
     for theirs, ours in table_rows(section(page, "## Library")):
         for name in names(ours):
             if name.startswith("LLM."):

@@ -81,7 +81,7 @@ TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 REFUSED = [
     (["--pipeline-parallel-size", "2"], "use tensor_parallel_size"),
-    (["--root-path", "/llm"], "let the proxy cut its prefix off"),
+    (["--root-path", "/llm"], "let the proxy strip its prefix"),
     (["--no-enable-chunked-prefill"], "max_num_prefill_tokens_with_decodes"),
     (["--max-queued-requests", "3"], "use max_num_queued_reqs"),
 ]
@@ -123,7 +123,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "options.yaml").write_text("model: [m]\ntrust_remote_code: true")
     for arguments in (["m", "--trust-remote-code"], ["--config", str(tmp_path / "options.yaml")]):
         assert main(["serve", *arguments]) == 2
-        assert "no code of a checkpoint is run" in capsys.readouterr().err
+        assert "code from a checkpoint is never run" in capsys.readouterr().err
     assert main(["serve", "m", "--gpu-memory-utilization", "7"]) == 2
     assert "gpu_memory_utilization=7.0" in capsys.readouterr().err
 

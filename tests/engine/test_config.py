@@ -133,8 +133,8 @@ def test_options_of_vllm_are_taken(given: dict[str, Any], known: dict[str, Any])
     ("given", "said"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: not supported; use tensor_parallel_size"),
-        ({"swap_space": 4}, "swap_space=4: not supported; KV is not swapped"),
-        ({"trust_remote_code": True}, "trust_remote_code=True: not supported; no code of a checkpoint is run"),
+        ({"swap_space": 4}, "swap_space=4: not supported; KV is never swapped"),
+        ({"trust_remote_code": True}, "trust_remote_code=True: not supported; code from a checkpoint is never run"),
         ({"block_size": 16, "kvcache_block_size": 32}, "block_size: is kvcache_block_size, which is given too"),
     ],
 )
