@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import near_miss, refuse
+from nanovllm.errors import refuse
 from nanovllm.model_config import ModelConfig, Quantization
 from nanovllm.models import families
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
@@ -53,8 +53,7 @@ def register_model(architecture: str, family: Family) -> None:
 def family(architecture: str) -> Family:
     """Raises ValueError for an architecture that is not here."""
     if architecture not in [*FAMILIES]:  # which takes what has no hash
-        hint = near_miss(architecture, FAMILIES) if isinstance(architecture, str) else ""
-        refuse("architectures", architecture, f"one of those that docs/models.md lists{hint}")
+        refuse("architectures", architecture, "one of those that docs/models.md lists")
     return FAMILIES[architecture]
 
 
@@ -150,15 +149,15 @@ def _head_precision(found: ModelConfig) -> Quantization:
 
 def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:
     """Raises ValueError for an architecture that neither we nor transformers' module can compute here, and says why."""
-    raw = _text_config({**raw, **config.hf_overrides})
-    architectures = raw.get("architectures")
+    whole = {**raw, **config.hf_overrides}
+    raw, architectures = _text_config(whole), whole.get("architectures")
     if not isinstance(architectures, list) or not architectures or _is_ours(architectures[0]):
         return
     parts = unserved_parts(raw)
     if not parts and takes_more_than_text(raw):
         from nanovllm.models.transformers_model import is_known
 
-        parts = "" if is_known(raw) else "takes images or sound, and there is no reader of its text"
+        parts = "" if is_known(whole) else "takes images or sound, and there is no reader of its text"
     if parts:
         refuse_unserved(architectures[0], parts)
 

@@ -9,7 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers  # noqa: F401 (waits for another thread's import, whose end replaces the module)
@@ -49,10 +49,13 @@ def load_module(
     settings = _settings(raw)
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if dummy:
-            module = AutoModelForCausalLM.from_config(settings, dtype=dtype)
-        else:
-            module = AutoModelForCausalLM.from_pretrained(folder, config=settings, dtype=dtype)
+        try:
+            if dummy:
+                module = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+            else:
+                module = AutoModelForCausalLM.from_pretrained(folder, config=settings, dtype=dtype)
+        except ImportError as error:
+            _refuse(f"it needs packages that are not installed: {short(error)}")
         return module.to(device).eval().requires_grad_(False)
 
 
@@ -190,7 +193,10 @@ class TransformersModel(WeightedModule):
         module = self.module
         module.set_attn_implementation("eager")  # sdpa leaves soft-caps out, and is what 5.17 gives Gemma 2
         ids, positions = (torch.arange(begin, begin + _PROBE, device=module.device) for begin in (1, 0))
-        alone = self._logits(ids, None).float()
+        try:
+            alone = self._logits(ids, None).float()
+        except (AttributeError, IndexError, TypeError) as error:
+            _refuse(f"it does not compute a text by itself: {short(error)}")
         module.set_attn_implementation(self._name)
         text = module.config.get_text_config(decoder=True)
         places = torch.arange(min(_LONG, text.max_position_embeddings), device=module.device)
@@ -200,7 +206,7 @@ class TransformersModel(WeightedModule):
             with self._attending(lambda q, *_: q):
                 self._logits(places % text.vocab_size, places)
         except (AttributeError, IndexError, TypeError) as error:
-            _refuse(f"it asks for what packed rows do not have: {error}")
+            _refuse(f"it asks for what packed rows do not have: {short(error)}")
         if not self._found:
             _refuse("its attention does not go through transformers' attention interface")
         if unknown := self._windows - {spec.window for spec in self._found}:
@@ -224,7 +230,7 @@ class TransformersModel(WeightedModule):
         return torch.cat(halves, dim=1).transpose(0, 1).to(q.dtype)
 
 
-def _refuse(why: str) -> None:
+def _refuse(why: str) -> NoReturn:
     refuse("model_impl", "transformers", f"of another model: {why}")
 
 
@@ -271,7 +277,7 @@ def read_transformers_config(
     eos = end_of_text(generation.get("eos_token_id"), getattr(text, "eos_token_id", None), text.vocab_size)
     return ModelConfig(
         raw["architectures"][0], text.vocab_size, text.hidden_size, intermediate_size=0, num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads, head_dim=0,
+        num_key_value_heads=text.to_dict().get("num_key_value_heads") or heads, head_dim=0,
         max_position_embeddings=longest, norm_eps=0.0, layers=(), ropes={},
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
         torch_dtype=str(dtype).removeprefix("torch."), eos_token_ids=eos, transformers_config=raw,

@@ -15,14 +15,19 @@ _LISTS = ("layer_types", "layers_block_type", "block_types")
 _ENTRIES = {
     "recurrent layers": (
         "mamba_d_state", "ssm_state_size", "linear_num_value_heads", "conv_L_cache", "state_size", "lru_width",
-        "attn_type_list", "hybrid_override_pattern",
+        "attn_type_list", "hybrid_override_pattern", "linear_attn_config",
     ),
     "latent attention": ("kv_lora_rank",),
-    "sparse attention": ("index_topk", "index_topk_blocks", "sparse_attention_config"),
+    "sparse attention": ("index_topk", "index_topk_blocks", "sparse_attention_config", "sparse_config"),
     "attention in chunks": ("attention_chunk_size",),
 }  # fmt: skip
 """Feature -> entries of config.json that have a value in a model with that feature."""
-_BESIDE_TEXT = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
+_RECURRENT = ("rwkv", "xlstm")
+"""Beginnings of the `model_type` of models that no entry of theirs gives away."""
+_BESIDE_TEXT = (
+    "vision_config", "audio_config", "vision_tower", "mm_vision_tower", "thinker_config", "img_processor",
+    "audio_processor",
+)  # fmt: skip
 
 
 def unserved_parts(raw: dict[str, Any]) -> str:
@@ -34,6 +39,10 @@ def unserved_parts(raw: dict[str, Any]) -> str:
     for what, entries in _ENTRIES.items():
         if not (kinds and what in _KINDS) and any(raw.get(entry) for entry in entries):
             found.add(what)
+    if str(raw.get("model_type")).startswith(_RECURRENT):
+        found.add("recurrent layers")
+    if not found and raw.get("v_head_dim") not in (None, raw.get("head_dim")):
+        found.add("values of another size than keys")
     parts = [f"has {' and '.join(sorted(found))}"] if found else []
     if raw.get("is_encoder_decoder"):
         parts.append("has an encoder")

@@ -41,6 +41,7 @@ GROUPED = {
     "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "n_shared_experts": 2, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+GRANITE4 = {"num_local_experts": 0, "layer_types": [FULL] * 4, "mamba_n_heads": 1}
 LAGUNA = {
     **EXPERTS, **ALTERNATING, **SHARED, "moe_routed_scaling_factor": 1.7,
     "rope_parameters": {
@@ -91,6 +92,21 @@ CASES = {
         "Granite",
         {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
     ),
+    "granite 4 without recurrent layers": Case(
+        "GraniteMoeHybrid",
+        {
+            **GRANITE4,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 28,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+        },
+        {"layer_types": ["attention"] * 4},
+    ),
+    "granite 4 without recurrent layers and rope": Case(
+        "GraniteMoeHybrid",
+        {**GRANITE4, "shared_intermediate_size": 28, "logits_scaling": 0.5},
+    ),
     "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
     "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
     "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),
@@ -139,8 +155,10 @@ CASES = {
     ),
     "olmo2": Case("Olmo2", {"num_key_value_heads": 6}),
     "olmo3": Case("Olmo3", {**ALTERNATING, "rope_parameters": BY_KIND}),
+    "glm": Case("Glm", {**HEADS, "eos_token_id": 7}),
     "glm4": Case("Glm4", {**HEADS, "eos_token_id": 7}),
     "exaone4": Case("Exaone4", {**ALTERNATING, "sliding_window_pattern": 4}),
+    "cohere": Case("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
     "cohere2": Case("Cohere2", {**ALTERNATING, "logit_scale": 0.5, "tie_word_embeddings": True}),
     "starcoder2": Case("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
     "nemotron": Case("Nemotron", {**HEADS, "mlp_bias": True, "attention_bias": True}),
@@ -164,6 +182,10 @@ CASES = {
     "dots1": Case("Dots1", {**HEADS, **GROUPED, "sliding_window": WINDOW, "max_window_layers": 2}),
     "solar_open": Case("SolarOpen", {**HEADS, **GROUPED, "attention_bias": True}),
     "hy_v3": Case("HYV3", {**HEADS, **EXPERTS, "num_shared_experts": 2}),
+    "afmoe": Case(
+        "Afmoe",
+        {**HEADS, **EXPERTS, "num_shared_experts": 2, "route_scale": 2, "sliding_window": WINDOW, "mup_enabled": True},
+    ),
     "laguna": Case("Laguna", {**HEADS, **LAGUNA, "num_attention_heads_per_layer": [6, 4, 8, 6]}),
     "laguna, gates by element": Case("Laguna", {**HEADS, **LAGUNA, "gating": "per-element", "attention_bias": True}),
     "exaone_moe": Case("ExaoneMoe", {**HEADS, **EXPERTS, **ALTERNATING, "sliding_window_pattern": 4}),

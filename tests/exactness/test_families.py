@@ -110,7 +110,8 @@ def test_head_dims(head_dim: int, config: str, tmp_path: Path) -> None:
 RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
-    "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna",
+    "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
+    "granite 4 without recurrent layers",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna")
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head."""

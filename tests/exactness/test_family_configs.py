@@ -34,6 +34,7 @@ OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # of the default, 42, half cannot be rotated
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
+    "GraniteMoeHybridForCausalLM": {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "num_local_experts": 0},
 }
 """Entries that files have and transformers' defaults do not."""
 
@@ -47,6 +48,7 @@ def test_no_entry_of_transformers_configuration_is_passed_over(architecture: str
     reader = ConfigReader({**FAMILIES[architecture].defaults, **config})
     FAMILIES[architecture].read(reader, {})
     config.pop("_sliding_window_pattern", None)  # a copy that is not in files
+    config = {name: value for name, value in config.items() if not name.startswith(("mamba_", "time_step_"))}
     passed_over = set(config) - reader.was_read - set(CHANGES_RESULT) - NO_DIFFERENCE
     assert not passed_over
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from family_cases import (
-    ALTERNATING,
     CASES,
     EXPERTS,
     GREEDY,
@@ -18,9 +17,12 @@ from family_cases import (
     NUM_TOKENS,
     OPTIONS,
     PROMPTS,
+    SHAPE,
     TOLERANCE,
+    WINDOW,
     Case,
     make_model,
+    randomised,
     reference_logits,
     save,
 )
@@ -31,19 +33,28 @@ from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.models.registry import read_model_config
 
+GEMMA4 = {
+    "global_head_dim": 32, "sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6,
+    "vocab_size_per_layer_input": 211, "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
 FOREIGN = {
     "GPT-NeoX: parallel blocks, partial rope": Case("GPTNeoX", {"num_hidden_layers": 3}),
     "GPT-2: positions are learned": Case("GPT2", {"num_hidden_layers": 3}),
     "OPT: positions come from the mask where none are given": Case("OPT", {"ffn_dim": 52, "word_embed_proj_dim": 48}),
     "OLMo: norms without weights": Case("Olmo", {"clip_qkv": 0.5}),
     "StableLM: grouped heads": Case("StableLm", {"use_qkv_bias": True}),
-    "Cohere: logits are scaled": Case("Cohere", {"logit_scale": 0.3}),
     "DiffLlama: attends twice in a layer": Case("DiffLlama", {}),
     "Persimmon: attention without keywords": Case("Persimmon", {}),
-    "AFMoE: takes views of what attention gives": Case("Afmoe", {**HEADS, **EXPERTS, **ALTERNATING}),
+    "Gemma 4: two sizes of heads, values from keys": Case(
+        "Gemma4Text", {**HEADS, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    ),
+    "Gemma 4 E: layers that read others' keys, embeddings of each layer": Case(
+        "Gemma4Text",
+        {**HEADS, **GEMMA4, "num_hidden_layers": 12, "num_kv_shared_layers": 6, "hidden_size_per_layer_input": 8},
+    ),
 }
-FORCED = {name: CASES[name] for name in ("llama", "gemma2", "gemma3", "qwen3", "mistral")}
-"""Windows, soft-caps and scales come through the interface."""
+FORCED = {name: CASES[name] for name in ("llama", "gemma2", "gemma3", "qwen3", "mistral", "cohere", "afmoe")}
+"""Windows, soft-caps and scales come through the interface; AFMoE takes views of what attention gives."""
 ALL = {**FOREIGN, **FORCED}
 
 
@@ -66,6 +77,22 @@ def test_equals_transformers_alone_in_a_crowd_in_chunks_and_cached(name: str, tm
         for output in outputs:
             assert output.token_ids == ids.tolist()
             torch.testing.assert_close(recorder.of(output.request_id, len(prompt), NUM_TOKENS), theirs, **TOLERANCE)
+
+
+def test_the_text_of_a_whole_model_that_transformers_counts_among_causal_ones(tmp_path: Path) -> None:
+    """Gemma 4 as it is published, with its encoder of images."""
+    text = {**SHAPE, **HEADS, **GEMMA4, "model_type": "gemma4_text"}
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Gemma4Config(text_config=text, vision_config={**vision, "head_dim": 8})
+    config.image_token_id, config.video_token_id, config.audio_token_id = 208, 209, 210
+    torch.manual_seed(0)
+    model = randomised(transformers.AutoModelForImageTextToText, config)
+    model.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        assert llm.engine_info()["model_impl"] == "transformers"
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == reference_logits(model, prompt, output.token_ids).argmax(-1).tolist()
 
 
 def test_auto_takes_it_for_unknown_architectures_alone_and_says_so(
@@ -106,6 +133,17 @@ def test_what_packed_rows_cannot_give_is_refused(
     folder = save(make_model(case), case, tmp_path)
     with pytest.raises(ValueError, match=f"model_impl='transformers': must be of another model: .*{message}"):
         LLM(str(folder), model_impl="transformers", **OPTIONS)
+
+
+def test_a_package_that_a_module_lacks_is_named_in_our_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(make_model(Case("GPTNeoX", {})), Case("GPTNeoX", {}), tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("\nTimmWrapperModel requires timm:\n`pip install timm`")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"must be of another model: it needs packages .* not installed: Timm.*$"):
+        LLM(str(folder), **OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Families whose experts are chosen by score + a correction (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): GLM-4.5
-(arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, and Ernie 4.5."""
+(arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, Laguna, Trinity, and Ernie 4.5."""
 
+import math
 from dataclasses import replace
 
 from nanovllm.errors import is_integer, refuse
@@ -9,8 +10,8 @@ from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_ernie4_5, read_llama
 from nanovllm.models.families.moe import read_experts, with_moe
 from nanovllm.models.families.others import exaone_layers
-from nanovllm.models.family import Family, Fields, read_decoder
-from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.family import Family, Fields, full_every, read_decoder
+from nanovllm.models.names import PRE_NORMS, SANDWICH_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
 
@@ -117,6 +118,23 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
     return with_moe(fields, moe, _dense_first(config, 1))
 
 
+def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
+    """Reads Trinity: attention's output is gated by element, layers that see all keys have no rotary embedding, and
+    the first `num_dense_layers` have no experts."""
+    for name, value in {"score_func": "sigmoid", "route_norm": True, "n_group": 1}.items():
+        config.require(name, value)
+    dense, hidden = config.integer("num_dense_layers", 1, low=0), config.integer("hidden_size")
+    norms: Fields = {"norm_kind": "rms_float32", "norm_placement": "sandwich", "qk_norm": "head"}
+    fields = read_decoder(
+        config, generation, biases="attention_bias", attention_gate="sigmoid", nope_full=True,
+        kinds=full_every(config, config.integer("global_attn_every_n_layers", 4)),
+        window=config.integer("sliding_window"),
+        embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0, **norms,
+    )  # fmt: skip
+    moe = _sigmoid(config, "num_experts", "num_shared_experts", "route_scale")
+    return with_moe(fields, moe, set(range(dense, config.integer("num_hidden_layers"))))
+
+
 def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
     """Softmax scores; every `moe_layer_interval`-th layer of a range has experts."""
     count, width = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
@@ -165,6 +183,16 @@ _LAGUNA = {
     "shared_expert_intermediate_size": 512,
     "rope_parameters": {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}},
 }  # fmt: skip
+_AFMOE_NAMES = CheckpointNames(
+    {
+        **SANDWICH_NORMS, "mlp_norm": "pre_mlp_layernorm", "mlp_out_norm": "post_mlp_layernorm", "gate": "router.gate",
+    },
+    paths={_CORRECTION: "mlp.expert_bias", "self_attn.g_proj": "self_attn.gate_proj"},
+)  # fmt: skip
+_AFMOE = {
+    "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "rms_norm_eps": 1e-5,
+    "sliding_window": 1024,
+}  # fmt: skip
 _EXAONE_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.e_score_correction_bias"}, skipped=("mtp.",))
 _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
@@ -185,6 +213,7 @@ FAMILIES = {
     "SolarOpenForCausalLM": Family(read_solar_open, defaults=_SOLAR),
     "HYV3ForCausalLM": Family(read_hy_v3, _HY3_NAMES, _HY3),
     "ExaoneMoeForCausalLM": Family(read_exaone_moe, _EXAONE_NAMES, _EXAONE),
+    "AfmoeForCausalLM": Family(read_afmoe, _AFMOE_NAMES, _AFMOE),
     "LagunaForCausalLM": Family(read_laguna, _LAGUNA_NAMES, _LAGUNA),
     "Ernie4_5_MoeForCausalLM": Family(read_ernie4_5_moe, _ERNIE_NAMES, _ERNIE),
 }

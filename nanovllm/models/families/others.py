@@ -1,4 +1,6 @@
-"""Families with a combination of switches of their own: GLM-4, EXAONE 4, Cohere 2, StarCoder 2, Nemotron."""
+"""Families with a combination of switches of their own: GLM-4, EXAONE 4, Cohere, StarCoder 2, Nemotron."""
+
+from typing import Any
 
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import windows_everywhere
@@ -6,9 +8,13 @@ from nanovllm.models.family import Family, Fields, full_every, read_decoder
 from nanovllm.models.names import GATE_UP, POST_NORMS, PRE_NORMS, SANDWICH_NORMS, CheckpointNames
 
 
+def read_glm(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
+    bias = config.flag("attention_bias")
+    return read_decoder(config, generation, qkv_bias=bias, interleaved_rope=True, partial_rope=True, **more)
+
+
 def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
-    switches: Fields = {"norm_placement": "sandwich", "interleaved_rope": True, "partial_rope": True}
-    return read_decoder(config, generation, qkv_bias=config.flag("attention_bias"), **switches)
+    return read_glm(config, generation, norm_placement="sandwich")
 
 
 def exaone_layers(config: ConfigReader) -> Fields:
@@ -25,15 +31,20 @@ def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
     return read_decoder(config, generation, norm_placement="post", qk_norm="head", **exaone_layers(config))
 
 
-def read_cohere2(config: ConfigReader, generation: Fields) -> Fields:
-    """Attention and MLP side by side (arXiv 2504.00698); full layers have no rotary embedding."""
+def read_cohere(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
+    """Reads Cohere's models, with attention and MLP side by side (arXiv 2504.00698)."""
     switches: Fields = {"norm_kind": "layer", "norm_placement": "parallel", "interleaved_rope": True}
+    scale = config.positive("logit_scale", 0.0625)
     return read_decoder(
-        config, generation, eps="layer_norm_eps", biases="attention_bias", float_rope=True,
-        kinds=full_every(config, config.integer("sliding_window_pattern", 4)),
-        window=config.integer("sliding_window"), nope_full=True,
-        logits_multiplier=config.positive("logit_scale", 0.0625), **switches,
+        config, generation, eps="layer_norm_eps", biases="attention_bias", float_rope=True, logits_multiplier=scale,
+        **switches, **more,
     )  # fmt: skip
+
+
+def read_cohere2(config: ConfigReader, generation: Fields) -> Fields:
+    """Full layers have no rotary embedding."""
+    kinds = full_every(config, config.integer("sliding_window_pattern", 4))
+    return read_cohere(config, generation, kinds=kinds, window=config.integer("sliding_window"), nope_full=True)
 
 
 def read_starcoder2(config: ConfigReader, generation: Fields) -> Fields:
@@ -56,18 +67,21 @@ _GLM4_NORMS = {
     "mlp_out_norm": "post_mlp_layernorm",
 }
 _GLM4 = {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
+_GLM = {**_GLM4, "num_key_value_heads": 2, "eos_token_id": [151329, 151336, 151338]}
 _STARCODER2_NAMES = CheckpointNames({**PRE_NORMS, "up_proj": "c_fc", "down_proj": "c_proj"})
 _STARCODER2 = {
     "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "norm_epsilon": 1e-5, "use_bias": True,
 }  # fmt: skip
-_COHERE2 = {"layer_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True}
+_COHERE = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 _EXAONE4 = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _NEMOTRON = {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 
 FAMILIES = {
+    "GlmForCausalLM": Family(read_glm, CheckpointNames(PRE_NORMS, GATE_UP), _GLM),
     "Glm4ForCausalLM": Family(read_glm4, CheckpointNames(_GLM4_NORMS, GATE_UP), _GLM4),
     "Exaone4ForCausalLM": Family(read_exaone4, CheckpointNames(POST_NORMS), _EXAONE4),
-    "Cohere2ForCausalLM": Family(read_cohere2, defaults=_COHERE2),
+    "CohereForCausalLM": Family(read_cohere, defaults={**_COHERE, "rope_theta": 5e5}),
+    "Cohere2ForCausalLM": Family(read_cohere2, defaults={**_COHERE, "sliding_window": 4096}),
     "Starcoder2ForCausalLM": Family(read_starcoder2, _STARCODER2_NAMES, _STARCODER2),
     "NemotronForCausalLM": Family(read_nemotron, defaults=_NEMOTRON),
 }
