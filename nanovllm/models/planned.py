@@ -61,8 +61,8 @@ def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) ->
     linears = [one for kind in kinds for one in kind.operations if isinstance(one, Product)] + [head]
     gemms = {one.gemm(rules.world) for one in linears}
     device, ranks = rules.device.name, f"{rules.world} rank" + "s" * (rules.world > 1)
-    yield f"{config.architecture}, {dtype}, {ranks} of {device}: {len(config.layers)} layers; of {len(gemms)} " + (
-        f"different products {sum(map(rules.table.is_tuned, gemms))} were measured, rules serve the others"
+    yield f"{config.architecture}, {dtype}, {ranks} of {device}: {len(config.layers)} layers; " + (
+        f"products: {rules.table.describe(gemms)}, rules serve the others"
     )
     for kind in kinds:
         plans = {rows: planner.layer(kind.operations)[rows] for rows in all_rows}

@@ -31,12 +31,12 @@ def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused:
 
 
 def describe(model: nn.Module, rules: Rules) -> str:
-    """Says how many of a model's different GEMMs the table has; rules serve the others."""
+    """Says how many of a model's different GEMMs tables have; rules serve the others."""
     if not rules.own_kernels:
         return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
     linears = (part for part in model.modules() if isinstance(part, ParallelLinear))
     found = {linear.product.gemm(rules.world) for linear in linears}
-    return f"{sum(map(rules.table.is_tuned, found))} of {len(found)} {rules.table.tuned_on(rules.device.name)}"
+    return rules.table.describe(found)
 
 
 def library_settings(rules: Rules) -> AbstractContextManager[None]:

@@ -133,13 +133,18 @@ def test_every_entry_fits_its_shape() -> None:
         assert not shipped_table(name).entries
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
-def test_a_table_says_where_it_was_measured(name: str, tmp_path: Path) -> None:
-    table = shipped_table(name)
-    assert table == H200 and table.devices == ("NVIDIA H200",)
-    assert table.tuned_on(name) == ("tuned" if name == "NVIDIA H200" else "tuned on NVIDIA H200")
-    save(tmp_path / "table.json", table)
-    assert load(tmp_path / "table.json") == table and os.listdir(tmp_path) == ["table.json"]
+def test_a_table_says_where_it_was_measured(tmp_path: Path) -> None:
+    """A device's own entries come first, and those of one alike serve for what it lacks."""
+    both, one = Gemm("o", 4096, 4096, "bfloat16", True), Gemm("o", 2048, 2048, "bfloat16", True)
+    h100, gh200 = shipped_table("NVIDIA H100 80GB HBM3"), shipped_table("NVIDIA GH200 480GB")
+    assert both in h100.entries and one not in h100.entries and not gh200.entries
+    assert H200.describe([both, one]) == "2 of 2 tuned"
+    assert h100.describe([both, one]) == "1 of 2 tuned, 1 on NVIDIA H200"
+    assert gh200.describe([both, one]) == "0 of 2 tuned, 2 on NVIDIA H200"
+    assert h100.measured(both) == h100.entries[both] != H200.measured(both) == gh200.measured(both)
+    assert h100.measured(one) == H200.measured(one) == H200.measured(one._replace(dtype="float16"))
+    save(tmp_path / "table.json", H200)
+    assert load(tmp_path / "table.json") == H200 and os.listdir(tmp_path) == ["table.json"]
 
 
 @given(st.one_of(GEMMS, st.sampled_from(sorted(H200.entries))), st.integers(1, 20_000), st.sampled_from(KNOWN))
@@ -176,13 +181,13 @@ def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
         gemm = Gemm(kind, *shape, dtype, True)
         ours = [fallback(gemm, rows, 132).is_our_kernel for rows in range(1, 20)]
         assert ours == [rows <= most for rows in range(1, 20)]
-        assert not H200.is_tuned(gemm)
+        assert not H200.measured(gemm)
 
 
 def test_float16_takes_what_bfloat16_takes() -> None:
     gemm = next(iter(H200.entries))
     half = gemm._replace(dtype="float16")
-    assert H200.is_tuned(half) and not H200.is_tuned(gemm._replace(dtype="float32"))
+    assert H200.measured(half) and not H200.measured(gemm._replace(dtype="float32"))
     assert all(lookup(H200, half, rows) == lookup(H200, gemm, rows) for rows in range(1, 300))
 
 

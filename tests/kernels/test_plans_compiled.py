@@ -32,7 +32,6 @@ def compile_for(device: Device) -> None:
 
     base.supports_pdl = lambda _: device.capability >= (9, 0)
     experts.supports_tma = lambda _: device.has_tma
-    stream.multiprocessors = lambda _: device.processors
     compile_only(most_spilled=None, capability=10 * device.capability[0] + device.capability[1])
     compiled = JITFunction.run
     JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise

@@ -171,7 +171,7 @@ def linear(
         ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
         STEPS=steps, PRELOAD=min(config.stages, steps), EVEN_K=k == steps * config.block_k,
         EVEN_N=n % config.block_n == 0, PAIRED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
-        **pdl_options(x.device),
+        maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip
     return out
 

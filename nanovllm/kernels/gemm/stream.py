@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import silu_mul
-from nanovllm.kernels.base.device import multiprocessors, pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
@@ -146,13 +146,12 @@ def linear(
     x = x if isinstance(x, Tensor) or rows == 1 else in_groups(x)
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    programs = triton.cdiv(n_out, 16)
-    stream_kernel[(programs,)](
+    stream_kernel[(triton.cdiv(n_out, 16),)](
         x, x_scale, gain, values, scale, out, residual, scale_stride=stride, n_out=n_out,
         groups=0 if scale is None else scale.shape[1], eps=eps, rows=rows, K=k, ROWS=block_rows, STEPS=steps,
         PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
         EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
-        maxnreg=_registers(config, steps, programs, gated, values.device) if rows == 1 and scale is not None else None,
+        maxnreg=config.max_registers or None,
         **pdl_options(values.device),
     )  # fmt: skip
     return out
@@ -184,13 +183,3 @@ def _rounded(
     # Before a residual, and where every program has much to round, a kernel of its own takes less time.
     x = x if norm is None else add_norms(x, None, norm)[0]
     return quantize_rows(x, weight.input_scale), None
-
-
-def _registers(config: GemmConfig, steps: int, programs: int, gated: bool, device: torch.device) -> int | None:
-    """Maximum registers of a thread, for one row of e4m3; None: the compiler chooses."""
-    if config.num_warps == 8 and steps <= 16 and not gated:  # one that holds more of x, or of weights, needs more
-        return 128  # two programs fit a multiprocessor
-    processors = multiprocessors(device)
-    if config.num_warps == 4 and steps > 16 and 2 * processors < programs <= 3 * processors and not gated:
-        return 168  # three do, and all run at once
-    return None

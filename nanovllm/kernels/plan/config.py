@@ -86,6 +86,9 @@ class GemmConfig:
     stages: int = 0
     split_k: int = 1
     num_warps: int = 4
+    max_registers: int = 0
+    """Maximum registers of a thread, of "fma" and "stream"; 0: as many as the compiler likes. Where it has a limit the
+    compiler keeps more loads in flight, and with fewer registers the next kernel's programs start earlier."""
     round_sums: bool = False
     """Sums over parts of K are rounded to x's dtype, for "split", "tile" and "blocks" (fixed_order.py)."""
 
@@ -94,7 +97,8 @@ class GemmConfig:
         sizes = "x".join(str(size) for size in (self.block_n, self.block_m, self.block_k) if size)
         stages, parts = f" {self.stages} stages" * bool(self.stages), f" {self.split_k} parts" * (self.split_k > 1)
         warps = f" {self.num_warps} warps" * (self.num_warps != 4)
-        return f"{self.kernel} {sizes}{stages}{parts}{warps}".replace("  ", " ").strip()
+        registers = f" {self.max_registers} registers" * bool(self.max_registers)
+        return f"{self.kernel} {sizes}{stages}{parts}{warps}{registers}".replace("  ", " ").strip()
 
     @property
     def is_skinny(self) -> bool:
@@ -116,9 +120,11 @@ class GemmConfig:
 LIBRARY = GemmConfig()
 
 
-def streaming(warps: int, stages: int, block_n: int = 16, columns: int = 128) -> GemmConfig:
+def streaming(warps: int, stages: int, block_n: int = 16, columns: int = 128, max_registers: int = 0) -> GemmConfig:
     """The kernel "stream", `columns` of a step for each warp: 64 by weights of 16 bits, else 128."""
-    return GemmConfig("stream", block_n, block_k=columns * warps, stages=stages, num_warps=warps)
+    return GemmConfig(
+        "stream", block_n, block_k=columns * warps, stages=stages, num_warps=warps, max_registers=max_registers
+    )
 
 
 def with_roles(block_n: int, block_m: int, stages: int, parts: int = 1) -> GemmConfig:

@@ -12,6 +12,8 @@ def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int =
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
+    if config.max_registers and not (config.is_skinny and 32 <= config.max_registers <= 255):
+        return f"max_registers={config.max_registers}: must be 0, or 32 to 255 of a thread of fma or stream"
     if gemm.dtype not in KERNELS[kernel].dtypes:
         return f"{kernel!r} does not multiply by weights of {gemm.dtype}"
     multiple = 16 if gemm.dtype == FP8 else 1 if gemm.dtype == INT4 or kernel == "split" else 8

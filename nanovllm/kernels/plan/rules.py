@@ -90,7 +90,7 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
         if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
             warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
-        return streaming(warps, stages)
+        return streaming(warps, stages, max_registers=_fp8_row_registers(gemm, warps, processors))
     if rows <= _FP8_STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) == 4096:
         warps, stages = _FP8_STREAM[gemm.kind]
         return streaming(warps, stages + (gemm.kind == "down" and rows == 2))
@@ -104,6 +104,16 @@ def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
         parts = _parts(gemm, programs, room)
         found.append((programs * parts, with_roles(block_n, block_m, stages, parts)))
     return max(found, key=lambda one: one[0])[1] if found else LIBRARY
+
+
+def _fp8_row_registers(gemm: Gemm, warps: int, processors: int) -> int:
+    """Limit of registers for one row: so few that all programs, or two of eight warps, share the multiprocessors."""
+    if gemm.kind == "gate_up":
+        return 0
+    steps, programs = -(-gemm.k // (128 * warps)), -(-gemm.n // 16)
+    if warps == 8:
+        return 128 if steps <= 16 else 0  # one that holds more of x needs more
+    return 168 if steps > 16 and 2 * processors < programs <= 3 * processors else 0
 
 
 FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)

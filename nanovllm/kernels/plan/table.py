@@ -7,8 +7,8 @@ the best GEMM by itself is not the best one among attention, norms and all-reduc
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,21 @@ class GemmTable:
     """Beginnings of their names, as torch.cuda.get_device_name gives them."""
     entries: Mapping[Gemm, Ranges]
     near: tuple[str, ...] = ()
-    """Devices alike, which take it as long as they have no table of their own; nothing was measured on them."""
+    """Devices alike, which take it for what their own tables lack; nothing was measured on them."""
+    base: "GemmTable | None" = None
+    """Table of a device alike, for GEMMs that this one has no entry of."""
 
-    def tuned_on(self, device_name: str) -> str:
-        """Text for reports about its entries on this device."""
-        own = not self.devices or device_name.startswith(self.devices)
-        return "tuned" if own else f"tuned on {self.devices[0]}"
-
-    def is_tuned(self, gemm: Gemm) -> bool:
-        return bool(self.measured(gemm))
+    def describe(self, gemms: Collection[Gemm]) -> str:
+        """Says how many of these were measured here or on a device alike: "3 of 5 tuned, 2 on NVIDIA H200"."""
+        own = sum(bool(self._own(gemm)) for gemm in gemms)
+        lent = sum(bool(self.measured(gemm)) for gemm in gemms) - own
+        return f"{own} of {len(gemms)} tuned" + (f", {lent} on {self.base.devices[0]}" if lent and self.base else "")
 
     def measured(self, gemm: Gemm) -> Ranges:
         """The entry of this very GEMM, for float16 that of bfloat16; empty where there is none."""
+        return self._own(gemm) or (self.base.measured(gemm) if self.base else ())
+
+    def _own(self, gemm: Gemm) -> Ranges:
         return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
 
     def at(self, gemm: Gemm, rows: int) -> GemmConfig | None:
@@ -50,11 +53,10 @@ EMPTY = GemmTable((), {})
 
 
 def shipped_table(device_name: str) -> GemmTable:
-    """The table of the package for this device, else that of one alike; an empty one where there is none."""
+    """The table of the package for this device over that of one alike; an empty one where there is neither."""
     tables = [load(path) for path in sorted(_SHIPPED.glob("*.json"))]
-    own = (table for table in tables if device_name.startswith(table.devices))
-    near = (table for table in tables if device_name.startswith(table.near))
-    return next(own, None) or next(near, GemmTable((device_name,), {}))
+    own = next((table for table in tables if device_name.startswith(table.devices)), GemmTable((device_name,), {}))
+    return replace(own, base=next((table for table in tables if device_name.startswith(table.near)), None))
 
 
 def load(path: str | os.PathLike[str]) -> GemmTable:
