@@ -1,4 +1,5 @@
-"""Reasoning and tool calls: held to by a grammar, read from the text as it comes. One module for each family."""
+"""Reasoning and tool calls: held to by a grammar, read from the text as it comes. `families.py` says how they are
+written."""
 
 from nanovllm.serve.parsers.output import OutputParser
 from nanovllm.serve.parsers.plan import Plan

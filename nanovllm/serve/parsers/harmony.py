@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutput
-from nanovllm.serve.parsers.family import one_of
+from nanovllm.serve.parsers.calls import one_of
 from nanovllm.serve.parsers.plan import term
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag, Tags

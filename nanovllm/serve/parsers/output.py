@@ -3,57 +3,16 @@
 from functools import partial
 
 from nanovllm.sampling_params import StructuredOutput
-from nanovllm.serve.parsers.family import ToolFamily
-from nanovllm.serve.parsers.glm import Glm
+from nanovllm.serve.parsers.calls import ToolFamily
+from nanovllm.serve.parsers.families import FORMS, HARMONY, REASONING_TAGS, reasoning_of, tool_family_of
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
-from nanovllm.serve.parsers.hermes import Hermes
-from nanovllm.serve.parsers.llama import Llama
-from nanovllm.serve.parsers.minimax import MiniMax
-from nanovllm.serve.parsers.mistral import MistralList, MistralNamed
 from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
-from nanovllm.serve.parsers.qwen_coder import QwenCoder
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
-TOOL_FAMILIES: dict[str, type[ToolFamily]] = {
-    "qwen3_coder": QwenCoder,
-    "glm45": Glm,
-    "minimax_m2": MiniMax,
-    "hermes": Hermes,
-    "mistral": MistralNamed,
-    "mistral_list": MistralList,
-    "llama3_json": Llama,
-}
-HARMONY = "harmony"
-"""Tools and reasoning of gpt-oss, which are one."""
-_MARKS_OF_FAMILY = (  # the first whose text is in a template
-    ("<|channel|>", HARMONY),
-    ("<function=", "qwen3_coder"),
-    ("<arg_key>", "glm45"),
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<tool_call>", "hermes"),
-    ("[ARGS]", "mistral"),
-    ("[TOOL_CALLS]", "mistral_list"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": ', "llama3_json"),
-)
-REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-
 _TEXT = r"TEXT: /(.|\n)*/"
-
-
-def tool_family_of(template: str) -> str | None:
-    """The family whose calls a chat template writes."""
-    return next((family for mark, family in _MARKS_OF_FAMILY if mark in template), None)
-
-
-def reasoning_of(template: str) -> str | None:
-    """The kind of reasoning that a chat template knows."""
-    if tool_family_of(template) == HARMONY:
-        return HARMONY
-    return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
 
 
 class OutputParser:
@@ -68,14 +27,14 @@ class OutputParser:
         self.tool_family, self.reasoning = tool_family_of(template), reasoning_of(template)
         """The names of the parsers in use, None for none."""
         if tool_call_parser != "auto":
-            self.tool_family = _known("tool_call_parser", tool_call_parser, [*TOOL_FAMILIES, HARMONY])
+            self.tool_family = _known("tool_call_parser", tool_call_parser, [*FORMS, HARMONY])
         if reasoning_parser != "auto":
             self.reasoning = _known("reasoning_parser", reasoning_parser, [*REASONING_TAGS, HARMONY])
         if (self.tool_family == HARMONY) != (self.reasoning == HARMONY):
             raise ValueError("tool_call_parser, reasoning_parser: 'harmony' must be both of them or none")
         self._harmony = Harmony(tags) if self.reasoning == HARMONY else None
-        kind = TOOL_FAMILIES.get(self.tool_family or "")
-        self._family = None if kind is None else kind(tags)
+        form = FORMS.get(self.tool_family or "")
+        self._family = None if form is None else ToolFamily(form, tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)
         self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)

@@ -1,0 +1,106 @@
+"""Forms of tool calls, one for each family of models, and the family that a chat template is of."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """Form of a family's calls, as texts with slots. {name}: of the function; {arguments}: a JSON object; {parameters}:
+    a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {blank},
+    {break}, {breaks}: a blank, a line break, up to two of them, or nothing. A reader takes any blanks around texts."""
+
+    tags: tuple[str, ...]
+    """Tags, which are single tokens of most vocabularies; the first begins calls."""
+    call: str
+    between: str
+    """Text between two calls: the tag that begins the next one, or a separator."""
+    first: str = ""
+    """Text between the tag and the first call."""
+    last: str = ""
+    """Text after the last call, where one tag begins them all."""
+    parameter: str = ""
+    value_begin: str = ""
+    """Text before a value that is written as it is; after an empty one, what ends the value may stand in its place."""
+    arguments: str = "arguments"
+    """Name of the arguments in {call}."""
+    bare: str = ""
+    """Text with which a call may begin without the tag."""
+    is_tagged: bool = True
+    """Whether the grammar asks for the tag; if not, an answer is words or calls."""
+
+
+FORMS = {
+    "qwen3_coder": CallForm(  # Qwen3.5, too
+        tags=("<tool_call>", "</tool_call>"),
+        call="\n<function={name}>\n{parameters}</function>\n</tool_call>",
+        parameter="<parameter={key}>{value}\n</parameter>\n",
+        value_begin="\n",
+        between="{breaks}<tool_call>",
+        bare="<function=",
+    ),
+    "glm45": CallForm(
+        tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        call="{name}{break}{parameters}</tool_call>",
+        parameter="<arg_key>{key}</arg_key>{break}<arg_value>{value}</arg_value>{break}",
+        between="{breaks}<tool_call>",
+    ),
+    "minimax_m2": CallForm(
+        tags=("<minimax:tool_call>", "</minimax:tool_call>"),
+        first="{break}",
+        call='<invoke name="{name}">{break}{parameters}</invoke>',
+        parameter='<parameter name="{key}">{value}</parameter>{break}',
+        between="{break}",
+        last="{break}</minimax:tool_call>",
+    ),
+    "hermes": CallForm(  # Qwen2.5 and Qwen3, too
+        tags=("<tool_call>", "</tool_call>"),
+        call="\n{call}\n</tool_call>",
+        between="{breaks}<tool_call>",
+    ),
+    "mistral": CallForm(
+        tags=("[TOOL_CALLS]", "[ARGS]"),
+        call="{name}[ARGS]{arguments}",
+        between="[TOOL_CALLS]",
+    ),
+    "mistral_list": CallForm(  # older models of theirs
+        tags=("[TOOL_CALLS]",),
+        first="{blank}[",
+        call="{call}",
+        between=", ",
+        last="]",
+    ),
+    "llama3_json": CallForm(
+        tags=("<|python_tag|>",),
+        call="{call}",
+        arguments="parameters",
+        between="; ",
+        bare="{",
+        is_tagged=False,
+    ),
+}
+HARMONY = "harmony"
+"""Tools and reasoning of gpt-oss, which are one."""
+_MARKS = (  # the first whose text is in a template
+    ("<|channel|>", HARMONY),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<tool_call>", "hermes"),
+    ("[ARGS]", "mistral"),
+    ("[TOOL_CALLS]", "mistral_list"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": ', "llama3_json"),
+)
+REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+def tool_family_of(template: str) -> str | None:
+    """The family whose calls a chat template writes."""
+    return next((family for mark, family in _MARKS if mark in template), None)
+
+
+def reasoning_of(template: str) -> str | None:
+    """The kind of reasoning that a chat template knows."""
+    if tool_family_of(template) == HARMONY:
+        return HARMONY
+    return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
