@@ -1,4 +1,4 @@
-"""The engine for programs of asyncio: each request is an async iterator of its text as it comes."""
+"""LLM for asyncio programs: each request is an async iterator over its text."""
 
 import asyncio
 import threading
@@ -25,10 +25,10 @@ _LOOK_AGAIN_SECONDS = 0.02  # between two looks at an engine that sleeps, or who
 
 @dataclass
 class TextDelta:
-    """Text and tokens that one completion of a request has gained since the delta before."""
+    """New text and tokens of one completion of a request since its last delta."""
 
     text: str
-    """Whole characters. The end of a text waits while it may begin a stop string. "" under skip_tokenizer_init."""
+    """Whole characters only; text that may begin a stop string is held back. "" under skip_tokenizer_init."""
     token_ids: list[int]
     index: int = 0
     """Number of the completion, 0 to n - 1."""
@@ -43,22 +43,22 @@ class TextDelta:
 
 
 class AsyncLLM:
-    """A model that requests of asyncio's tasks share. A thread of this object steps the engine; tokenizing, templates
-    and starting have threads, too, so that the event loop never waits for them.
+    """A model shared by asyncio tasks. A thread steps the engine; starting, tokenizing and chat templates run in
+    threads too, so that the event loop never waits for them.
 
     Use it in an `async with`, or call close(). Requests may come from several event loops.
     """
 
     def __init__(self, llm: LLM) -> None:
-        """Takes an engine over, which nobody else may step from here on; `start` makes one."""
+        """Takes over an LLM, which nobody else may step from now on. `start` makes one."""
         self.llm = llm
-        """The engine, for calls between two steps: stats(), and by asyncio.to_thread load_weights(), pause(), sleep()
-        and their like."""
+        """The LLM, for its other methods: stats(), and by asyncio.to_thread load_weights(), pause(), sleep() and so
+        on."""
         self._streams: dict[int, _Stream] = {}
         self._num_adding = 0
-        """Requests on their way into the engine, whose numbers are not known yet."""
+        """Requests that are being added, so that their numbers are not known yet."""
         self._early: dict[int, list[StepOutput]] = {}
-        """Outputs of requests without a stream, while any are on their way."""
+        """Outputs of requests without a stream, kept while requests are being added."""
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._step_until_closed, name="nanovllm-async", daemon=True)
@@ -72,9 +72,9 @@ class AsyncLLM:
     async def generate(
         self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[TextDelta, None]:
-        """Continues a prompt (text or token ids). Leaving the loop, or cancelling its task, aborts the request, at once
-        where the iterator is closed (contextlib.aclosing). Raises ValueError naming option, value and bound; QueueFull;
-        RuntimeError where the engine has failed or is closed."""
+        """Continues a prompt (text or token ids). Leaving the loop or cancelling its task aborts the request, at once
+        if the iterator is closed (contextlib.aclosing). Raises ValueError naming option, value and bound; QueueFull;
+        RuntimeError if the engine has failed or is closed."""
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = _Stream(asyncio.get_running_loop())
         number = await self._in_thread(lambda: self._add(prompt, params, stream), self._drop)
@@ -151,7 +151,7 @@ class AsyncLLM:
             raise RuntimeError(f"the engine has ended: {self._failure}") from self._failure
 
     def _drop(self, number: int) -> None:
-        """A request that nobody listens to any more; unknown ones are ignored."""
+        """Aborts a request that nobody listens to any more; unknown ones are ignored."""
         with self._lock:
             stream = self._streams.pop(number, None)
             if stream is not None and self._failure is None:
@@ -165,7 +165,7 @@ class AsyncLLM:
                         self._hand_out(self.llm.step())
                     except (EngineAsleep, WeightsIncomplete):  # requests wait
                         time.sleep(_LOOK_AGAIN_SECONDS)
-        except BaseException as error:  # of an engine that failed or was closed: every request hears of it
+        except BaseException as error:  # of a failed or closed engine: every request raises it
             with self._lock:
                 self._failure = error
                 for stream in self._streams.values():
@@ -173,7 +173,7 @@ class AsyncLLM:
             self.llm.close()
 
     def _hand_out(self, step: list[StepOutput]) -> None:
-        """Wakes each event loop once, with all that its streams have gained."""
+        """Hands outputs to their streams, with one callback for each event loop."""
         gained: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, StepOutput]]] = {}
         with self._lock:
             if not self._num_adding:
@@ -208,7 +208,7 @@ class AsyncLLM:
 
 
 class _Stream:
-    """Outputs that one request's task has not taken yet. For the thread of its event loop."""
+    """Outputs that a request's task has not taken yet. For the thread of its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -221,7 +221,7 @@ class _Stream:
         self._came.set()
 
     def end(self, error: BaseException) -> None:
-        """The engine has ended."""
+        """Notes that the engine has ended, with this error."""
         self._error = error
         self._came.set()
 
@@ -242,7 +242,7 @@ def _deliver(outputs: list[tuple[_Stream, StepOutput]]) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
-    """Calls a function in an event loop's thread. From any."""
+    """Calls a function in the thread of an event loop. From any thread."""
     try:
         loop.call_soon_threadsafe(function, argument)
     except RuntimeError:

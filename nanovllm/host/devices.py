@@ -1,4 +1,4 @@
-"""GPUs of each replica."""
+"""GPUs of each replica on this host."""
 
 import os
 
@@ -6,9 +6,9 @@ from nanovllm.config import EngineConfig
 
 
 def devices_of_replicas(config: EngineConfig) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each replica, replica i with GPUs [i * size, (i + 1) * size); None on a CPU.
+    """CUDA_VISIBLE_DEVICES of each replica: replica i has GPUs [i * size, (i + 1) * size). None on a CPU.
 
-    Raises ValueError where there are too few GPUs, and num_kvcache_blocks is missing where they are shared.
+    Raises ValueError if there are too few GPUs, or if they are shared and num_kvcache_blocks is missing.
     """
     size, replicas = config.tensor_parallel_size, config.data_parallel_size
     if config.device == "cpu":

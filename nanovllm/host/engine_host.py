@@ -1,4 +1,5 @@
-"""One engine, driven by frames: it steps while there is work, and between two steps does what it is asked for."""
+"""Loop around one engine that a driver controls by frames: it steps while there is work, and runs calls between two
+steps."""
 
 import pickle
 import time
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.engine.calls import CALLS, Steps
 from nanovllm.host import wire
-from nanovllm.host.late import LateRequests
+from nanovllm.host.slow_checks import SlowChecks
 from nanovllm.host.step_clock import StepClock
-from nanovllm.host.step_watch import CALL_SECONDS, StepWatch, watch_of
+from nanovllm.host.watchdog import CALL_SECONDS, Watchdog, step_watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -26,42 +27,43 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.1  # between two frames with counters, while the engine is busy
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
 _AWAKE_SECONDS = 0.001
-_LATE = ("structured_outputs", "bad_words")
-"""Options whose check may take long, each with a thread of its own for them."""
+_SLOW_OPTIONS = ("structured_outputs", "bad_words")
+"""Options whose check may be slow. Each has a thread for its checks."""
 
 
 class Intake(Protocol):
-    """Source of the frames that an engine's driver sends."""
+    """Source of the driver's frames."""
 
     def next(self, seconds: float) -> wire.Down | None:
-        """The next frame; waits up to `seconds` for it, or for `wake`. Raises EOFError where the driver has left."""
+        """Returns the next frame, or None after `seconds` or `wake`. Raises EOFError if the driver has left."""
 
     def wake(self) -> None:
-        """Wakes a waiting host. May be called from any thread."""
+        """Ends a wait in `next`. From any thread."""
 
 
 class EngineHost:
-    """One engine and the way to its driver."""
+    """An engine and its connection to the driver."""
 
     def __init__(self, engine: "LLMEngine", send: Callable[[wire.Up], None], intake: Intake) -> None:
-        """`send`: from any thread."""
+        """`send` is called from several threads."""
         self._engine, self._send, self._intake = engine, send, intake
         engine.loop.rests = True
         self._calls: deque[wire.Call] = deque()
         """Calls that have not begun."""
         self._running: tuple[wire.Call, Steps] | None = None
+        """The call that has begun and waits for steps."""
         self._buckets: deque[wire.Bucket] = deque()
-        self._call_watch = StepWatch(CALL_SECONDS, "call")
+        self._call_watch = Watchdog(CALL_SECONDS, "call")
         self._prompts_due: set[int] = set()
-        """Requests whose prompts' log-probabilities are to be sent."""
-        self._late = {name: LateRequests(f"nanovllm-{name}", self._add_late, self._engine.abort) for name in _LATE}
+        """Requests whose prompt log-probabilities have not been sent yet."""
+        self._slow = {name: SlowChecks(f"nanovllm-{name}", self._add_slow, engine.abort) for name in _SLOW_OPTIONS}
         self._awake_until = self._stats_due = 0.0
 
     def run(self) -> None:
-        """Serves until the driver leaves. Raises the error that the engine cannot go on after."""
+        """Serves until the driver leaves. Raises the error of an engine that has failed."""
         engine, was_busy = self._engine, False
         clock = StepClock() if engine.config.device == "cuda" and engine.config.uses("late_scheduling") else None
-        watch = watch_of(engine.config)
+        watch = step_watchdog(engine.config)
         with suppress(EOFError):
             while True:
                 self._advance_calls()
@@ -89,7 +91,7 @@ class EngineHost:
             seconds = 0.0
 
     def handle(self, frame: wire.Down) -> None:
-        """Queues what a frame asks for."""
+        """Queues the request or call of a frame."""
         if isinstance(frame, wire.Add):
             self._take_request(frame)
         elif isinstance(frame, wire.Abort):
@@ -104,17 +106,17 @@ class EngineHost:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _take_request(self, frame: wire.Add) -> None:
-        late = next((name for name in _LATE if name in frame.params), None)
-        if late is None or (late == "structured_outputs" and self._is_compiled(frame)):
+        slow = next((name for name in _SLOW_OPTIONS if name in frame.params), None)
+        if slow is None or (slow == "structured_outputs" and self._is_compiled(frame)):
             self._add(frame)
         else:
-            self._late[late].put(frame)
+            self._slow[slow].put(frame)
 
     def _is_compiled(self, frame: wire.Add) -> bool:
-        """Whether the request's grammar is known: then it passes those that are not."""
+        """Whether the request's grammar is compiled already, so that it need not wait behind others."""
         return "bad_words" not in frame.params and self._engine.book.knows_grammar(frame.params["structured_outputs"])
 
-    def _add_late(self, frame: wire.Add) -> None:
+    def _add_slow(self, frame: wire.Add) -> None:
         self._add(frame)
         self._intake.wake()
 
@@ -126,7 +128,7 @@ class EngineHost:
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id, frame.known_ids())
-        except Exception as error:  # of this request alone
+        except Exception as error:  # concerns this request only
             self._prompts_due.discard(frame.request_id)
             is_users = isinstance(error, (ValueError, TypeError))
             if not is_users:
@@ -134,17 +136,16 @@ class EngineHost:
             self._send(wire.Refused(frame.request_id, str(error) if is_users else None))
 
     def abort(self, request_id: int) -> None:
-        """Ends a request, also one that is still being checked."""
-        for late in self._late.values():
-            if (request := late.withdraw(request_id)) is not None:
+        """Ends a request, even if it is still being checked."""
+        for checks in self._slow.values():
+            if (request := checks.withdraw(request_id)) is not None:
                 self._send(wire.aborted(request_id, request.params.get("n", 1)))
         self._engine.abort(request_id)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _advance_calls(self) -> None:
-        """Runs all calls that need no more steps, in the order in which they came. `resume` ends those before it that
-        wait for steps."""
+        """Runs calls in order, until one has to wait for steps. A `resume` behind it ends that wait."""
         while self._running or self._calls:
             if self._running is None:
                 call = self._calls.popleft()
@@ -169,7 +170,7 @@ class EngineHost:
         return (yield from made) if isinstance(made, Generator) else made
 
     def _go_on(self, call: wire.Call, steps: Steps) -> bool:
-        """Whether the call is done."""
+        """Runs the call as far as possible without a step; returns whether it is done."""
         try:
             with self._call_watch:
                 next(steps)
@@ -187,11 +188,11 @@ class EngineHost:
         return True
 
     def _answer(self, call: wire.Call, value: Any = None, kind: str | None = None, message: str = "") -> None:
-        """Answers, behind all that was gained before."""
+        """Sends the answer, after all tokens that were computed before it."""
         engine = self._engine
         if call.takes_weights:
             with suppress(RuntimeError):
-                deque(self._weights(call.number), 0)  # what the call has left
+                deque(self._weights(call.number), 0)  # drops what the call has not read
         if call.relays:
             self._send(wire.Bucket(call.number, None, None if kind is None else "the first engine did not take them"))
         if not engine.executor.failed:
@@ -201,7 +202,7 @@ class EngineHost:
         self._send(wire.Answer(call.number, value, copy(engine.state), kind, message))
 
     def _weights(self, number: int) -> "Iterator[tuple[str, torch.Tensor]]":
-        """(checkpoint name, tensor) of the buckets of a call, up to the last one."""
+        """Yields (checkpoint name, tensor) from the buckets of a call, up to the last one."""
         while True:
             while not self._buckets:
                 if (frame := self._intake.next(_IDLE_LOOK)) is not None:
@@ -210,19 +211,19 @@ class EngineHost:
             if bucket.number != number:
                 continue
             if bucket.data is None:
-                self._buckets.appendleft(bucket)  # for who asks again
+                self._buckets.appendleft(bucket)  # for the next reader
                 if bucket.error is not None:
-                    raise RuntimeError(bucket.error)  # the driver raises why
+                    raise RuntimeError(bucket.error)
                 return
             yield from pickle.loads(bucket.data)
 
-    # -- what it says -------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------
 
     def _send_stats(self) -> None:
-        self._send(self._count(wire.Step([], [])))
+        self._send(self._with_stats(wire.Step([], [])))
 
-    def _count(self, step: wire.Step) -> wire.Step:
-        """Adds the counters of now, which whoever sees a request's end can rely on."""
+    def _with_stats(self, step: wire.Step) -> wire.Step:
+        """Adds the current counters, so that they include every request whose end the driver has seen."""
         self._stats_due = time.monotonic() + _STATS_SECONDS
         step.stats, step.computed = self._engine.stats(), self._engine.computed
         return step
@@ -231,12 +232,12 @@ class EngineHost:
         if len(gained):
             step = self._step(gained)
             if step.finishes:
-                self._count(step)
+                self._with_stats(step)
             self._send(step)
 
     def _step(self, gained: "StepColumns") -> wire.Step:
         engine = self._engine
-        if not gained.endings and not gained.logprobs:  # nearly every step
+        if not gained.endings and not gained.logprobs:  # the usual step
             return wire.Step(list(map(add, gained.request_ids, gained.indices)), gained.token_ids)
         frame = wire.Step([], [])
         for entry, (request_id, index, token) in enumerate(
@@ -263,7 +264,7 @@ class EngineHost:
         return frame
 
     def _send_prompt(self, request_id: int, frame: wire.Step) -> None:
-        """The prompt's log-probabilities."""
+        """Adds the prompt's log-probabilities."""
         rows = self._engine.book.prompt_logprobs(request_id)
         words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
         frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))

@@ -1,9 +1,9 @@
-"""Several engines as one, or one: who computes which request, what becomes of requests whose engine is lost, and calls
-to all of them. Pure: no socket, clock or thread; frames come in, and frames go out.
+"""Fleet: one or several engines as one. Assigns requests to engines, moves those of a lost engine to others, and runs
+calls on all engines. Pure: no socket, clock or thread; frames go in, and frames come out.
 
-A request goes on behind the tokens that it has, on any engine, since they are sampled by seed and position. Where it
-cannot (several completions, or ids that its tokens were sampled from), another engine computes it anew and what it had
-before is left out.
+A request can continue on another engine after the tokens it has, because tokens are sampled by seed and position. If it
+has several completions or wants a sampling_mask, the other engine computes it from its prompt, and the tokens that it
+has already are dropped.
 """
 
 import logging
@@ -18,33 +18,33 @@ from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
-from nanovllm.host.flight import ENDED, Flight, without_known
-from nanovllm.host.pending import Pending
+from nanovllm.host.flight import ENDED, Flight, without_repeated
+from nanovllm.host.pending_call import PendingCall
 from nanovllm.host.router import Load, Router
 from nanovllm.wire.state import PageGroup
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTARTS = 3  # of each engine that was lost; then the others go on without it
-MOST_LOSSES = 3  # of engines in a row that compute a request and give it no token: it may be what ends them
+MOST_RESTARTS = 3  # of each engine; then the others continue without it
+MOST_LOSSES = 3  # of engines in a row while they compute a request, without a new token: it may be what crashes them
 _NO_BOUND = 1 << 40
 
 
 class Fleet:
-    """The engines, all ready when it is made."""
+    """Engines that were all ready when the fleet was made."""
 
     def __init__(
         self, infos: Sequence[dict[str, Any]], send: Callable[[int, list[wire.Down]], None],
         restart: Callable[[int], None] | None = None,
         give_up: Callable[[int, str], None] = lambda number, reason: None,
     ) -> None:  # fmt: skip
-        """`infos`: of each engine (program.describe). `send`: (engine, frames). `restart`: starts an engine that was
-        lost anew, which says Ready when it computes, or raises an error; None: one engine is all there is, and its
-        requests end with it. `give_up`: (engine, reason) ends one, which is then lost."""
+        """`infos`: of each engine (program.describe). `send`: (engine, frames). `restart`: starts another engine in the
+        place of a lost one, or raises an error; None: there is one engine, and its requests end with it. `give_up`:
+        (engine, reason) kills one, which is then lost."""
         self._send, self._restart, self._give_up = send, restart, give_up
         self._block_size, count = infos[0]["block_size"] or 1, len(infos)
         self.max_total = min(info["max_model_len"] for info in infos)
-        """Tokens of the longest text that every engine has room for."""
+        """Tokens of the longest text that every engine can hold."""
         self._is_alone = count == 1
         self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
         rows = _NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
@@ -52,50 +52,52 @@ class Fleet:
         self._router = Router(count, self._block_size, rows, groups)
         self._keeps_tokens = restart is not None
         self._states = [EngineState() for _ in infos]
-        """State of each engine, as its last answer had it."""
+        """State of each engine as of its last answer."""
         self.state = EngineState()
         """State of all engines together."""
         self.ended: str | None = None
-        """Reason why there is no engine any more; None where there is one."""
+        """Reason why no engine is left; None if there is one."""
         self.out: list[wire.Up] = []
-        """Frames for the owner of the requests, to be taken out."""
-        self._there = set(range(count))
-        """Engines that can be sent to, those that still start included."""
+        """Results for the owner of the requests, who takes them out."""
+        self._reachable = set(range(count))
+        """Engines that frames can be sent to, including those that are starting."""
         self._live: dict[int, Flight] = {}
+        """Unfinished requests by id."""
         self._rows: dict[int, list[int]] = {}
-        """Tokens of each unfinished completion so far."""
+        """Output tokens of each unfinished completion, by row, if tokens are kept."""
         self._flights: dict[int, Flight] = {}
-        """Requests in flight by row, if tokens are kept."""
+        """Unfinished requests by row, if tokens are kept."""
         self._skips: dict[int, int] = {}
-        """Tokens of a row that are known already."""
-        self._calls: dict[int, Pending] = {}
+        """Number of tokens to drop for each row that is computed again."""
+        self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
         self._stats = FleetStats(count)
         self.num_restarts = [0] * count
         self._starting: dict[int, dict[str, Any] | None] = {}
-        """Engines that were started again and are not yet as the others are; their infos once they have begun."""
+        """Restarted engines that do not have the state of the others yet; their infos once they are ready."""
         self._stale: set[int] = set()
-        """Engines, of those that were started again, with the checkpoint's weights where others have newer ones: they
-        compute once all weights have come anew."""
-        self._lost: list[int] = []
-        """Engines to start again between two calls, once the others are awake and have all of their weights."""
+        """Restarted engines with the checkpoint's weights while others have newer ones. They get no requests until all
+        weights have been replaced once more."""
+        self._to_restart: list[int] = []
+        """Lost engines to start again, between two calls and once the others are awake with complete weights."""
         for number, info in enumerate(infos):
             self._join(number, info)
 
     def _join(self, number: int, info: dict[str, Any]) -> None:
-        """Gives an engine requests; its own queue knows more than we where it is the only one."""
+        """Lets an engine have requests. A single engine has no limit, since its own scheduler knows better."""
         self._router.join(number, _NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
     def num_live(self) -> int:
+        """Number of unfinished requests."""
         return len(self._live)
 
     @property
     def numbers(self) -> list[int]:
-        """Engines that compute, or start."""
-        return sorted(self._there)
+        """Numbers of the engines that are running or starting."""
+        return sorted(self._reachable)
 
     def has_begun(self) -> bool:
         """Whether any request was sent to an engine."""
@@ -114,8 +116,8 @@ class Fleet:
         self._queue(flight)
 
     def _queue(self, flight: Flight, first: bool = False) -> None:
-        """`first`: before all that wait."""
-        known = len(flight.tokens[0]) if flight.goes_on else flight.num_known
+        """Queues a request at the router; `first`: in front of those that wait."""
+        known = len(flight.tokens[0]) if flight.can_continue else flight.num_given
         length = len(flight.prompt) + known
         most = flight.params.get("max_tokens", 16)
         total = self.max_total if most is None else min(self.max_total, len(flight.prompt) + most)
@@ -123,14 +125,14 @@ class Fleet:
         self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
 
     def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
-        """Prefix keys for the router; empty where it has no choice."""
+        """Prefix keys for the router; empty if it has no use for them."""
         if not self._hashes_wanted:
             return []
         return prefix_keys(flight.prompt.token_ids + output, self._block_size, flight.prompt.extras)
 
     def bind(self) -> None:
-        """Sends the requests that engines have room for, all of an engine at once: those that come one by one begin in
-        as many small steps."""
+        """Sends the requests that engines have room for. Those of an engine are sent at once, because requests that
+        arrive one by one would begin in as many small steps."""
         batches: dict[int, list[wire.Down]] = {}
         for number, request_id in self._router.bind():
             batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))
@@ -140,7 +142,7 @@ class Fleet:
     def _bound(self, number: int, flight: Flight) -> wire.Add:
         flight.engine = number
         flight.num_engines += 1
-        known = flight.tokens[0] if flight.goes_on else flight.tokens[0][: flight.num_known]
+        known = flight.tokens[0] if flight.can_continue else flight.tokens[0][: flight.num_given]
         for index, tokens in enumerate(flight.tokens):
             if (count := len(tokens) - len(known)) or index in flight.ended:
                 self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
@@ -148,7 +150,7 @@ class Fleet:
                 flight.note_version(index, self._states[number].weight_version)
         params, most = flight.params, self.max_total - len(flight.prompt)
         if not self._is_alone and (params.get("max_tokens", 16) or _NO_BOUND) > most:
-            # This engine's KV cache may hold more than that of others.
+            # Another engine that may have to continue it may have a smaller KV cache.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
         return wire.Add.of(flight.request_id, flight.prompt, params, known)
 
@@ -164,7 +166,7 @@ class Fleet:
             self._send(flight.engine, [wire.Abort(request_id)])
 
     def _drop(self, flight: Flight, why: str | None = None) -> None:
-        """Ends all of a request's completions that have not ended: aborted, or because of a mistake."""
+        """Ends a request's unfinished completions with reason "abort" and stop reason `why`."""
         step = wire.aborted(flight.request_id, flight.n)
         step.finishes = [end for end in step.finishes if end.row - flight.request_id not in flight.ended]
         for end in step.finishes:
@@ -179,10 +181,10 @@ class Fleet:
             self._flights.pop(row, None)
             self._skips.pop(row, None)
 
-    # -- what engines say ---------------------------------------------------------------------------------------
+    # -- frames of engines --------------------------------------------------------------------------------------
 
     def take(self, number: int, frame: wire.Up) -> None:
-        """Takes a frame of an engine in; what its requests' owner is to have is in `out`."""
+        """Handles a frame of an engine; results for the owner of the requests are added to `out`."""
         if isinstance(frame, wire.Step):
             self._take_step(number, frame)
         elif isinstance(frame, wire.Answer):
@@ -205,7 +207,7 @@ class Fleet:
             step.stats = self.stats()
         if self._keeps_tokens:
             if self._skips:
-                step = without_known(step, self._skips)
+                step = without_repeated(step, self._skips)
             known = self._rows
             for row, token in zip(step.rows, step.tokens, strict=True):
                 if (tokens := known.get(row)) is not None:
@@ -237,7 +239,7 @@ class Fleet:
         self._forget(flight)
 
     def stats(self) -> EngineStats:
-        """Counters of all engines as those of one."""
+        """Counters of all engines, summed up."""
         return self._stats.total(self.numbers, self._router.num_waiting)
 
     def computed(self) -> tuple[int, int]:
@@ -246,8 +248,8 @@ class Fleet:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> Pending:
-        """Begins a call of engine/calls.py on all engines. `takes_weights`: Buckets follow, by `send_bucket`."""
+    def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> PendingCall:
+        """Begins a call of engine/calls.py on all engines. `takes_weights`: its weights follow by `send_bucket`."""
         spec = CALLS[name]
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._keeps_tokens:
@@ -260,9 +262,9 @@ class Fleet:
 
     def _begin(
         self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], takes_weights: bool = False
-    ) -> Pending:
+    ) -> PendingCall:
         self._num_calls += 1
-        pending = Pending(self._num_calls, spec, name, numbers, spec.replaces_weights(options))
+        pending = PendingCall(self._num_calls, spec, name, numbers, spec.replaces_weights(options))
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
@@ -274,17 +276,17 @@ class Fleet:
         return pending
 
     def _wanted(self, spec: CallSpec, options: dict[str, Any]) -> list[int]:
-        """Engines that a call goes to."""
+        """Engines that run a call."""
         numbers = [number for number in self.numbers if not (spec.compares and number in self._stale)]
         due = [number for number in numbers if spec.is_due(self._states[number], options)]
         return (due or numbers)[: 1 if spec.by_first else None]
 
-    def send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
-        """Weights for a call that takes some; None: there are no more."""
+    def send_bucket(self, pending: PendingCall, data: bytes | None, error: str | None = None) -> None:
+        """Sends weights of a call to its engines; see wire.Bucket."""
         for number in sorted(pending.waiting):
             self._send(number, [wire.Bucket(pending.number, data, error)])
 
-    def _relay(self, pending: Pending, bucket: wire.Bucket) -> None:
+    def _relay(self, pending: PendingCall, bucket: wire.Bucket) -> None:
         for number in sorted(pending.relay_to & pending.waiting):
             self._send(number, [bucket])
 
@@ -300,11 +302,11 @@ class Fleet:
                 self._stale.discard(number)
             self._settle_call(pending, number, answer)
 
-    def _settle_call(self, pending: Pending, number: int, answer: wire.Answer | None) -> None:
+    def _settle_call(self, pending: PendingCall, number: int, answer: wire.Answer | None) -> None:
         if not pending.settle(number, answer):
             return
         del self._calls[pending.number]
-        self._sum_states(() if self._there else [each.state for each in pending.answers.values()])
+        self._sum_states(() if self._reachable else [each.state for each in pending.answers.values()])
         if pending.spec.empties_cache:
             self._router.forget_cached()
         pending.on_done()
@@ -312,18 +314,18 @@ class Fleet:
             self._catch_up(started)
         self._start_lost()
 
-    def _sum_states(self, last_words: Sequence[EngineState] = ()) -> None:
-        """The state of all engines but those that start. `last_words`: states that engines of which none is left
-        had."""
+    def _sum_states(self, last_states: Sequence[EngineState] = ()) -> None:
+        """Updates `state` from all engines that have caught up. `last_states`: answered states, if no engine is
+        left."""
         states = [self._states[number] for number in self.numbers if number not in self._starting]
-        if states or last_words:
-            self.state.sum_up(states or last_words)
+        if states or last_states:
+            self.state.sum_up(states or last_states)
 
     # -- engines that are lost ----------------------------------------------------------------------------------
 
     def lose(self, number: int, reason: str) -> None:
-        """An engine is gone. Its requests go on elsewhere, before all that wait."""
-        self._there.discard(number)
+        """Handles the loss of an engine: its requests continue on others, before those that wait."""
+        self._reachable.discard(number)
         self._states[number] = EngineState()
         self._starting.pop(number, None)
         self._stale.discard(number)
@@ -333,9 +335,9 @@ class Fleet:
             self.ended = reason
         elif self.num_restarts[number] < MOST_RESTARTS:
             self.num_restarts[number] += 1
-            when = ", to compute with the next weights" if self.state.weights_replaced else ""
+            when = ", and computes once all weights have been replaced again" if self.state.weights_replaced else ""
             logger.warning("replica %d was lost and is being restarted%s: %s", number, when, reason)
-            self._lost.append(number)
+            self._to_restart.append(number)
         else:
             logger.warning("replica %d was lost; the others continue without it: %s", number, reason)
         for request_id in reversed(bound):
@@ -348,32 +350,32 @@ class Fleet:
             else:
                 self._queue(flight, first=True)
         for pending in list(self._calls.values()):
-            if number in pending.waiting - pending.relay_to:  # it may have been the one that received weights
+            if number in pending.waiting - pending.relay_to:  # perhaps it received weights for the others
                 why = f"replica {number}, which received them, was lost: {reason}"
                 self._relay(pending, wire.Bucket(pending.number, None, why))
             self._settle_call(pending, number, None)
         self._start_lost()
-        if not self._there - self._stale:
+        if not self._reachable - self._stale:
             self.ended = self.ended or f"no replica is left: replica {number}: {reason}"
         self.bind()
 
     def _start_lost(self) -> None:
-        """Starts the lost engines whose time has come: not during a call or an update, of which they would not hear."""
+        """Restarts lost engines, unless a call or an update that they would miss is running, or memory sleeps."""
         waits = self._calls or self.state.asleep or self.state.lacks_weights
-        while self._lost and self._restart and not waits:
-            number = self._lost.pop()
+        while self._to_restart and self._restart and not waits:
+            number = self._to_restart.pop()
             try:
                 self._restart(number)
-                self._there.add(number)
+                self._reachable.add(number)
                 self._starting[number] = None
                 if self.state.weights_replaced:
                     self._stale.add(number)
-            except Exception as error:  # what took it, a lack of memory say, may keep a process from starting
+            except Exception as error:  # for example, there is no memory for a process
                 logger.warning("replica %d cannot be restarted; the others continue without it: %s", number, error)
 
     def _catch_up(self, number: int) -> None:
-        """Makes an engine that was started again as the others are, once it has begun, has their weights, and no call
-        keeps it."""
+        """Makes the calls that a restarted engine has missed, then lets it have requests. Does nothing until it is
+        ready, has the weights, and runs no call."""
         info = self._starting[number]
         if info is None or number in self._stale or any(number in each.waiting for each in self._calls.values()):
             return
@@ -388,11 +390,11 @@ class Fleet:
             pending = self._begin(spec, name, options, [number])
             pending.on_done = partial(self._note_caught_up, number, pending)
 
-    def _note_caught_up(self, number: int, pending: Pending) -> None:
-        """A call that an engine had missed is done; where it failed, this engine is of no use."""
+    def _note_caught_up(self, number: int, pending: PendingCall) -> None:
+        """Handles the end of a call that an engine had missed; an engine on which it failed is given up."""
         if number in self._starting:
             try:
                 pending.result()
             except Exception as error:
                 self._starting[number] = None
-                self._give_up(number, f"cannot become as the others are: {pending.name}: {error}")
+                self._give_up(number, f"could not catch up with the others: {pending.name}: {error}")

@@ -1,4 +1,4 @@
-"""An engine whose steps others compute: a book of requests here, and a fleet of engines elsewhere."""
+"""Engine of an LLM over a fleet: the book of requests is here, and engines in other processes compute."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.fleet_rows import FleetRows
 from nanovllm.host.frame_reader import FrameReader
-from nanovllm.host.pending import Pending
+from nanovllm.host.pending_call import PendingCall
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
@@ -34,20 +34,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.1  # the longest that a step waits for any engine
-_MOST_UNSENT = 64 << 20  # bytes of weights that wait for one engine
-_SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: a first token is awaited without a pause, where so few run
+_LOOK_SECONDS = 0.1  # longest wait of a step for frames
+_MOST_UNSENT = 64 << 20  # bytes of weights that may wait for one engine
+_SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: first tokens are polled for this long, if no more requests run
 
 
 class FleetEngine:
-    """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may come from any."""
+    """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may be called from any."""
 
     def __init__(
         self, handles: FleetHandles, ready: list[wire.Ready], config: EngineConfig, model_config: ModelConfig,
         tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
-        """`handles`: of engines that have said `ready`, from here on this engine's to close. `config`: as the user gave
-        it."""
+        """`handles`: of engines that are `ready`; this engine closes them. `config`: as the user gave it."""
         self._handles = handles
         resolved = EngineConfig(ready[0].info["model"], **ready[0].config)
         self.config = replace(
@@ -65,7 +64,7 @@ class FleetEngine:
         self.startup_seconds = 0.0
         self._work = threading.Condition()
         self._inbox: deque[tuple[str, Any]] = deque()
-        """Tasks from other threads: ("add", rows), ("abort", id), ("resume", None)."""
+        """Tasks for the thread that steps: ("add", rows), ("abort", id), ("resume", None)."""
         self._unreported = StepColumns()
         self._closed = False
         self._error: BaseException | None = None
@@ -86,11 +85,11 @@ class FleetEngine:
         if not self.fleet.num_live:
             self._handles.all[0].rouse()
         args = prompt, params, request_id, output_token_ids
-        queue = partial(self._ask_for, "add")
+        queue = partial(self._enqueue, "add")
         return self.book.open(*args, num_waiting=lambda: self.stats().num_waiting, queue=queue)
 
-    def _ask_for(self, kind: str, what: Any = None) -> None:
-        """Queues a request of any thread for the thread that steps."""
+    def _enqueue(self, kind: str, what: Any = None) -> None:
+        """Queues a task for the thread that steps. From any thread."""
         with self._work:
             self._inbox.append((kind, what))
         self.wake()
@@ -98,13 +97,13 @@ class FleetEngine:
     def abort(self, request_id: int) -> None:
         """See Engine.abort."""
         if self.book.rows_of(request_id) is not None:
-            self._ask_for("abort", request_id)
+            self._enqueue("abort", request_id)
 
     def abort_all(self) -> list[int]:
         """See Engine.abort_all."""
         ids = self.book.unfinished()
         for request_id in ids:
-            self._ask_for("abort", request_id)
+            self._enqueue("abort", request_id)
         return ids
 
     def _drain_inbox(self) -> None:
@@ -128,7 +127,7 @@ class FleetEngine:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self) -> StepColumns:
-        """Takes in what engines have gained; waits a moment where that is nothing."""
+        """Takes in results of the engines; waits a moment if there are none."""
         self._check_can_step()
         try:
             self._drain_inbox()
@@ -146,7 +145,7 @@ class FleetEngine:
         return gained
 
     def _hand_out(self) -> None:
-        """Writes the fleet's results into the rows of their requests."""
+        """Writes the fleet's results into the rows of their requests, and into _unreported."""
         while self.fleet.out:
             frames, self.fleet.out = self.fleet.out, []
             for frame in frames:
@@ -159,19 +158,19 @@ class FleetEngine:
             self.state.require_weights()
 
     def _read(self, timeout: float) -> None:
-        """Reads frames, for a caller that holds _reads: the engine is not closed meanwhile."""
+        """Reads frames. The caller holds _reads, so that the engine is not closed meanwhile."""
         check_alive(self._closed, self._error)
         if (now := time.monotonic()) > self._next_look:
             self._next_look = now + 1.0
-            self._handles.look()
+            self._handles.check_silence()
         self._reader.read(timeout)
 
     def _take_in(self, timeout: float) -> None:
-        """Takes in the frames that have come; waits up to `timeout` seconds for some."""
+        """Handles the frames that have arrived; waits up to `timeout` seconds for some."""
         reader = self._reader
         with self._reads:
             self._read(timeout)
-            come, reader.come = reader.come, deque()
+            come, reader.frames = reader.frames, deque()
         for handle, frame in come:
             if isinstance(frame, wire.Ready):
                 self._facts[handle.number] = frame.facts
@@ -194,12 +193,12 @@ class FleetEngine:
             return True
         if not self.state.is_paused and self.fleet.num_live:
             return True
-        if not self._closed and not self._reader.come and self._reads.acquire(blocking=False):
+        if not self._closed and not self._reader.frames and self._reads.acquire(blocking=False):
             try:
                 self._read(0.0)
             finally:
                 self._reads.release()
-        return bool(self._reader.come)
+        return bool(self._reader.frames)
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
         """See Engine.wait_for_work."""
@@ -224,10 +223,10 @@ class FleetEngine:
         self._drain_inbox()
         if weights is not None and name == "load_weights":
             return (yield from self._load(weights, **options))
-        return (yield from self._ask(name, options, weights))
+        return (yield from self._call(name, options, weights))
 
     def _check_call(self, name: str, options: dict[str, Any]) -> None:
-        """Raises for a mistake that no engine alone can notice."""
+        """Raises errors that depend on all engines together."""
         if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.state.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         option, mode = CALLS[name].in_flight(options)
@@ -238,16 +237,16 @@ class FleetEngine:
         self, weights: "Iterable[tuple[str, torch.Tensor]]", in_flight: str, weight_version: int | None
     ) -> Generator[StepColumns, None, Any]:
         check_version(weight_version, self.state.weight_version)
-        yield from self._ask("begin_update", {"in_flight": in_flight}, None)
+        yield from self._call("begin_update", {"in_flight": in_flight}, None)
         for name, options, given in (
             ("update", {}, weights),
             ("finish_update", {"weight_version": weight_version}, None),
         ):
-            for _ in self._ask(name, options, given):
-                pass  # no other thread steps in between
+            for _ in self._call(name, options, given):
+                pass  # not yielded: no other thread may step in between
         return {}
 
-    def _ask(
+    def _call(
         self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
     ) -> Generator[StepColumns, None, Any]:
         options = {key: list(value) if isinstance(value, (set, tuple)) else value for key, value in options.items()}
@@ -262,12 +261,12 @@ class FleetEngine:
                 yield self._take_unreported()
         except GeneratorExit:
             if CALLS[name].in_flight(options)[1] == "wait":
-                self._ask_for("resume")  # it is not to begin later, when requests have ended
+                self._enqueue("resume")  # else it would run later, when the requests have ended
             raise
         self._hand_out()
         return pending.result()
 
-    def _send_weights(self, pending: Pending, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    def _send_weights(self, pending: PendingCall, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         from nanovllm.host.weights import sent
 
         try:
@@ -279,35 +278,35 @@ class FleetEngine:
             raise
         self._send_bucket(pending, None)
 
-    def _send_bucket(self, pending: Pending, data: bytes | None, error: str | None = None) -> None:
+    def _send_bucket(self, pending: PendingCall, data: bytes | None, error: str | None = None) -> None:
         self.fleet.send_bucket(pending, data, error)
-        while pending.waiting and any(handle.num_unsent > _MOST_UNSENT for handle in self._reader.handles.values()):
+        while pending.waiting and any(handle.backlog > _MOST_UNSENT for handle in self._reader.handles.values()):
             self._take_in(_LOOK_SECONDS)
 
     def notice_new_weights(self, surely: bool = False) -> None:
-        """No module shares its weights with engines elsewhere."""
+        """Does nothing: these engines share no module's weights."""
 
     def resume(self) -> None:
-        """See Engine.resume; engines hear of it with the next step."""
+        """See Engine.resume; sent to the engines by the next step."""
         self.state.pause_mode = None
-        self._ask_for("resume")
+        self._enqueue("resume")
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
     @property
     def computed(self) -> tuple[int, int]:
-        """See Engine.computed; as engines have last said."""
+        """See Engine.computed; as of the engines' last counters."""
         return self.fleet.computed()
 
     def stats(self) -> EngineStats:
-        """See Engine.stats; tokens are counted as they come here."""
+        """See Engine.stats; tokens and ends are counted here."""
         stats = self.fleet.stats()
         waiting = stats.num_waiting + len(self._inbox)
         finished, count = dict(self._rows.num_finished), self._rows.num_generated
         return replace(stats, num_waiting=waiting, generation_tokens=count, finished=finished)
 
     def info(self) -> dict[str, Any]:
-        """Facts about the first engine, KV blocks of all, and each engine's own facts."""
+        """Facts about the first engine, sums over all, and the facts of each."""
         there = [self._facts[number] for number in self.fleet.numbers]
         return {
             **(there or self._facts)[0],
@@ -320,7 +319,7 @@ class FleetEngine:
         }
 
     def close(self) -> None:
-        """Ends all engines. Does nothing the second time, and in a fork, which shares our sockets."""
+        """Ends all engines. Does nothing the second time, or in a fork."""
         if self._closed or os.getpid() != self.owner:
             return
         self._closed = True

@@ -1,6 +1,5 @@
-"""The engines of a fleet: started as children or on a Ray cluster, given up when silent, replaced when lost.
-
-Their frames are read by the event loop of a server (serve/engines.py), or by a thread (frame_reader.py)."""
+"""Handles of a fleet's engines, which are child processes or Ray actors: starts them, gives up silent ones and replaces
+lost ones. Their frames are read by the event loop of a server (serve/engines.py) or by a thread (frame_reader.py)."""
 
 import threading
 import time
@@ -11,14 +10,14 @@ from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.handle import EXIT_GRACE, SILENCE, ChildHandle, Handle, Lost
 
-_AWAY_SECONDS = 5.0  # without a look: what was not heard then says nothing
+_AWAY_SECONDS = 5.0  # between two checks: an owner that was away so long cannot tell who was silent
 
 
 class FleetHandles:
-    """The handles of all engines, and the Fleet that they form once all are ready."""
+    """Handles of all engines, and the Fleet that they form once all are ready."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        """Starts engines of this host at once; those of Ray by `start`. `options`: of EngineConfig."""
+        """Starts engines of this host at once, but those on Ray only by `start`. `options`: of EngineConfig."""
         self._model, self._options = model, options
         self.count = int(options.get("data_parallel_size", 1))
         backend = options.get("data_parallel_backend")
@@ -27,9 +26,9 @@ class FleetHandles:
         self._make: Callable[[wire.Start], Handle] = ChildHandle
         self._close_cluster: Callable[[], None] = lambda: None
         self.watch: Callable[[Handle], None] = lambda handle: None
-        """Begins to read an engine's frames."""
+        """Called with a handle whose frames are to be read."""
         self.forget: Callable[[Handle], None] = lambda handle: None
-        """Ends that."""
+        """Called with a handle whose frames need no longer be read."""
         self.all: list[Handle] = []
         self._ready: dict[int, wire.Ready] = {}
         self._last_look = time.monotonic()
@@ -37,7 +36,7 @@ class FleetHandles:
             self._start_all()
 
     def start(self) -> None:
-        """Reaches the Ray cluster if there is one to be, which may take a minute. Raises as ray_start.reserve does."""
+        """Connects to the Ray cluster if there is one, which may take a minute. Raises as ray_start.reserve does."""
         if self._on_ray:
             from nanovllm.config import EngineConfig
             from nanovllm.host.ray_start import reserve
@@ -54,8 +53,8 @@ class FleetHandles:
             raise
 
     def take_start(self, handle: Handle, frame: wire.Up | Lost) -> list[wire.Ready] | Lost | None:
-        """Takes in what an engine says before the fleet is formed. Returns what all have said once all are ready, in
-        the order of their numbers, and Lost where one cannot start."""
+        """Handles a frame before the fleet is formed. Returns the Ready frames of all engines, by number, once there
+        are all of them; Lost if an engine cannot start; else None."""
         if isinstance(frame, wire.Ready):
             self._ready[handle.number] = frame
             if len(self._ready) == self.count:
@@ -67,7 +66,7 @@ class FleetHandles:
         return None
 
     def form(self, ready: list[wire.Ready]) -> Fleet:
-        """The fleet of engines that have said this, in the order of their numbers."""
+        """Forms the fleet. `ready`: as take_start returned it."""
         restart = self._restart if self._has_failover else None
         self.fleet = Fleet([one.info for one in ready], self._send, restart, self._give_up)
         return self.fleet
@@ -83,34 +82,34 @@ class FleetHandles:
         self.all[number].give_up(reason)
 
     def take(self, handle: Handle, frame: wire.Up | Lost) -> None:
-        """Hands the fleet what an engine says, or that it is lost."""
+        """Hands a frame of an engine, or its loss, to the fleet."""
         is_current = self.all[handle.number] is handle
         if isinstance(frame, Lost):
             self.forget(handle)
-            if self._has_failover:  # in a thread: a process whose device is gone may take long, and the others go on
+            if self._has_failover:  # which may take seconds if its device is gone, while the others go on
                 threading.Thread(target=handle.close, kwargs={"patience": 0.0}, daemon=True).start()
             if is_current:
                 self.fleet.lose(handle.number, frame.reason)
         elif isinstance(frame, wire.Ready) and (room := frame.info["max_model_len"]) < self.fleet.max_total:
-            handle.give_up(f"started with room for texts of {room} tokens, and {self.fleet.max_total} are served")
+            handle.give_up(f"restarted with room for {room} tokens a request, and {self.fleet.max_total} are served")
         elif is_current:
             self.fleet.take(handle.number, frame)
 
-    def look(self) -> None:
-        """Gives up engines that are silent for too long; to be called about once a second."""
+    def check_silence(self) -> None:
+        """Gives up engines that have been silent for too long; to be called about once a second."""
         now = time.monotonic()
         away, self._last_look = now - self._last_look > _AWAY_SECONDS, now
         for handle in self.all:
             if away:
-                handle.heard()
+                handle.reset_silence()
             elif handle.silent_for() > SILENCE:
                 handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
 
     def close(self, patience: float = EXIT_GRACE) -> None:
-        """Ends all engines, asking all to leave before it waits for any, and gives the cluster back."""
+        """Ends all engines within `patience` seconds, and releases the Ray cluster."""
         deadline = time.monotonic() + patience
         for handle in self.all:
-            handle.leave()
+            handle.request_exit()
         for handle in self.all:
             handle.close(max(0.0, deadline - time.monotonic()))
         self._close_cluster()

@@ -1,4 +1,4 @@
-"""Results of engines elsewhere, written into the rows of a book."""
+"""Results of a fleet's engines, written into the rows of a book of requests."""
 
 import time
 from collections.abc import Sequence as Items
@@ -13,23 +13,23 @@ from nanovllm.outputs import StepColumns
 
 
 class FleetRows:
-    """Takes frames in, for a StepColumns."""
+    """Rows that engines compute."""
 
     def __init__(self, book: RequestBook) -> None:
         self._book = book
         self._live: dict[int, Sequence] = {}
-        """Rows that have not ended, by their number."""
+        """Unfinished rows by their number."""
         self._plain: dict[int, Sequence] = {}
-        """Rows that do nothing but gain tokens, until their end."""
+        """Unfinished rows with a first token that need no more than to append tokens."""
         self.num_generated = 0
         self.num_finished = {"stop": 0, "length": 0, "abort": 0}
 
     def open(self, seqs: list[Sequence]) -> None:
-        """Rows of a request that engines are to compute."""
+        """Adds the rows of a request."""
         self._live |= {seq.number: seq for seq in seqs}
 
     def take(self, frame: wire.Up, columns: StepColumns) -> None:
-        """Adds what a frame brings to `columns`."""
+        """Writes a frame into its rows, and adds it to `columns`."""
         if isinstance(frame, wire.Step):
             self._take_step(frame, columns)
         elif isinstance(frame, wire.Refused):
@@ -85,7 +85,7 @@ class FleetRows:
             self._end(seq, entry, end, columns, now)
 
     def _gain(self, seq: Sequence, token_id: int, lines: dict[int, list[bytes]], now: float) -> None:
-        """lines: of log-probabilities, by row, those that are not taken yet."""
+        """Adds a token to a row. `lines`: log-probabilities by row that have not been taken yet."""
         metrics = seq.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
@@ -109,7 +109,7 @@ class FleetRows:
                 row.take_prompt_logprobs(position, np.frombuffer(line, np.int32)[None], [0])
 
     def _take_done(self, request_id: int, done: wire.Done, now: float) -> None:
-        """All completions have ended, some with this step."""
+        """Takes what is known when all completions of a request have ended."""
         for index, seq in enumerate(self._book.rows.get(request_id, [])):
             if seq.num_prompt_cached_tokens is None:
                 seq.num_prompt_cached_tokens = done.num_cached_tokens

@@ -1,4 +1,4 @@
-"""Counters of several engines as those of one."""
+"""Sums of the counters of several engines."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -10,7 +10,7 @@ _NOTHING = (EngineStats(), (0, 0))
 
 
 class FleetStats:
-    """The last counters that each engine has sent. Those of lost engines stay: counters never go back."""
+    """The last counters that each engine has sent. Those of lost engines stay, so that no counter ever decreases."""
 
     def __init__(self, count: int) -> None:
         self._stats = [[_NOTHING] for _ in range(count)]
@@ -20,11 +20,11 @@ class FleetStats:
         self._stats[number][-1] = (stats, computed)
 
     def restart(self, number: int) -> None:
-        """Another engine counts from zero in the place of one that was lost."""
+        """Counts from zero for the engine that takes the place of a lost one."""
         self._stats[number].append(_NOTHING)
 
     def total(self, numbers: Sequence[int], num_waiting: int) -> EngineStats:
-        """The sum over engines; kv_cache_usage is a mean. `numbers`: engines that compute now. `num_waiting`: requests
+        """Sums over engines; kv_cache_usage is a mean. `numbers`: engines that are there now. `num_waiting`: requests
         that wait for an engine."""
         every = [stats for counted in self._stats for stats, _ in counted]
         there = [self._stats[number][-1][0] for number in numbers]
@@ -46,6 +46,6 @@ class FleetStats:
         })  # fmt: skip
 
     def computed(self) -> tuple[int, int]:
-        """Prompt tokens, and tokens of rows with one to compute, of all engines since the start."""
+        """Prompt tokens and decoded tokens that all engines have computed since the start."""
         found = [computed for counted in self._stats for _, computed in counted]
         return sum(prompt for prompt, _ in found), sum(decode for _, decode in found)

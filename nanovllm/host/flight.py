@@ -1,4 +1,4 @@
-"""A request of a fleet on its way: what it has gained so far, on whichever engines."""
+"""Request of a fleet in flight: its output so far, from whichever engines."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,32 +8,33 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 
 ENDED = 1 << 60
-"""Tokens to leave out of a completion that has ended."""
+"""Number of tokens to drop for a completion that has ended: all of them."""
 
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A request that has not ended."""
+    """An unfinished request."""
 
     request_id: int
     prompt: Prompt
     params: dict[str, Any]
-    num_known: int
-    """Output tokens that the request came with."""
+    num_given: int
+    """Number of output tokens that were given with the request."""
     tokens: list[list[int]]
-    """Output tokens so far of each completion."""
+    """Output tokens of each completion so far."""
     versions: list[list[tuple[int, int]]]
-    """Versions of the weights, and the first token of each, for each completion."""
+    """(Version of the weights, its first token) of each completion."""
     ended: set[int] = field(default_factory=set)
-    """Numbers of the completions that have ended."""
+    """Indices of the completions that have ended."""
     engine: int | None = None
+    """Engine that computes it; None while it waits."""
     num_engines: int = 0
-    """Engines that it was sent to so far."""
+    """Number of times that it was sent to an engine."""
     is_aborted: bool = False
     num_losses: int = 0
-    """Engines that were lost with it one after the other, without a new token."""
+    """Engines that were lost in a row while they computed it, without a new token."""
     num_tokens_before: int = 0
-    """Output tokens when the last one was lost."""
+    """Number of output tokens at the last loss."""
 
     def note_loss(self) -> int:
         """Notes that its engine is lost; returns num_losses."""
@@ -47,12 +48,12 @@ class Flight:
         return len(self.tokens)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether another engine goes on behind the tokens so far; else it computes them again."""
+    def can_continue(self) -> bool:
+        """Whether another engine can continue after the tokens so far; else it computes them again."""
         return self.n == 1 and not self.params.get("sampling_mask")
 
     def note_version(self, index: int, version: int) -> None:
-        """Tokens of a completion from here on come from weights of this version."""
+        """Notes that the next tokens of a completion come from weights of this version."""
         starts, start = self.versions[index], len(self.tokens[index])
         if starts and starts[-1][1] == start:
             starts.pop()
@@ -66,32 +67,32 @@ class Flight:
         return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start]
 
 
-def without_known(step: wire.Step, skips: dict[int, int]) -> wire.Step:
-    """A step without the tokens that were there before their request's first engine was lost. `skips`: tokens to leave
-    out of each row, which it counts down."""
-    known = Counter[int]()
-    """Tokens left out of each row."""
+def without_repeated(step: wire.Step, skips: dict[int, int]) -> wire.Step:
+    """Drops tokens that a request had before its engine was lost, and that another one has computed again. `skips`:
+    number of tokens to drop for each row, which is counted down."""
+    dropped = Counter[int]()
+    """Number of tokens dropped for each row."""
     found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
     for row, token in zip(step.rows, step.tokens, strict=True):
         if (count := skips.get(row)) is None:
             found.rows.append(row)
             found.tokens.append(token)
             continue
-        known[row] += 1
+        dropped[row] += 1
         if count == 1:
             del skips[row]
         else:
             skips[row] = count - 1
     for end in step.finishes:
         if (count := skips.pop(end.row, None)) is not None:
-            known[end.row] += end.token is not None
+            dropped[end.row] += end.token is not None
             if count > ENDED // 2:
                 continue
-            end.token = None  # it ends with a token that is known
+            end.token = None  # its last token was there before
         found.finishes.append(end)
-    for row, line in step.logprobs:  # the first lines of a row are those of the tokens that are left out
-        if known[row]:
-            known[row] -= 1
+    for row, line in step.logprobs:  # the first lines of a row are those of its dropped tokens
+        if dropped[row]:
+            dropped[row] -= 1
         else:
             found.logprobs.append((row, line))
     return found

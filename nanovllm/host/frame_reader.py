@@ -1,4 +1,4 @@
-"""Frames of several engines for a thread that waits for them."""
+"""Frames of several engines, read by a thread that waits for them."""
 
 import os
 import select
@@ -12,7 +12,7 @@ from nanovllm.host.handle import Handle, Lost
 
 
 class FrameReader:
-    """Reads handles. One thread at a time; `ring` from any."""
+    """Reader of several handles. For one thread at a time; `ring` may be called from any."""
 
     def __init__(self) -> None:
         self._poll = select.epoll()
@@ -21,45 +21,47 @@ class FrameReader:
             end.setblocking(False)
         self._poll.register(self._rung, select.EPOLLIN)
         self.handles: dict[int, Handle] = {}
-        """The handles by their file descriptors."""
-        self.come: deque[tuple[Handle, wire.Up | Lost]] = deque()
-        """Frames that nobody has taken out yet."""
+        """Handles by file descriptor."""
+        self.frames: deque[tuple[Handle, wire.Up | Lost]] = deque()
+        """Frames that have been read; the owner takes them out."""
         self.spin_until = 0.0
-        """The moment, of the monotonic clock, up to which frames are awaited without a pause."""
+        """Monotonic time until which `read` polls instead of sleeping."""
 
     def watch(self, handle: Handle) -> None:
+        """Reads this handle from now on."""
         self.handles[handle.fileno()] = handle
         self._poll.register(handle.fileno(), select.EPOLLIN)
-        handle.on_room = self._on_room
+        handle.on_backlog = self._on_backlog
 
-    def _on_room(self, handle: Handle, waits: bool) -> None:
+    def _on_backlog(self, handle: Handle, waits: bool) -> None:
         if handle.fileno() in self.handles:
             self._poll.modify(handle.fileno(), select.EPOLLIN | (select.EPOLLOUT if waits else 0))
 
     def forget(self, handle: Handle) -> None:
+        """Stops reading this handle."""
         if self.handles.pop(handle.fileno(), None) is not None:
             self._poll.unregister(handle.fileno())
 
     def ring(self) -> None:
-        """Ends a wait."""
+        """Ends a wait in `read`."""
         with suppress(OSError):  # it rings already, or is closed
             self._bell.send(b"!")
 
     def read(self, timeout: float) -> None:
-        """Reads what is there; waits up to `timeout` seconds for something."""
+        """Reads what has arrived into `frames`; waits up to `timeout` seconds for something."""
         spins = timeout > 0 and time.monotonic() < self.spin_until
         while True:
-            for fd, events in self._poll.poll(0 if spins or self.come else timeout):
+            for fd, events in self._poll.poll(0 if spins or self.frames else timeout):
                 if fd == self._rung.fileno():
                     self._rung.recv(4096)
                 elif (found := self.handles.get(fd)) is not None:
                     if events & select.EPOLLOUT:
                         found.flush()
                     if events & ~select.EPOLLOUT:
-                        self.come.extend((found, frame) for frame in found.receive())
-            if self.come or not spins or time.monotonic() > self.spin_until:
+                        self.frames.extend((found, frame) for frame in found.receive())
+            if self.frames or not spins or time.monotonic() > self.spin_until:
                 return
-            os.sched_yield()  # where cores are few, the engine needs this one
+            os.sched_yield()  # if cores are few, the engine needs this one
 
     def close(self) -> None:
         for handle in list(self.handles.values()):

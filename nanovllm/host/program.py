@@ -1,6 +1,7 @@
-"""The program of an engine in a process of its own: `python -m nanovllm.host.program FD PARENT`, started by handle.py.
+"""Program of an engine in a child process: `python -m nanovllm.host.program FD PARENT`, started by handle.py.
 
-The main thread takes frames in and steps. One gives signs of life, and ends the process with its driver.
+The main thread reads frames and steps the engine. A second thread sends signs of life, and ends the process when its
+driver has gone.
 """
 
 import os
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.host.engine_host import Intake
 
 _LIFE_SECONDS = 1.0
-_EXIT_GRACE = 5.0  # seconds for an orderly end once the driver is gone
+_EXIT_GRACE = 5.0  # seconds for an orderly exit once the driver has gone
 _ALIVE = wire.pack(wire.Alive())
 _STAGES = {
     "load": ("loading weights", 20, 60),
@@ -34,12 +35,12 @@ _STAGES = {
     "warm-up": ("warming up", 76, 80),
     "capture": ("capturing graphs", 81, 100),
 }
-"""Stages of an executor's start: the words for each, with their percents."""
+"""Stages of an executor's start: text and range of percents."""
 
 
 def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
-    """An engine as the first frame says, until the driver leaves; tells the driver what ends it otherwise. Returns the
-    exit code."""
+    """Runs the engine that the first frame describes, until the driver leaves. Reports an error that ends it to the
+    driver. Returns the exit code."""
     engine: LLMEngine | None = None
     try:
         start = None
@@ -74,7 +75,7 @@ def _load(start: wire.Start, send: Callable[[wire.Up], None]) -> "LLMEngine":
     send(wire.Progress("finding the model's files", 0))
     config = resolve_model_folder(EngineConfig.from_options(start.model, **start.options))
     send(wire.Progress("importing", 10, config.tokenizer or config.model))
-    _take_share(config, start.number)
+    _claim_devices(config, start.number)
     from nanovllm.start import start_one
 
     shown = 0
@@ -91,8 +92,8 @@ def _load(start: wire.Start, send: Callable[[wire.Up], None]) -> "LLMEngine":
     return start_one(replace(config, data_parallel_size=1, data_parallel_backend=None, ray_address=None), report)
 
 
-def _take_share(config: "EngineConfig", number: int) -> None:
-    """Takes the GPUs of this host, or the cores, of replica `number`. Ray has chosen already for its actors."""
+def _claim_devices(config: "EngineConfig", number: int) -> None:
+    """Limits this process to the GPUs of replica `number`, or to its share of the cores. Ray does so for its actors."""
     if config.data_parallel_size == 1 or config.data_parallel_backend == "ray":
         return
     from nanovllm.host.devices import devices_of_replicas
@@ -110,7 +111,7 @@ def _take_share(config: "EngineConfig", number: int) -> None:
 
 
 def describe(engine: "LLMEngine") -> dict[str, Any]:
-    """Facts that a server needs of a started engine."""
+    """Sizes and limits of a started engine, for its driver."""
     config, model = engine.config, engine.model_config
     return {
         "model": config.model,
@@ -134,7 +135,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
 
 
 class SocketIntake:
-    """Frames of a driver on this host."""
+    """Frames of a driver on this host, from a socket."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -168,7 +169,7 @@ class SocketIntake:
 
 
 def main(fd: int, parent: int) -> None:
-    """`parent`: the driver's process, which may be gone by now."""
+    """`fd`: of the socket to the driver. `parent`: the driver's process id."""
     leave_signals_to_parent()
     link = socket.socket(fileno=fd)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
@@ -183,15 +184,15 @@ def main(fd: int, parent: int) -> None:
             with lock:
                 link.sendall(data)
         except OSError:
-            os._exit(1)  # the driver is gone; ranks end with this process
+            os._exit(1)  # the driver has gone; ranks end with this process
 
     def live() -> None:
         gone = select.poll()
         gone.register(link, select.POLLRDHUP)
-        # A process that the driver forked may hold the other end open.
+        # A fork of the driver may keep the other end open, so its process is looked at too.
         while not gone.poll(_LIFE_SECONDS * 1000) and os.getppid() == parent:
-            if lock.acquire(blocking=False):  # else something is being sent
-                with suppress(OSError):  # not where there is no room: the driver may not look for hours
+            if lock.acquire(blocking=False):  # else a frame is being sent, which is a sign of life too
+                with suppress(OSError):  # dropped if the buffer is full: the driver may not read for hours
                     link.send(_ALIVE, socket.MSG_DONTWAIT)
                 lock.release()
         if is_serving.is_set() and os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""A Ray cluster as the place of replicas: reached in bounded time, checked, and reserved, a bundle for each."""
+"""Ray cluster for replicas: connects in bounded time, checks its nodes, and reserves a bundle for each replica."""
 
 import os
 import socket
@@ -15,15 +15,15 @@ from nanovllm.version import __version__
 
 _ANSWER_SECONDS = 20.0  # for a cluster to answer
 _PLACE_SECONDS = 60.0  # for others to free what replicas need
-_KIND = "accelerator_type:"  # how Ray calls the kind of a node's GPUs
+_KIND = "accelerator_type:"  # Ray's resource name for the kind of a node's GPUs
 
 _lock = threading.Lock()
 _num_users = 0
-"""Engines that use the connection of this process which we made; with the last of them it ends."""
+"""Number of engines that use the connection, if this module made it; the last one to close ends it."""
 
 
 def import_ray() -> Any:
-    """The package, or ImportError that says what to install."""
+    """Imports Ray. Raises an ImportError that says what to install."""
     try:
         import ray
     except ImportError as error:
@@ -32,10 +32,10 @@ def import_ray() -> Any:
 
 
 class Connection:
-    """Connection of this process to Ray: the one that is there, or a new one, which `close` ends."""
+    """Connection of this process to Ray: an existing one, or a new one, which `close` ends."""
 
     def __init__(self, address: str | None) -> None:
-        """Raises ImportError without Ray, ValueError where `address` (EngineConfig.ray_address) does not answer."""
+        """Raises ImportError without Ray, ValueError if `address` (EngineConfig.ray_address) does not answer."""
         global _num_users
         self._ray = ray = import_ray()
         with _lock:
@@ -63,7 +63,7 @@ def _connect(ray: Any, address: str | None) -> None:
     if wanted is not None and wanted != "auto" and "://" not in wanted:
         _require_answer(wanted)
     try:
-        # Of a Ray that starts here: no dashboard, and so no port of it.
+        # A Ray that starts here has no dashboard, and so no port of it.
         ray.init(address=wanted or "local", include_dashboard=None if wanted else False, logging_level="warning")
     except ConnectionError as error:
         raise ValueError(f"ray_address={wanted!r}: must be that of a Ray cluster that runs: {error}") from None
@@ -78,7 +78,7 @@ def _resolved(address: str | None) -> str:
 
 
 def _require_answer(address: str) -> None:
-    """ray.init would wait for an address that does not answer without an end."""
+    """Raises ValueError if no cluster answers at an address: ray.init would wait for ever."""
     bound = f"host:port of a Ray cluster that answers within {_ANSWER_SECONDS:.0f} s"
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -95,10 +95,10 @@ def _require_answer(address: str) -> None:
 
 
 class Placement:
-    """Reservation of the replicas: bundle i is replica i's. Bundles are spread over the nodes."""
+    """Placement group with bundle i for replica i. Bundles are spread over the nodes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError where the cluster has too little for all replicas, or not on nodes of one kind."""
+        """Raises ValueError if the cluster has too little for all replicas on nodes of one kind."""
         import ray
         from ray.util.placement_group import placement_group
 
@@ -126,18 +126,18 @@ class Placement:
             raise ValueError(f"data_parallel_size={count}: {count} bundles of {bundle} must be {bound}")
 
     def options(self, number: int, **more: Any) -> dict[str, Any]:
-        """Options of a task or actor on the node of replica `number`."""
+        """Options that place a task or actor on the node of replica `number`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
         return {"num_cpus": 0, "scheduling_strategy": strategy, **more}
 
     def share(self) -> dict[str, float]:
-        """Resources that a replica takes of its bundle."""
+        """Resources of its bundle that a replica uses."""
         return {"num_gpus" if self.uses_gpus else "num_cpus": self.size}
 
     def check_nodes(self, config: EngineConfig) -> None:
-        """Raises ValueError where a replica's node lacks the model's folder or has another nanovllm."""
+        """Raises ValueError if a replica's node lacks the model's folder or has another version of nanovllm."""
         import ray
 
         folders = [each for each in {config.model, config.tokenizer} if each is not None and Path(each).is_dir()]
@@ -151,14 +151,14 @@ class Placement:
                 raise ValueError(f"nanovllm {version} on {node}: must be {__version__}, as it is here")
 
     def close(self) -> None:
-        """Gives back what is reserved."""
+        """Releases the bundles."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
 
 
 def _room(nodes: list[dict[str, float]], resource: str, size: int) -> dict[str, int]:
-    """Replicas of `size` GPUs or CPUs that nodes can hold, by the kind of GPU ("" for nodes that do not say)."""
+    """Number of replicas of `size` GPUs or CPUs that nodes can hold, by the kind of GPU ("" if unknown)."""
     room: dict[str, int] = defaultdict(int)
     for node in nodes:
         kinds = [name.removeprefix(_KIND) for name in node if name.startswith(_KIND)] if resource == "GPU" else []
@@ -168,7 +168,7 @@ def _room(nodes: list[dict[str, float]], resource: str, size: int) -> dict[str, 
 
 
 def _look(folders: list[str]) -> tuple[str, str, list[str]]:
-    """Runs on a node: its address, the version of this package there, and the folders that are missing."""
+    """Task for a node; returns its address, its version of this package, and the folders that are missing there."""
     import ray
 
     return ray.util.get_node_ip_address(), __version__, [each for each in folders if not os.path.isdir(each)]

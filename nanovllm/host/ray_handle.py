@@ -1,4 +1,4 @@
-"""An engine in an actor of a Ray cluster, and the hold on it."""
+"""An engine in an actor of a Ray cluster, and its handle."""
 
 import queue
 import socket
@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import ray
@@ -17,14 +16,14 @@ from nanovllm.host.program import run
 from nanovllm.host.ray_cluster import Placement
 from nanovllm.processes.framing import FrameBuffer
 
-_LARGE = 1 << 16  # bytes of a frame that goes through Ray's object store
-_LARGE_AHEAD = 2
-_AHEAD = 2  # messages that an actor holds while its engine steps
+_LARGE = 1 << 16  # bytes; larger messages go through Ray's object store
+_LARGE_AHEAD = 2  # large messages that the actor may not have taken yet
+_AHEAD = 2  # messages that the actor takes while its engine steps
 _POLL_SECONDS = 1.0
 
 
 class _QueueIntake:
-    """Frames that another thread hands on; it waits where too many have not been taken out."""
+    """Frames from another thread, which waits while the queue is full."""
 
     def __init__(self) -> None:
         self._packed: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
@@ -32,7 +31,7 @@ class _QueueIntake:
         self._frames: deque[wire.Down] = deque()
 
     def put(self, packed: bytes) -> None:
-        """Some frames; none: the driver leaves."""
+        """Queues packed frames; b"" means that the driver has left."""
         self._packed.put(packed)
 
     def next(self, seconds: float) -> wire.Down | None:
@@ -42,19 +41,19 @@ class _QueueIntake:
             except queue.Empty:
                 return None
             if packed == b"":
-                self._packed.put(packed)  # for who asks again
+                self._packed.put(packed)  # for the next call
                 raise EOFError
             if packed is not None:
                 self._frames += map(wire.down_decoder.decode, self._buffer.feed(packed))
         return self._frames.popleft() if self._frames else None
 
     def wake(self) -> None:
-        with suppress(queue.Full):  # then it has something to take out
+        with suppress(queue.Full):  # then the host wakes anyway
             self._packed.put_nowait(None)
 
 
 class EngineActor:
-    """An engine beside its ranks, in an actor's process."""
+    """Actor that runs an engine, whose ranks are beside it."""
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -70,12 +69,12 @@ class EngineActor:
 
     @ray.method(concurrency_group="down")
     def handle(self, packed: bytes) -> None:
-        """Frames of the driver."""
+        """Takes frames of the driver."""
         self._intake.put(packed)
 
     @ray.method(concurrency_group="up")
     def poll(self) -> bytes | None:
-        """Returns all that the engine has said since the last call; waits a moment for it. None: it has ended."""
+        """Returns the engine's frames since the last call, after waiting a moment for some; None if it has ended."""
         said = []
         ended = self._has_ended
         try:
@@ -88,8 +87,8 @@ class EngineActor:
 
 
 class RayHandle(Handle):
-    """An engine in an actor, on the node of its bundle. One thread listens to it and rings, another one sends: Ray may
-    let both wait."""
+    """An engine in an actor, on the node of its bundle. Calls of Ray may block, so one thread polls the actor and
+    another one sends to it."""
 
     def __init__(self, start: wire.Start, placement: Placement) -> None:
         super().__init__(start.number)
@@ -98,11 +97,11 @@ class RayHandle(Handle):
         actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
         self._actor = actor.remote()
         self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        """Frames on their way; none: the driver leaves."""
+        """Packed frames for the sending thread; b"" asks the engine to exit."""
         self._counts = threading.Lock()
         self._ended = threading.Event()
         self._said: queue.SimpleQueue[bytes | str] = queue.SimpleQueue()
-        """Frames of the engine, and at last the reason of its end."""
+        """Packed frames of the engine, and last the reason of its end as a str."""
         self._rings, self._bell = socket.socketpair()
         self._rings.setblocking(False)
         self._bell.setblocking(False)
@@ -121,10 +120,10 @@ class RayHandle(Handle):
 
     def _count_unsent(self, more: int) -> None:
         with self._counts:
-            self.num_unsent += more
+            self.backlog += more
 
     def _send_on(self) -> None:
-        """Hands frames to Ray, which holds what the actor has not taken: of large messages a few."""
+        """Sends frames until the engine has ended, with a bound on large ones that the actor has not taken."""
         large: deque[Any] = deque()
         while not self._ended.is_set():
             packed = self._to_send.get()
@@ -136,7 +135,7 @@ class RayHandle(Handle):
                 while len(large) > _LARGE_AHEAD and not self._ended.is_set():
                     if ray.wait([large[0]], timeout=_POLL_SECONDS)[0]:
                         large.popleft()
-            except Exception as error:  # it would miss something
+            except Exception as error:  # the engine would miss frames
                 self.give_up(f"cannot be sent to: {_told(error)}")
             self._count_unsent(-len(packed))
 
@@ -148,7 +147,7 @@ class RayHandle(Handle):
             while True:
                 said = self._said.get_nowait()
                 if isinstance(said, str):
-                    frames.append(self._lost(partial(str, said)))
+                    frames.append(self._lost(said))
                     break
                 frames += self._complete(said)
         return frames
@@ -171,7 +170,7 @@ class RayHandle(Handle):
             except Exception as error:  # ActorDiedError, and what Ray raises where a node is lost
                 reason = _told(error)
         self._ended.set()
-        self._to_send.put(b"")  # its thread ends too
+        self._to_send.put(b"")  # ends the sending thread
         self._put(reason)
 
     def _put(self, said: bytes | str) -> None:
@@ -179,7 +178,7 @@ class RayHandle(Handle):
         with suppress(OSError):  # it rings already, or is closed
             self._bell.send(b"!")
 
-    def leave(self) -> None:
+    def request_exit(self) -> None:
         self._to_send.put(b"")
 
     def close(self, patience: float = EXIT_GRACE) -> None:

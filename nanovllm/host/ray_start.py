@@ -1,4 +1,4 @@
-"""Engines as actors of a Ray cluster."""
+"""Reservation of a Ray cluster for engines, and a function that starts them."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,14 +12,14 @@ from nanovllm.host.ray_cluster import Connection, Placement
 
 
 def _absolute(path: str | None) -> str | None:
-    """Actors have working folders of their own."""
+    """Makes the path of a folder absolute, because actors have other working folders."""
     return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
 
 
 def reserve(config: EngineConfig) -> tuple[Callable[[wire.Start], Handle], Callable[[], None]]:
-    """Reserves the cluster; returns a function that starts an actor, and one that gives the cluster back. Raises
-    ImportError without Ray; ValueError, before anything starts, if the cluster does not answer or lacks GPUs or the
-    model."""
+    """Reserves the cluster; returns a function that starts an engine in an actor, and one that releases the cluster.
+    Raises ImportError without Ray; ValueError, before anything starts, if the cluster does not answer or lacks GPUs or
+    the model."""
     model, tokenizer = _absolute(config.model), _absolute(config.tokenizer)
     assert model is not None
     config = replace(config, model=model, tokenizer=tokenizer)

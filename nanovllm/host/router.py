@@ -1,9 +1,9 @@
 """Router: chooses the replica that computes a request. Pure: no torch, no clock, no processes.
 
-A request joins the queue of the replica where its expected cost is least: the tokens that are to be computed there
-after prefix hits, and all that is ahead of it. It is bound late, when the replica has room. A replica with room and an
-empty queue takes the first request of the longest queue where that one is likely to end earlier here, its lost hits
-counted; one with nothing to do takes it anyhow, so that none idles while another has a queue.
+A request joins the queue of the replica where its expected cost is least: the tokens to compute there after prefix
+hits, plus a share of what is ahead of it. It is sent only when the replica has room. A replica that has room and no
+queue takes the first request of the longest queue if it is likely to finish earlier here, even without its prefix hits;
+an idle replica always takes it.
 """
 
 from collections import OrderedDict, deque
@@ -13,32 +13,32 @@ from dataclasses import dataclass, field
 from nanovllm.wire.state import PageGroup, capacity_tokens, row_blocks
 
 DECODE_COST = 2.0
-"""Cost of a token to generate, in prompt tokens to compute. Ahead of a request both take time; a decoded token takes
-more, since a step has few of them."""
-_LOAD_WEIGHT = 0.5  # what is bound runs beside a request as much as before it: with 1, chance differences of load move
-# requests away from the prefixes that they share
-_SPARE_ROWS = 8  # a replica holds 1 / this many rows more than run at once, to go on with when one of them ends
-_SPARE_BLOCKS = 1.25  # and as many times the blocks of its KV cache
-_MEAN_WEIGHT = 0.02  # of one output in the running mean of their lengths
+"""Cost of a token to generate, in prompt tokens. It is higher, because a step has few decoded tokens."""
+_LOAD_WEIGHT = 0.5  # share of the load ahead in the cost: requests run beside each other as much as one after another,
+# and with 1, small differences of load would move requests away from the prefixes that they share
+_SPARE_ROWS = 8  # a replica gets 1 / 8 more rows than it runs at once, so that some wait there when others end
+_SPARE_BLOCKS = 1.25  # and requests for this many times the blocks of its KV cache
+_MEAN_WEIGHT = 0.02  # of one output in the running mean of output lengths
 
 
 class HeldPrefixes:
-    """Block hashes that the front believes a replica's prefix cache to hold; the least recently used leave first."""
+    """Block hashes that a replica's prefix cache is expected to hold; the least recently used are dropped first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
     def num_hits(self, hashes: list[bytes]) -> int:
-        """Leading blocks of a prompt that are held."""
+        """Number of leading blocks of a prompt that are cached."""
         for number, digest in enumerate(hashes):
             if digest not in self._hashes:
                 return number
         return len(hashes)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
+        """Notes that the blocks of a request were used."""
         held = self._hashes
-        for digest in reversed(list(hashes)):  # a prompt's tail is reused first, as in RowMemory.release
+        for digest in reversed(list(hashes)):  # a prompt's tail is evicted first, as in RowMemory.release
             held[digest] = None
             held.move_to_end(digest)
         while len(held) > self._num_blocks:
@@ -50,7 +50,7 @@ class HeldPrefixes:
 
 @dataclass(eq=False)
 class Load:
-    """A request as the router sees it."""
+    """Size and cost of a request."""
 
     request_id: int
     hashes: list[bytes]
@@ -59,9 +59,9 @@ class Load:
     max_output_tokens: int
     num_rows: int = 1
     cost: float = 0.0
-    """Expected addition to its replica's load, set when it joined the queue."""
+    """Expected addition to its replica's load, set when it joins a queue."""
     num_blocks: int = 0
-    """KV blocks that its rows are expected to hold at their ends."""
+    """KV blocks that its rows are expected to hold when they end."""
 
 
 @dataclass
@@ -74,28 +74,30 @@ class _Replica:
     num_rows: int = 0
     num_blocks: int = 0
     load: float = 0.0
-    """Cost of everything bound and queued."""
+    """Cost of all requests bound and queued."""
 
 
 class Router:
+    """Queues of requests, one for each replica."""
+
     def __init__(
         self, num_replicas: int, block_size: int, max_num_seqs: int, groups: tuple[PageGroup, ...] = (PageGroup(),)
     ) -> None:
-        """`max_num_seqs`, `groups` of layers: of each replica. Replicas are there from `join` on."""
+        """`max_num_seqs`, `groups` of layers: those of each replica. Replicas have to `join` first."""
         self._block_size, self._groups = block_size, groups
         self._most_rows = max_num_seqs + max(2, max_num_seqs // _SPARE_ROWS)
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._homeless: deque[Load] = deque()
-        """Waits for any replica to be there."""
+        """Requests that wait because no replica is there."""
         self._mean_output: float | None = None
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are bound to no replica."""
+        """Number of requests that are not bound to a replica."""
         return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)
 
     def join(self, number: int, num_blocks: int) -> None:
-        """A replica is there, its cache of so many blocks empty."""
+        """Adds a replica with an empty cache of `num_blocks` blocks."""
         longest = capacity_tokens(self._groups, num_blocks, self._block_size) // self._block_size
         most = int(_SPARE_BLOCKS * num_blocks)
         self._replicas[number] = _Replica(HeldPrefixes(min(longest, num_blocks)), most, is_there=True)
@@ -104,7 +106,7 @@ class Router:
             self.add(load)
 
     def leave(self, number: int) -> list[int]:
-        """A replica is gone. What was queued there moves to others; returns what was bound to it."""
+        """Removes a replica. Its queue moves to the others. Returns the requests that were bound to it."""
         replica = self._replicas[number]
         bound, queued = list(replica.bound), replica.queue
         self._replicas[number] = _Replica()
@@ -113,7 +115,7 @@ class Router:
         return bound
 
     def add(self, load: Load, first: bool = False) -> None:
-        """Queues a request; `first`: before all others there, since it had begun."""
+        """Queues a request; `first`: in front of all others there, because it had begun."""
         load.num_blocks = self._expected_blocks(load)
         there = [replica for replica in self._replicas if replica.is_there]
         if not there:
@@ -127,12 +129,12 @@ class Router:
         there[best].held.touch(load.hashes)
 
     def _expected_output(self, load: Load) -> int:
-        """Tokens that each of its completions will have: the mean so far, at most what it may have."""
+        """Expected tokens of each of its completions: the mean of outputs so far, at most its own limit."""
         most = load.max_output_tokens
         return most if self._mean_output is None else min(most, int(self._mean_output) + 1)
 
     def _expected_blocks(self, load: Load) -> int:
-        """Blocks at the ends of its completions, which share the prompt's."""
+        """Expected blocks when its completions end; they share those of the prompt."""
         output = self._expected_output(load)
         whole = row_blocks(self._groups, load.num_prompt_tokens + output, self._block_size)
         return whole + (load.num_rows - 1) * row_blocks(self._groups, output, self._block_size)
@@ -142,7 +144,7 @@ class Router:
         return max(1, load.num_prompt_tokens - hits) + DECODE_COST * load.num_rows * self._expected_output(load)
 
     def bind(self) -> list[tuple[int, int]]:
-        """(replica, request) of all that are to be sent now, in their order."""
+        """Binds requests to replicas with room; returns (replica, request) in the order in which to send them."""
         bound: list[tuple[int, int]] = []
         if not any(replica.queue for replica in self._replicas):
             return bound
@@ -164,8 +166,8 @@ class Router:
         return bound
 
     def _queue_for(self, replica: _Replica) -> _Replica | None:
-        """Replica whose first request this replica is to take: itself if any wait there, else perhaps the most loaded
-        one without room."""
+        """Replica whose first request this one should take: itself if it has a queue, else the most loaded one without
+        room, if that helps."""
         if replica.queue:
             return replica
         full = [other for other in self._replicas if other.queue and not self._has_room(other, other.queue[0])]
@@ -181,7 +183,7 @@ class Router:
         return rows <= self._most_rows and blocks <= replica.most_blocks
 
     def finish(self, number: int, request_id: int, num_output_tokens: int, hashes: Iterable[bytes] = ()) -> None:
-        """A bound request has ended. `hashes`: of the blocks that it leaves in the replica's cache, output included."""
+        """Notes the end of a bound request. `hashes`: of the blocks that it leaves in the replica's cache."""
         replica = self._replicas[number]
         load = replica.bound.pop(request_id)
         replica.load -= load.cost
@@ -192,7 +194,7 @@ class Router:
         self._mean_output = output if mean is None else mean + _MEAN_WEIGHT * (output - mean)
 
     def withdraw(self, request_id: int) -> bool:
-        """Takes a request out that is bound to no replica; returns whether there was one."""
+        """Removes a request that is not bound to a replica; returns whether there was one."""
         for queue, replica in [(self._homeless, None), *((each.queue, each) for each in self._replicas)]:
             for load in queue:
                 if load.request_id == request_id:
@@ -203,6 +205,6 @@ class Router:
         return False
 
     def forget_cached(self) -> None:
-        """The replicas' prefix caches were emptied."""
+        """Notes that the replicas' prefix caches were emptied."""
         for replica in self._replicas:
             replica.held.clear()

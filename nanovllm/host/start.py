@@ -1,4 +1,4 @@
-"""Start of a fleet of engines from its options."""
+"""Start of the engine of an LLM over a fleet."""
 
 import time
 
@@ -16,10 +16,10 @@ _LOOK_SECONDS = 0.01
 
 
 def start_fleet(config: EngineConfig) -> FleetEngine:
-    """The engine over all replicas of `config`. Raises what the first one raises that cannot start; ImportError without
-    the Ray that is asked for; ValueError, before any replica starts, where there are too few devices."""
+    """Starts all replicas of `config`. Raises the error of the first one that cannot start; ImportError if Ray is asked
+    for and missing; ValueError, before any replica starts, if there are too few devices."""
     options = wire.config_fields(config)
-    here = resolve_model_folder(config)  # a hub id is fetched by every node of a cluster
+    here = resolve_model_folder(config)  # on a cluster, every node fetches a hub id for itself
     model_config = read_model_config(here)
     on_ray = config.data_parallel_backend == "ray"
     if not on_ray:
@@ -38,11 +38,11 @@ def start_fleet(config: EngineConfig) -> FleetEngine:
 
 
 def await_ready(handles: FleetHandles) -> list[wire.Ready]:
-    """Waits until each engine is ready. Raises the first error of an engine that cannot start, or that is silent."""
+    """Waits until all engines are ready. Raises the error of the first one that cannot start or is silent."""
     ready: list[wire.Ready] | None = None
     while ready is None:
         time.sleep(_LOOK_SECONDS)
-        handles.look()
+        handles.check_silence()
         for handle in handles.all:
             for frame in handle.receive():
                 found = handles.take_start(handle, frame)

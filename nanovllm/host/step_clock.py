@@ -1,5 +1,5 @@
-"""Forecast of the end of the running step, so that the next one is scheduled shortly before, and not as soon as
-possible: requests that arrive meanwhile then take part in it, instead of waiting one step more."""
+"""Forecast of when the running step ends. The next step is scheduled shortly before that, not as soon as possible, so
+that it includes requests which arrive in the meantime."""
 
 import time
 from collections.abc import Callable
@@ -9,25 +9,25 @@ from nanovllm.engine.step_plan import StepPlan
 _MARGIN = 0.001  # seconds
 _MARGIN_PER_ROW = 4e-6  # seconds that the host takes to schedule and launch a row
 _LOOK = 1e-4  # seconds between two looks at the device
-_ROWS = 8  # steps of so many rows more or less count as alike
+_ROWS = 8  # steps whose numbers of rows differ by less than this share a forecast
 _FORGETTING = 0.1
 
 
 class StepClock:
-    """Learns how long steps of decodes take. Those with prompts differ too much, and are followed at once."""
+    """Learns how long steps of decodes take. Steps with prompt tokens vary too much, so there is no wait after them."""
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        """`now` in seconds, and `sleep`: for tests."""
+        """`now` (seconds) and `sleep` are replaced by tests."""
         self._now, self._sleep = now, sleep
         self._seconds: dict[int, float] = {}
-        """Seconds of a step by number of rows: about the shortest of the last ones."""
+        """Seconds of a step by its number of rows // _ROWS: about the minimum of recent steps."""
         self._running: int | None = None
         self._begin = 0.0
 
     def wait(self, has_ended: Callable[[], bool]) -> None:
-        """Sleeps until it is time to schedule the next step, or the present one `has_ended` before that."""
+        """Sleeps until it is time to schedule the next step, or until `has_ended` returns True."""
         rows = self._running
         if rows is None or (seconds := self._seconds.get(rows // _ROWS)) is None:
             return
@@ -36,7 +36,7 @@ class StepClock:
             self._sleep(min(rest, _LOOK))
 
     def note(self, plan: StepPlan | None) -> None:
-        """A step has just ended, and `plan` runs."""
+        """Notes that a step has just ended and that `plan`, if any, runs now."""
         now = self._now()
         if self._running is not None:
             size, seconds = self._running // _ROWS, now - self._begin

@@ -1,4 +1,4 @@
-"""New weights on their way to engines elsewhere."""
+"""New weights, packed for engines in other processes."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ _BUCKET_BYTES = 64 << 20  # of new weights in one frame
 def sent(
     weights: "Iterable[tuple[str, torch.Tensor]]", send: Callable[[bytes], None]
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yields the weights, and sends them on their way: pickled (name, tensor) pairs, about _BUCKET_BYTES at a time."""
+    """Yields the weights and sends each as well: pickled (name, tensor) pairs, about _BUCKET_BYTES at a time."""
     pairs: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -29,8 +29,8 @@ def sent(
 
 
 def _to_send(tensor: "torch.Tensor") -> "torch.Tensor":
-    """`tensor` on the CPU, in memory of its own: a view, pickled, takes along all that it is a view of. Numbers of a
-    byte go as bytes, since torch does not read them back."""
+    """Copies a tensor to the CPU, with a storage of its own: pickling a view would pickle its whole storage. Types of
+    one byte are sent as uint8, since torch cannot unpickle all of them."""
     import torch
 
     tensor = tensor.detach().cpu().contiguous()

@@ -1,7 +1,7 @@
-"""The frames between an engine elsewhere and who drives it: the only wire of an engine.
+"""Frames between an engine in another process and its driver, the process that sends it requests.
 
-A frame is a length (8 bytes, little-endian) and a tagged msgpack array. A request is known by the id of its first
-completion; completion i of n is row id + i. The driver gives the ids, ascending.
+A frame is a length (8 bytes, little-endian) and a tagged msgpack array. The driver numbers the requests, ascending: a
+request has the id of its first completion, and completion i of n is row id + i.
 """
 
 from array import array
@@ -22,47 +22,46 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
-    """Fields travel in the order in which they are declared."""
+    """Base of all frames. Fields are encoded by position."""
 
 
 # -- down: to the engine --------------------------------------------------------------------------------------------
 
 
 class Start(Frame):
-    """The first frame: what to serve, as options of EngineConfig, those of replicas included."""
+    """First frame: the model and the options of EngineConfig, including those of replicas."""
 
     model: str
     options: dict[str, Any]
     number: int = 0
-    """Number of this replica, of data_parallel_size."""
+    """Number of this replica, 0 to data_parallel_size - 1."""
 
 
 class Add(Frame):
-    """Queues a request. Token ids travel as bytes, 4 for each, which an engine reads in less time than msgpack's
-    numbers."""
+    """Queues a request. Token ids travel as uint32, which is faster to decode than msgpack's numbers."""
 
     request_id: int
     token_ids: bytes
-    """Token ids of the prompt, whose text stays behind."""
+    """Token ids of the prompt. Its text is not sent."""
     extras: Extras
     """See Prompt.extras."""
     params: dict[str, Any]
-    """Fields of SamplingParams that are not the default (params_fields)."""
+    """Fields of SamplingParams that differ from their defaults (params_fields)."""
     known: bytes
-    """Token ids that the output begins with."""
+    """Token ids that the output begins with, which the engine continues."""
 
     @classmethod
     def of(cls, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> "Add":
-        """The frame of a request whose output begins with the ids in `known`."""
+        """Packs a request whose output begins with the ids in `known`."""
         token_ids, known_ids = array("I", prompt.token_ids).tobytes(), array("I", known).tobytes() if known else b""
         return cls(request_id, token_ids, prompt.extras, params, known_ids)
 
     def prompt(self) -> Prompt:
-        """The prompt, without its text."""
+        """Unpacks the prompt."""
         return Prompt(array("I", self.token_ids).tolist(), self.extras)
 
     def known_ids(self) -> list[int]:
-        """Token ids that the output begins with."""
+        """Unpacks `known`."""
         return array("I", self.known).tolist() if self.known else []
 
 
@@ -71,20 +70,20 @@ class Abort(Frame):
 
 
 class Call(Frame):
-    """Call of engine/calls.py, run between two steps; answered by an Answer of the same number."""
+    """Runs a call of engine/calls.py between two steps. An Answer with the same number follows."""
 
     number: int
     name: str
     options: dict[str, Any]
     takes_weights: bool = False
-    """Weights follow in Buckets of this number; the last one has none."""
+    """Whether its weights follow in Buckets of this number."""
     relays: bool = False
-    """The weights that this call receives are sent up as Buckets, for the other engines."""
+    """Whether the engine sends the weights that it receives from a trainer up as Buckets, for the other engines."""
 
 
 class Bucket(Frame):
-    """Weights of a call, pickled (name, tensor) pairs; None: there are no more, because of `error` if there is one.
-    Down to an engine, and up from one that relays."""
+    """Part of the weights of a call: pickled (name, tensor) pairs. The last one has None, and an error if the weights
+    are incomplete. Sent down to an engine, and up by one that relays."""
 
     number: int
     data: bytes | None
@@ -92,18 +91,18 @@ class Bucket(Frame):
 
 
 class Rouse(Frame):
-    """A request is likely to come in a moment: an engine that sleeps wakes up meanwhile."""
+    """Wakes an idle engine, because a request is about to follow."""
 
 
 # -- up: to the driver ----------------------------------------------------------------------------------------------
 
 
 class Alive(Frame):
-    """A sign of life, once a second from the start of the process on."""
+    """Sign of life, sent once a second from the start of the process on."""
 
 
 class Progress(Frame):
-    """Progress of the start. `folder`: the model's files, once they are there."""
+    """Progress of the start. `folder`: the model's files, once they have been found."""
 
     stage: str
     percent: int
@@ -111,33 +110,33 @@ class Progress(Frame):
 
 
 class Ready(Frame):
-    """The engine serves."""
+    """End of the start: the engine takes requests."""
 
     info: dict[str, Any]
-    """Facts about the engine, and its limits (program.describe)."""
+    """Sizes and limits (program.describe)."""
     config: dict[str, Any] = {}
-    """Options of EngineConfig with nothing left open."""
+    """Options of EngineConfig, all defaults resolved."""
     facts: dict[str, Any] = {}
     """LLM.engine_info of this engine."""
 
 
 class Failed(Frame):
-    """The engine ends. `kind`: of the user's mistake that it was (KINDS); None: it was none."""
+    """Error that ends the engine. `kind`: its name in KINDS if it is the user's mistake, else None."""
 
     message: str
     kind: str | None = None
 
 
 class Refused(Frame):
-    """A request that the engine does not take. `message` None: by a mistake of ours, which the log tells of."""
+    """Refusal of a request. `message`: the user's mistake; None for an internal error, which is in the log."""
 
     request_id: int
     message: str | None
 
 
 class Answer(Frame):
-    """A call is over, and all that was gained before has been sent. `kind`: of the error (KINDS); "": of a mistake of
-    ours, which the log tells of; None: there was none."""
+    """Result of a call. All tokens computed before it have been sent. `kind`: name of its error in KINDS; "" for an
+    internal error, which is in the log; None if there was none."""
 
     number: int
     value: Any
@@ -147,18 +146,18 @@ class Answer(Frame):
 
 
 class Finish(msgspec.Struct, array_like=True):
-    """A completion's end, with its last token where the step brought one."""
+    """End of a completion, with its last token if this step computed one."""
 
     row: int
     token: int | None
     reason: str
     stop_reason: int | str | None
     weight_versions: list[tuple[int, int, int]] = []
-    """See CompletionOutput.weight_versions; none where all tokens are from the weights of the start."""
+    """See CompletionOutput.weight_versions; empty if all tokens are of version 0."""
 
 
 class Done(msgspec.Struct, array_like=True):
-    """All completions of a request have ended. Times in seconds, of the first completion."""
+    """End of a request: all of its completions have ended. Times are those of the first completion, in seconds."""
 
     request_id: int
     num_cached_tokens: int = 0
@@ -166,24 +165,24 @@ class Done(msgspec.Struct, array_like=True):
     prefill: float = 0.0
     decode: float = 0.0
     kept: list[list[bytes | None]] = []
-    """Ids that each token of each completion was sampled from, int32; where they were asked for."""
+    """Ids (int32) that each token of each completion was sampled from, if sampling_mask asks for them."""
 
 
 class Step(Frame):
-    """Results of one step: two columns for rows that go on, and lists for the few with more to say."""
+    """Results of one step: rows and tokens as two columns, and lists of what only some rows have."""
 
     rows: list[int]
     tokens: list[int]
     finishes: list[Finish] = []
     done: list[Done] = []
     logprobs: list[tuple[int, bytes]] = []
-    """(row, line of LogprobRows), in the order of the row's tokens."""
+    """(row, a line of LogprobRows), in the order of the row's tokens."""
     prompts: list[tuple[int, list[bytes | None]]] = []
-    """(request, a line of LogprobRows for each position of its prompt), once, at the latest with its Done."""
+    """(request, a line of LogprobRows for each position of its prompt), sent once, before or with its Done."""
     stats: EngineStats | None = None
-    """Counters of the engine, sent now and then."""
+    """Counters of the engine, sent about ten times a second and whenever a completion ends."""
     computed: tuple[int, int] = (0, 0)
-    """Prompt tokens, and tokens of rows with one to compute, since the start; sent with stats."""
+    """Prompt tokens and decoded tokens computed since the start; sent with stats."""
 
 
 Down = Start | Add | Abort | Call | Bucket | Rouse
@@ -195,11 +194,11 @@ KINDS: dict[str, type[Exception]] = {
         ValueError, TypeError, FileNotFoundError, OSError, ImportError, WeightsIncomplete, OutOfMemory, RuntimeError,
     )
 }
-"""Errors that are raised again on the other side, the first that fits."""
+"""Errors that the driver raises again: an error is of the first kind that fits."""
 
 
 def kind_of(error: BaseException) -> str | None:
-    """Name in KINDS of an error's type."""
+    """Name of an error's kind in KINDS; None for other errors."""
     return next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
 
 
@@ -209,19 +208,20 @@ up_decoder = msgspec.msgpack.Decoder(Up)
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame's bytes, length first."""
+    """Encodes a frame, with its length in front."""
     body = _encoder.encode(frame)
     return LENGTH.pack(len(body)) + body
 
 
 def aborted(request_id: int, n: int) -> Step:
-    """The end of a request that no engine has computed."""
+    """Step that ends all n completions of a request as aborted."""
     rows = range(request_id, request_id + n)
     return Step([], [], [Finish(row, None, "abort", None) for row in rows], [Done(request_id)])
 
 
 def config_fields(config: EngineConfig) -> dict[str, Any]:
-    """Options that are not the default, for Start and Ready. Raises ValueError for functions, which cannot travel."""
+    """Options that differ from their defaults, for Start and Ready. Raises ValueError for functions, which cannot be
+    sent."""
     for name in ("score_mod", "mask_mod"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name}: needs an engine in the caller's process (data_parallel_size=1, no backend)")
@@ -236,7 +236,7 @@ _PARAMS = [(each.name, SamplingParams.__dict__.get(each.name)) for each in field
 
 
 def params_fields(params: SamplingParams) -> dict[str, Any]:
-    """Fields that are not the default, for Add; what a cache_salt changes is in the prompt."""
+    """Fields that differ from their defaults, for Add. A cache_salt is left out: it is part of the prompt."""
     found = {name: value for name, default in _PARAMS if (value := getattr(params, name)) != default}
     found.pop("cache_salt", None)
     if not params.logit_bias:
@@ -247,7 +247,7 @@ def params_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """The inverse. Raises ValueError as SamplingParams does."""
+    """Inverse of params_fields. Raises ValueError as SamplingParams does."""
     if (wanted := given.get("structured_outputs")) is not None:
         given = {**given, "structured_outputs": StructuredOutput(**wanted)}
     return SamplingParams(**given)

@@ -1,4 +1,4 @@
-"""New interpreters of ours, and what they inherit."""
+"""Child processes that run a module of this package: how they start, what they inherit, and how they end."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 starts."""
 
 LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)
-"""Blocked in new interpreters of ours: they end none that is just starting, whoever sends them to all processes."""
+"""Signals that are blocked in new children: sent to all processes of a service, they end none that is just starting."""
 
 _KILL_SECONDS = 10.0
 
@@ -26,15 +26,15 @@ def forbid_multicast() -> None:
 
 
 def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Runs a module of ours in a new interpreter that finds what this one finds."""
-    # -P: the folder that the user happens to be in must not shadow modules that it does not shadow here.
+    """Runs a module in a new interpreter with this one's import path."""
+    # -P: the current folder must not shadow modules that it does not shadow here.
     command = [sys.executable, "-P", "-m", module, *args]
-    # Importing passes over what is no string in sys.path (a Path, say), and so do we.
+    # Like the import system, this ignores entries of sys.path that are no strings.
     folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # inherited
     try:
-        # A session of its own: Ctrl-C in a terminal reaches the caller alone, who then stops us in order.
+        # A session of its own: Ctrl-C in a terminal reaches only the caller, who then ends its children.
         return subprocess.Popen(
             command, pass_fds=pass_fds, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -43,7 +43,8 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
 
 
 def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
-    """Waits `patience` seconds for a child to end, then kills it. One that a driver holds even then is left behind."""
+    """Waits `patience` seconds for a child to exit, then kills it. One that a device driver holds even then is left
+    behind."""
     try:
         process.wait(max(0.0, patience))
     except subprocess.TimeoutExpired:
@@ -53,29 +54,30 @@ def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ctrl-C, and what systemd sends to all processes of a service: the parent decides what becomes of us. Children of
-    ours begin with the default for the latter again."""
+    """Ignores Ctrl-C and SIGTERM, which systemd sends to all processes of a service: the parent decides when this one
+    ends. The handler of SIGTERM is not inherited by this process's own children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
 
 
 def end_this(code: int) -> NoReturn:
-    """Ends this process, though other threads run: those of libraries may wait for what is gone."""
+    """Ends this process without waiting for other threads: those of libraries may never end."""
     with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
         sys.stdout.flush()
     os._exit(code)
 
 
 def freeze_objects() -> None:
-    """Exempts all objects that exist now from garbage collection; called at the end of a start. A full collection would
-    hold up all requests for some 90 ms while it walks through what torch and others have imported."""
+    """Exempts all existing objects from garbage collection; called at the end of a start. A full collection of what
+    torch and others have imported would delay all requests by some 90 ms."""
     gc.collect()
     gc.freeze()
 
 
 def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Runs a module of ours with a socket to us, whose number is its first argument; returns it and our end."""
+    """Runs a module of this package, with the file descriptor of a socket to this process as first argument; returns
+    the process and this end of the socket."""
     ours, theirs = socket_pair()
     with theirs:
         try:
@@ -86,8 +88,8 @@ def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", so
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Pair of sockets: our end, and one for a child. Both block, whatever socket.setdefaulttimeout says in the caller's
-    program."""
+    """Pair of connected sockets: this process's end and a child's. Both block, whatever socket.setdefaulttimeout the
+    caller's program has set."""
     with no_standard_numbers():
         ours, theirs = socket.socketpair()
     for each in (ours, theirs):
@@ -97,8 +99,8 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def no_standard_numbers() -> Iterator[None]:
-    """Context in which no new file gets number 0, 1 or 2, though the caller may have closed these, as some daemons do:
-    there a child has its input and output, not what we hand on."""
+    """Context in which no new file gets descriptor 0, 1 or 2, even if the caller has closed these, as some daemons do:
+    a child uses them for its input and output."""
     held: list[int] = []
     try:
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -11,14 +11,14 @@ _ONE_PIECE = 1 << 16  # bytes of a message that is copied behind its length, to 
 
 
 class FrameBuffer:
-    """Cuts a stream into messages."""
+    """Splits a stream into messages."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        """Begins with a length; the message behind it is not all there."""
+        """An incomplete message, which begins with its length."""
 
     def feed(self, data: bytes | memoryview) -> Iterator[memoryview]:
-        """The messages that `data` completes, each to be read before the next is asked for."""
+        """Yields the messages that `data` completes. Each is valid until the next one is asked for."""
         self._rest += data
         begin, size = 0, LENGTH.size
         with memoryview(self._rest) as whole:
@@ -33,6 +33,6 @@ class FrameBuffer:
 
 
 def framed(packed: bytes) -> list[bytes]:
-    """A message as it travels, in pieces: behind its LENGTH."""
+    """Pieces to send for a message, its LENGTH first."""
     length = LENGTH.pack(len(packed))
     return [length + packed] if len(packed) <= _ONE_PIECE else [length, packed]

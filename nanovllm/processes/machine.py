@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use: the machine's, its affinity's and its control groups'. No torch."""
+"""Cores and memory that this process may use, by the machine, its affinity and its control groups. No torch."""
 
 import os
 from contextlib import suppress
@@ -9,28 +9,28 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: by its affinity, and by the CPU time that its control groups have."""
+    """Number of cores that this process may use, by its affinity and the CPU quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, _quotas())]))
 
 
 def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the least that a control group of its allows."""
+    """Bytes of memory that this process may use: those of the machine, or the lowest limit of its control groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(limit for limit, _ in _memory_limits())])
 
 
 def available_memory() -> int:
-    """Bytes of memory that this process may take beside what is taken: of the machine, or the least that a control
-    group of its leaves. What is cached of files counts as free."""
+    """Bytes of memory that are free for this process: of the machine, or the least that one of its control groups has
+    left. Cached files count as free."""
     with open("/proc/meminfo") as lines:
         machine = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     return min([machine, *(limit - taken for limit, taken in _memory_limits())])
 
 
 def _memory_limits() -> list[tuple[int, int]]:
-    """(bytes allowed, bytes taken, but for files) of each control group of this process that has a limit (versions 1
-    and 2)."""
+    """(limit, bytes used without cached files) of each control group of this process with a limit (versions 1 and
+    2)."""
     found = []
     for folder in _own_folders("memory"):
         names = ("memory.max", "memory.current", "")
@@ -46,7 +46,7 @@ def _memory_limits() -> list[tuple[int, int]]:
 
 
 def _quotas() -> list[float]:
-    """CPUs that each control group of this process may use at a time, where it has a limit (versions 1 and 2)."""
+    """CPU quota of each control group of this process with a limit, in cores (versions 1 and 2)."""
     found = []
     for folder in _own_folders("cpu"):
         try:
@@ -62,7 +62,7 @@ def _quotas() -> list[float]:
 
 
 def _own_folders(controller: str) -> list[Path]:
-    """Folders of this process's control groups of a controller, and of those that they are in."""
+    """Folders of this process's control groups of a controller, and of their parents."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

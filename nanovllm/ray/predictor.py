@@ -14,9 +14,8 @@ class Predictor:
     """Continues the prompts of a column: one engine in each actor of
     `dataset.map_batches(Predictor, fn_constructor_kwargs={...}, compute=ActorPoolStrategy(size=N), num_gpus=1)`.
 
-    Rows without a seed are sampled with one made from their prompt, so that what a row gains depends neither on the
-    actor nor on the batch that it falls to. Rows with equal prompts gain equal texts: give them seeds to tell them
-    apart.
+    Rows without a seed get one made from their prompt, so that a row's output depends neither on its actor nor on its
+    batch. Rows with equal prompts get equal outputs, unless they have different seeds.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Predictor:
 
 
 def _plain(value: Any) -> Any:
-    """A cell as Python's own types: Arrow gives arrays."""
+    """Converts a cell to Python's own types: Arrow gives arrays."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     return [_plain(each) for each in value] if isinstance(value, list) else value

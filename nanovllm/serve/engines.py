@@ -41,10 +41,10 @@ class Engines:
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _watch(self, handle: Handle) -> None:
-        handle.on_room = self._on_room
+        handle.on_backlog = self._on_backlog
         self._loop.add_reader(handle.fileno(), self._read, handle)
 
-    def _on_room(self, handle: Handle, waits: bool) -> None:
+    def _on_backlog(self, handle: Handle, waits: bool) -> None:
         if waits:
             self._loop.add_writer(handle.fileno(), handle.flush)
         else:
@@ -107,7 +107,7 @@ class Engines:
 
     def _look(self) -> None:
         """Gives up engines that are silent for too long; called once a second."""
-        self._handles.look()
+        self._handles.check_silence()
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     # -- out ----------------------------------------------------------------------------------------------------
@@ -156,4 +156,4 @@ class Engines:
             self._timer.cancel()
         for handle in self._handles.all:
             self._forget(handle)
-            handle.leave()
+            handle.request_exit()

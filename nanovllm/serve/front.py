@@ -8,7 +8,7 @@ from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
-from nanovllm.host.pending import InternalError
+from nanovllm.host.pending_call import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission

@@ -128,7 +128,7 @@ def test_an_engine_that_cannot_become_as_the_others_is_given_up() -> None:
     engines.fleet.take(1, wire.Ready(INFO))
     [(_, call)] = engines.take_sent()
     engines.fleet.take(1, answer(call.number, None, kind="ValueError", message="not this"))
-    assert engines.given_up == [(1, "cannot become as the others are: pause: not this")]
+    assert engines.given_up == [(1, "could not catch up with the others: pause: not this")]
     assert engines.add_all(1) == [0]
     engines.fleet.lose(1, "given up")
     assert engines.started == [1, 1]

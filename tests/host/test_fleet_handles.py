@@ -31,7 +31,7 @@ def test_an_engine_may_return_with_less_room(
     assert second is not first and second.start == first.start
     handles.take(second, wire.Ready({**INFO, "num_kvcache_blocks": blocks, "max_model_len": longest}))
     if is_given_up:
-        second.give_up.assert_called_once_with("started with room for texts of 128 tokens, and 256 are served")
+        second.give_up.assert_called_once_with("restarted with room for 128 tokens a request, and 256 are served")
     handles.fleet.add(1, PROMPT, {"max_tokens": 8})
     handles.fleet.add(2, PROMPT, {"max_tokens": 8})
     handles.fleet.bind()

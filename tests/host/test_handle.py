@@ -141,19 +141,19 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     echo = ChildHandle(wire.Start(DEMO, {}))
     room: list[bool] = []
-    echo.on_room = lambda _, waits: room.append(waits)
+    echo.on_backlog = lambda _, waits: room.append(waits)
     for frame in sent:
         echo.send(frame)
-    assert echo.num_unsent and room[-1]
+    assert echo.backlog and room[-1]
     received: list[Any] = []
     deadline = time.monotonic() + 60
     while len(received) < 3 * len(sent) and time.monotonic() < deadline:
-        readable, writable, _ = select.select([echo], [echo] if echo.num_unsent else [], [], 1.0)
+        readable, writable, _ = select.select([echo], [echo] if echo.backlog else [], [], 1.0)
         if writable:
             echo.flush()
         received += echo.receive() if readable else []
     assert received[::3] == received[1::3] == received[2::3] == sent
-    assert not echo.num_unsent and not room[-1]
+    assert not echo.backlog and not room[-1]
     echo.close(patience=0)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 CODE = """
 import time
-from nanovllm.host import step_watch
+from nanovllm.host import watchdog
 
-step_watch._LOOK = 0.05
-watch = step_watch.StepWatch(0.5)
+watchdog._LOOK = 0.05
+watch = watchdog.Watchdog(0.5)
 
 def hang():
     while True:

@@ -1,4 +1,4 @@
-"""A call to several engines, until all have answered or are lost."""
+"""A call that several engines work on, until all have answered or are lost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,26 +9,26 @@ from nanovllm.host import wire
 
 
 class InternalError(RuntimeError):
-    """A call failed by a mistake of ours; the engine's log says more."""
+    """An internal error in a call; the engine's log has its traceback."""
 
 
-class Pending:
-    """A call that engines work on."""
+class PendingCall:
+    """A call and the answers to it."""
 
     def __init__(
         self, number: int, spec: CallSpec, name: str, engines: Sequence[int], replaces_weights: bool = False
     ) -> None:
-        """`number`: of the call, which its answers bear. `engines`: those that it goes to."""
+        """`number`: of the call. `engines`: numbers of those that run it."""
         self.number, self.name, self.spec, self.replaces_weights = number, name, spec, replaces_weights
         self.waiting = set(engines)
         """Engines that have not answered."""
         self.relay_to: set[int] = set()
-        """Engines that get the weights which the first receives."""
+        """Engines to which the weights are passed on that another one receives."""
         self.answers: dict[int, wire.Answer] = {}
         self.on_done: Callable[[], None] = lambda: None
 
     def settle(self, number: int, answer: wire.Answer | None) -> bool:
-        """An engine has answered, or is lost; returns whether all have."""
+        """Notes that an engine has answered, or is lost; returns whether the call has just ended."""
         if number not in self.waiting:
             return False
         self.waiting.discard(number)
@@ -37,7 +37,7 @@ class Pending:
         return not self.waiting
 
     def result(self) -> Any:
-        """Merged answer of the engines. Raises the first error among them."""
+        """Merges the engines' answers. Raises the first error among them."""
         answers = [self.answers[number] for number in sorted(self.answers)]
         for answer in answers:
             if answer.kind is not None:

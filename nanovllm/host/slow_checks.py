@@ -1,4 +1,4 @@
-"""Requests that take long to check, beside the steps and the other requests."""
+"""Requests whose check is slow, such as those with a grammar to compile."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from nanovllm.host import wire
 
 
-class LateRequests:
-    """Adds such requests to an engine, one after the other, in a thread of its own."""
+class SlowChecks:
+    """Checks such requests in a thread, one after the other, and adds them to an engine, which steps meanwhile."""
 
     def __init__(self, name: str, add: Callable[[wire.Add], None], abort: Callable[[int], None]) -> None:
         """`add`: checks and queues a request, and raises nothing. `abort`: ends one by its id."""
@@ -23,7 +23,7 @@ class LateRequests:
         added.add_done_callback(lambda _: self._waiting.pop(number, None))
 
     def withdraw(self, request_id: int) -> wire.Add | None:
-        """Takes a request back that is not in the engine yet, and returns it: it is not computed."""
+        """Takes a request back if it is not in the engine yet, and returns it; it will not be computed."""
         request, added = self._waiting.pop(request_id, (None, None))
         if added is not None and not added.cancel():  # it is being checked
             added.add_done_callback(lambda _: self._abort(request_id))

@@ -1,4 +1,4 @@
-"""Ends a process of ours in which a step or a call does not end: of a mistake that no wait with a timeout sees."""
+"""Watchdog: ends a process in which a step or a call hangs, where no other timeout notices it."""
 
 import faulthandler
 import os
@@ -10,19 +10,19 @@ from contextlib import AbstractContextManager, nullcontext
 from nanovllm.config import EngineConfig
 
 BEYOND = 300
-"""Seconds that a step may take beyond step_timeout, which a device that hangs ends: kernels may be compiled in it."""
+"""Seconds that a step may take beyond step_timeout, which is the limit of a device that hangs. Kernels may be compiled
+in a step."""
 CALL_SECONDS = 3600.0
-"""The longest that a call, such as new weights from a trainer, may keep an engine from stepping."""
+"""Seconds that a call, such as new weights from a trainer, may keep an engine from stepping."""
 _LOOK = 1.0  # seconds
 
 
-class StepWatch:
-    """Goes around each step of the thread that steps: `with watch: engine.step()`. Does not see a thread that keeps the
-    interpreter's lock."""
+class Watchdog:
+    """Limit on the duration of each step: `with watchdog: engine.step()`. Cannot notice a thread that holds the GIL."""
 
     def __init__(self, seconds: float, what: str = "step") -> None:
-        """Sets the limit: after so many seconds in one step the stacks of all threads go to standard error, and the
-        process ends with status 1."""
+        """`seconds`: the limit. Beyond it the stacks of all threads go to standard error, and the process exits with
+        status 1."""
         self._seconds, self._what = seconds, what
         self._begun = self._ended = 0
         threading.Thread(target=self._look, name="nanovllm-watch", daemon=True).start()
@@ -34,7 +34,7 @@ class StepWatch:
         self._ended = self._begun
 
     def _look(self) -> None:
-        """Adds up looks: of the time for which the process itself was stopped there are none."""
+        """Counts looks rather than time, so that time in which the whole process was stopped does not count."""
         step, waited = 0, 0.0
         while waited <= self._seconds:
             time.sleep(_LOOK)
@@ -47,6 +47,6 @@ class StepWatch:
         os._exit(1)
 
 
-def watch_of(config: EngineConfig) -> AbstractContextManager[None]:
-    """Watch for steps on a GPU; none on a CPU, where a step may take that long."""
-    return StepWatch(config.step_timeout + BEYOND) if config.device == "cuda" else nullcontext()
+def step_watchdog(config: EngineConfig) -> AbstractContextManager[None]:
+    """Watchdog for steps on a GPU. On a CPU a step may take that long, so there is none."""
+    return Watchdog(config.step_timeout + BEYOND) if config.device == "cuda" else nullcontext()
