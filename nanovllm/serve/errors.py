@@ -44,7 +44,7 @@ def from_value_error(text: str) -> ApiError:
     text = text.replace("\ud800", "?").encode("utf-8", "replace").decode()
     if text.startswith("StructuredOutput"):
         return bad_request(text.partition(".")[2], "structured_outputs", "invalid_schema")
-    return bad_request(text.removeprefix("SamplingParams."))
+    return bad_request(text.removeprefix("SamplingParams."), code="invalid_value")
 
 
 @contextmanager

@@ -23,13 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=_MOST)]
 Likeliest = Count
 """Bounded by the engine's max_logprobs."""
 CountOrOff = Annotated[int, Meta(ge=-1, le=_MOST)]
-Temperature = Annotated[float, Meta(ge=0, le=bounds.MAX_FLOAT32)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Text = Annotated[str, Meta(min_length=1, max_length=bounds.MAX_TEXT)]
-Stop = Text | Annotated[list[Text], Meta(max_length=bounds.MAX_STOP)]
-TokenIds = Annotated[list[Count], Meta(max_length=bounds.MAX_IDS)]
-Bias = Annotated[float, Meta(ge=-bounds.MAX_BIAS, le=bounds.MAX_BIAS)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
 Ids = Annotated[list[Count], Meta(min_length=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
@@ -81,25 +75,25 @@ class Fields(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(Fields, kw_only=True):
-    """Sampling fields of requests for a single answer."""
+    """Sampling fields of requests for a single answer; SamplingParams owns their bounds."""
 
-    temperature: Temperature | None = None
-    top_p: Share | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: CountOrOff | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-_MOST - 1, le=_MOST)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    stop: Stop | None = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[Text], Meta(max_length=bounds.MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[Count], Meta(min_length=1, max_length=bounds.MAX_ALLOWED_IDS)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Meta(max_length=bounds.MAX_IDS)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Count] | None = None
+    logit_bias: dict[str, float] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Literal[0] | None = None
@@ -136,7 +130,7 @@ class CommonFields(SamplingFields, kw_only=True):
         "multi_modal_data": TEXT_ALONE,
     }  # fmt: skip
     modalities: list[Literal["text"]] | None = None
-    n: Annotated[int, Meta(ge=1, le=bounds.MAX_N)] | None = None
+    n: int | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     prompt_logprobs: Likeliest | None = None
@@ -304,7 +298,7 @@ def sampling_fields(
     SamplingParams does."""
     found = dict(model.defaults)
     for name in _SAMPLING:
-        if (value := getattr(fields, name)) is not None and value != []:
+        if (value := getattr(fields, name)) is not None:
             found[name] = value
     found["max_tokens"] = max(1, fields.min_tokens or 0) if asked is None else max(1, asked)
     if logprobs is not None:
