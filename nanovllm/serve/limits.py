@@ -47,6 +47,8 @@ LOGPROBS = 8 << 20
 """Log-probabilities of all completions of an unstreamed answer."""
 MASK_IDS = 4 << 20
 """Ids in the sampling masks of one answer."""
+ECHO_TEXT, ECHO_IDS = 32 << 20, 4 << 20
+"""Characters, and token ids, of prompts that one answer repeats."""
 TOOL_CALLS = 128
 """Maximum tool calls of one message."""
 MESSAGES = 65536

@@ -11,6 +11,7 @@ from nanovllm.engine import calls
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_details, fit
+from nanovllm.serve.api.completions import check_repeats
 from nanovllm.serve.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -146,6 +147,15 @@ def test_log_probabilities_of_an_answer_are_bounded() -> None:
         check_details(1030, {"logprobs": 20, "n": n}, [Prompt([5])], 0 if stream else most)
     with pytest.raises(ApiError, match="logprobs: 21 ids for each of 399458 tokens"):
         check_details(1030, {"logprobs": 20}, [Prompt([5])], 399_458)
+
+
+@pytest.mark.parametrize(("name", "most"), [("echo", 1 << 18), ("return_token_ids", 1 << 15)])
+def test_what_an_answer_repeats_of_prompts_is_bounded(name: str, most: int) -> None:
+    """Once for each of 128 completions."""
+    fields = api.read(api.CompletionFields, {"prompt": "a", "n": 128, name: True})[0]
+    check_repeats(fields, [Prompt([5] * (most // 2), text="a" * (most // 2))] * 2)
+    with pytest.raises(ApiError, match=f"^{name}: {most + 1} .* n=128 times"):
+        check_repeats(fields, [Prompt([5] * (most // 2), text="a" * (most // 2))] * 2 + [Prompt([5], text="a")])
 
 
 def test_max_tokens_beyond_the_context_is_cut(client: httpx.Client) -> None:

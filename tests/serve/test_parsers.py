@@ -390,7 +390,7 @@ def test_tools_whose_schemas_are_too_long_together_are_loosened() -> None:
 def test_which_tools_may_be_called() -> None:
     both = [tool(), tool(name="g")]
     assert check_tools(both, "none") is None and check_tools(None) is None
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool(name="g")]}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool(name="g")] * 2}}
     choice = check_tools(both, allowed)
     assert choice is not None and choice.mode == "required" and [one.name for one in choice.tools] == ["g"]
     named = check_tools(both, {"type": "function", "function": {"name": "g"}}, True)

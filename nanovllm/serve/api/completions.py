@@ -134,7 +134,19 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     prompts, counts = map(list, zip(*[fit(model, ids, fields, asked, fields.logprobs) for ids in given], strict=True))
     if fields.echo:
         prompts = [*map(partial(_with_text, model, fields), _as_list(fields.prompt), prompts)]
+    check_repeats(fields, prompts)
     return Prepared(fields, prompts, params, counts)
+
+
+def check_repeats(fields: api.CompletionFields, prompts: Sequence[Prompt]) -> None:
+    """Raises ApiError where all completions together repeat too much of their prompts."""
+    texts = sum(len(prompt.text or "") for prompt in prompts) if fields.echo else 0
+    ids = sum(map(len, prompts)) if fields.return_token_ids else 0
+    for name, what, size, most in (
+        ("echo", "characters", texts, limits.ECHO_TEXT), ("return_token_ids", "token ids", ids, limits.ECHO_IDS),
+    ):  # fmt: skip
+        if (total := (fields.n or 1) * size) > most:
+            raise bad_request(f"{name}: {size} {what} of prompts, n={fields.n} times, is {total}, at most {most}")
 
 
 def _with_text(model: ServedModel, fields: api.CompletionFields, given: Any, prompt: Prompt) -> Prompt:

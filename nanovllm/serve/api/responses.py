@@ -122,38 +122,36 @@ def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, An
 
 
 def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
-    """Messages for input items; calls and reasoning become part of the assistant's message that they belong to."""
+    """Messages for input items; calls and reasoning become part of the assistant's message that they belong to, and all
+    that comes before anybody speaks is one system message: many templates take no more, and as the first."""
+    system = [("system", fields.instructions)] if fields.instructions else []
     messages: list[dict[str, Any]] = []
-    if fields.instructions:
-        messages.append({"role": "system", "content": fields.instructions})
-    if isinstance(fields.input, str):
-        return [*messages, {"role": "user", "content": fields.input}]
-    for i, item in enumerate(fields.input):
+    for i, item in enumerate([Item(content=fields.input)] if isinstance(fields.input, str) else fields.input):
+        last = messages[-1] if messages else {}
         if item.type == "message":
-            _add_message(messages, item.role, _text(item.content, f"input[{i}].content"))
+            text = _text(item.content, f"input[{i}].content")
+            if not messages and item.role in ("system", "developer"):
+                system.append((item.role, text))
+            elif item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
+                last["content"] = text  # after its reasoning
+            else:
+                messages.append({"role": item.role, "content": text})
         elif item.type in ("function_call", "custom_tool_call"):
             is_custom = item.type == "custom_tool_call"
             arguments = json.dumps({"input": item.input or ""}) if is_custom else item.arguments or "{}"
             call = function(name=flat_name(item.name or "", item.namespace), arguments=arguments) | {"id": item.call_id}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
+            if last.get("role") != "assistant":
+                last = {"role": "assistant", "content": None}
+                messages.append(last)
+            last.setdefault("tool_calls", []).append(call)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             output = _text(item.output, f"input[{i}].output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif thoughts := _text(item.content or item.summary or "", ""):
             messages.append({"role": "assistant", "content": None, "reasoning_content": thoughts})
+    if system:
+        messages.insert(0, {"role": system[0][0], "content": "\n\n".join(text for _, text in system)})
     return [one if one["content"] is not None or "tool_calls" in one else {**one, "content": ""} for one in messages]
-
-
-def _add_message(messages: list[dict[str, Any]], role: str, content: str) -> None:
-    last = messages[-1] if messages else {}
-    if len(messages) == 1 and {role, last["role"]} <= {"system", "developer"}:
-        last["content"] += f"\n\n{content}"  # many templates take one system message, as the first
-    elif role == "assistant" and last.get("role") == role and last["content"] is None and "tool_calls" not in last:
-        last["content"] = content  # after its reasoning
-    else:
-        messages.append({"role": role, "content": content})
 
 
 def _text(content: str | list[Part] | None, where: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -90,6 +90,8 @@ def check_tools(
 
 
 def _chosen(choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
+    """The mode of a tool_choice, and the tools that it names, each once."""
+    known = {tool.name: tool for tool in tools}
     if choice is None or choice in ("none", "auto", "required"):
         return choice or "auto", tools
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
@@ -97,19 +99,19 @@ def _chosen(choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]
         allowed = allowed if isinstance(allowed, Mapping) else {}
         listed = allowed.get("tools")
         if isinstance(listed, list) and listed and allowed.get("mode") in ("auto", "required"):
-            return allowed["mode"], tuple(_named(one, tools) for one in listed)
+            names = dict.fromkeys(_named(one, known) for one in listed)
+            return allowed["mode"], tuple(known[name] for name in names)
     elif isinstance(choice, Mapping):
-        return "named", (_named(choice, tools),)
+        return "named", (known[_named(choice, known)],)
     raise ValueError("tool_choice: must be 'none', 'auto', 'required' or the name of a function")
 
 
-def _named(choice: Any, tools: tuple[Tool, ...]) -> Tool:
+def _named(choice: Any, known: Collection[str]) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    found = next((tool for tool in tools if tool.name == name), None)
-    if found is None:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"tool_choice: function.name={str(name)[:64]!r}: must be the name of one of the tools")
-    return found
+    return name
 
 
 def _checked(tool: Any, where: str) -> Tool:
