@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_policy import OPTIONS, VOCAB, Policy, processed
+from processed_logits import processed
+from tiny_policy import OPTIONS, VOCAB, Policy
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import CompletionOutput

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processed_logits import processed
 from sampling_engines import Engines, reference_logits
 
 from nanovllm import SamplingParams
@@ -27,29 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": list(range(250, 330))},
     "logprobs": {"logprobs": 3, "min_p": 0.05},
 }
-
-
-def probabilities(logits: torch.Tensor, prompt: list[int], options: dict[str, Any]) -> torch.Tensor:
-    """float64 [vocab], by the plain definition of every option."""
-    x = logits.double().clone()
-    if "allowed_token_ids" in options:
-        banned = torch.ones_like(x, dtype=torch.bool)
-        banned[options["allowed_token_ids"]] = False
-        x[banned] = -math.inf
-    for token_id, bias in options.get("logit_bias", {}).items():
-        x[token_id] += bias
-    for token_id in set(prompt):
-        penalty = options.get("repetition_penalty", 1.0)
-        x[token_id] = x[token_id] / penalty if x[token_id] > 0 else x[token_id] * penalty
-    p = (x / HOT).softmax(0)
-    p = p * (p >= options.get("min_p", 0.0) * p.max())
-    if options.get("top_k"):
-        p = p * (p >= p.topk(options["top_k"]).values[-1])
-    if "top_p" in options:
-        ordered = (p / p.sum()).sort(descending=True)
-        keep = ordered.values.cumsum(0) - ordered.values < options["top_p"]
-        p[ordered.indices[~keep]] = 0
-    return p / p.sum()
 
 
 def chi_square_is_plausible(drawn: Counter[int], p: torch.Tensor) -> bool:
@@ -73,7 +51,7 @@ def chi_square_is_plausible(drawn: Counter[int], p: torch.Tensor) -> bool:
 def test_chi_square(engines: Engines, options: dict[str, Any], ranks: int) -> None:
     llm = engines.get(max_num_seqs=256, tensor_parallel_size=ranks, max_num_batched_tokens=1024)
     prompt = llm.tokenizer.encode(TEXT)
-    p = probabilities(reference_logits(prompt)[-1], prompt, options)
+    p = processed(reference_logits(prompt)[-1], prompt, [], temperature=HOT, **options)[0].exp()
     params = [SamplingParams(temperature=HOT, max_tokens=1, seed=seed, **options) for seed in range(NUM_DRAWS)]
     outputs = llm.generate([prompt] * NUM_DRAWS, params, use_tqdm=False)
     drawn = Counter(output.token_ids[0] for output in outputs)

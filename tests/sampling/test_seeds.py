@@ -102,20 +102,6 @@ def test_as_when_this_was_written(alone: list[list[int]]) -> None:
     assert {i: tokens[:12] for i, tokens in enumerate(alone)} == UNCHANGED
 
 
-def test_neighbours_keep_the_fast_path(engines: Engines, alone: list[list[int]]) -> None:
-    """Only option rows travel in the section; a batch without any sends none."""
-    llm = engines.get()
-    sections: list[Any] = []
-    launch = llm.engine.loop._launch
-    llm.engine.loop._launch = lambda plan: (launch(plan), sections.append(llm.engine.loop._launched[-1].sampling))[0]  # type: ignore[method-assign]
-    assert run(llm, [11, 12, 0]) == [alone[11], alone[12], alone[0]]
-    assert sections and all(s is None or int(s.section[0]) <= 1 for s in sections)
-    sections.clear()
-    run(llm, [11, 12])
-    assert sections and all(s is None for s in sections)
-    llm.engine.loop._launch = launch  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_vocabulary_that_ranks_share_unevenly(engines: Engines, ranks: int) -> None:
     """Random weights, 301 tokens: padding between the shards is never drawn."""
