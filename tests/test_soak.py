@@ -30,6 +30,12 @@ def test_random_traffic(ranks: int) -> None:
         assert counts[name] > 0, printed
 
 
+@pytest.mark.slow
+def test_requests_to_a_server_leave_nothing_behind() -> None:
+    """Neither memory nor descriptors, answered, refused or left by their clients."""
+    run(ROOT / "scripts" / "soak_server.py", "--requests", "7000")
+
+
 def violations() -> list[str]:
     with soak.start(DEMO, "cpu", 1, seed=0) as llm:
         run = soak.Soak(llm, seed=3)

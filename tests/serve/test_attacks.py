@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -306,33 +303,3 @@ def test_others_are_served_meanwhile(watched: Watched, attack: Attack) -> None:
             break
         assert attempt + 1 < TRIES or max(seconds) < gap(), seconds
     assert peak(server) - before < MEMORY and before - memory < MEMORY
-
-
-STALL = """
-import asyncio, sys, time, watching
-watching.watch_front()
-
-def stall(seconds: float) -> None:
-    number, taken = 1 << 20, 0.0
-    while taken < seconds:
-        begin = time.thread_time()
-        sum(range(number))  # lets no other thread run
-        number, taken = 2 * number, time.thread_time() - begin
-
-async def main(where: str, seconds: str) -> None:
-    await asyncio.sleep(0.1)
-    stall(float(seconds)) if where == "callback" else await asyncio.to_thread(stall, float(seconds))
-    await asyncio.sleep(0.1)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("where", ["callback", "thread"])
-def test_a_stall_is_seen(tmp_path: Path, where: str) -> None:
-    most = gap()
-    env = {**os.environ, watching.FILE: str(tmp_path / "watch"), "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", STALL, where, str(1.5 * most)], env=env, check=True, timeout=60)
-    watch = watching.Watch(tmp_path / "watch")
-    assert watch[watching.LOOP] > most
-    assert (watch[watching.CALLBACK] > most) == (where == "callback")

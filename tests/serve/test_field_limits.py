@@ -42,26 +42,16 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
     "fields",
     [
         {"n": 10**9},
-        {"n": 129},
-        {"n": 0},
         {"stop": MANY},
-        {"stop": "a" * 257},
-        {"stop": [""]},
-        {"bad_words": MANY},
         {"logit_bias": dict.fromkeys(MANY, 1.0)},
-        {"stop_token_ids": list(range(1_000_000))},
         {"top_logprobs": 21, "logprobs": True},
         {"temperature": -1},
-        {"top_p": 0},
         {"seed": 2**70},
         {"max_tokens": 0},
-        {"max_tokens": True},
         {"min_tokens": 5},
-        {"allowed_token_ids": []},
         {"chat_template": "{{ 1 }}"},
         {"chat_template_kwargs": {"messages": []}},
         {"chat_template_kwargs": {"tokenize": True}},
-        {"cache_salt": "a" * 129},
         {"stream_options": {"include_usage": True}},
         {"priority": 1},
         {"structured_outputs": {"regex": "a", "json_object": True}},
@@ -71,7 +61,6 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"multi_modal_data": {"image": "x"}},
         {"messages": [{"role": "wizard", "content": "a"}]},
         {"messages": [{"role": "user"}]},
-        {"messages": ["a"]},
         {"functions": [{"name": "a"}]},
         {"best_of": 2},
     ],
@@ -177,15 +166,6 @@ def test_control_tokens_in_messages_are_text(client: httpx.Client, origin: str) 
 # -- grammars -------------------------------------------------------------------------------------------
 
 
-def chained(count: int) -> dict[str, Any]:
-    """Objects, each of which refers to the next."""
-    definitions: dict[str, Any] = {
-        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(count - 1)
-    }
-    definitions[f"d{count - 1}"] = {"type": "integer"}
-    return {"$defs": definitions, "$ref": "#/$defs/d0"}
-
-
 def with_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
@@ -193,15 +173,9 @@ def with_schema(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields",
     [
-        with_schema(chained(1000)),
-        with_schema({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}),
-        with_schema({"enum": [f"value {i}" for i in range(100_000)]}),
         with_schema({"type": "objekt"}),
-        with_schema({"$ref": "http://elsewhere.example/schema.json"}),
         with_schema({"$ref": "file:///etc/passwd"}),
         with_schema({"$ref": "#"}),
-        with_schema({"type": "string", "pattern": "("}),
-        {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"regex": "a" * 20_000}},
         {"structured_outputs": {"grammar": "start: nothing"}},
         {"structured_outputs": {"grammar": "\n".join(f"r{i}: r{i + 1}" for i in range(100_000))}},

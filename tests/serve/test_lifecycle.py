@@ -34,26 +34,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def test_a_server_and_its_engine_end_with_the_test_run_that_started_them(tmp_path: Path) -> None:
-    """However that ends: a killed one runs no fixture's end."""
-    code = f"""
-import sys, time
-sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tests" / "serve")!r}]
-from pathlib import Path
-from serving import Server
-server = Server(Path({str(tmp_path)!r}))
-server.wait_until_ready()
-print(*server.everything(), flush=True)
-time.sleep(600)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as run:
-        assert run.stdout is not None
-        processes = set(map(int, run.stdout.readline().split()))
-        assert len(processes) >= 2 and alive(processes) == processes
-        run.kill()
-    wait_for(lambda: not alive(processes), "end of the server and its engine")
-
-
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """Once the pipe was full each line waited for a reader, and with it everything."""
     ours, theirs = os.pipe()
@@ -296,5 +276,3 @@ def test_unix_socket_and_request_timeout(tmp_path: Path) -> None:
             wait_for(lambda: client.get("/load").json()["server_load"] == 0, "abort")
         assert server.stop() == 0
         assert not path.exists()
-
-

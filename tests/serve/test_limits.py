@@ -3,10 +3,8 @@
 import asyncio
 import json
 import os
-import random
 import re
 import socket
-import string
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -263,39 +261,6 @@ def resources(server: Server) -> tuple[float, int]:
             memory += next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
         descriptors += len(os.listdir(f"/proc/{process}/fd"))
     return memory / 1024, descriptors
-
-
-@pytest.mark.slow
-def test_memory_stays_flat(server: Server) -> None:
-    """Requests that are answered, refused and left by their clients leave nothing behind."""
-    rng = random.Random(3)
-
-    def one(client: httpx.Client) -> None:
-        kind = rng.random()
-        body: dict[str, Any] = {"prompt": "".join(rng.choices(string.ascii_lowercase, k=8)), "max_tokens": 1}
-        if kind < 0.2:
-            client.post("/v1/completions", json=body | {"top_p": 7})
-        elif kind < 0.4:
-            try:
-                client.post("/v1/completions", json=body | {"max_tokens": 500, "ignore_eos": True}, timeout=0.02)
-            except httpx.TimeoutException:
-                pass
-        else:
-            client.post("/v1/completions", json=body | {"stream": kind < 0.7})
-
-    def many(count: int) -> None:
-        with server.client() as client:
-            for _ in range(count):
-                one(client)
-
-    many(600)
-    wait_for(lambda: server.num_running() == 0, "rest")
-    memory, descriptors = resources(server)
-    many(1500)
-    wait_for(lambda: server.num_running() == 0, "rest")
-    later, now_open = resources(server)
-    assert later - memory < 20
-    assert now_open <= descriptors + 2
 
 
 def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:

@@ -27,12 +27,6 @@ def test_chat(client: Any) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_content_in_parts(client: Any) -> None:
-    parts = [{"type": "text", "text": ITALY[0]["content"]}]
-    answer = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **GREEDY)
-    assert answer.choices[0].message.content == ANSWER
-
-
 def test_stream(client: Any) -> None:
     options = {"include_usage": True}
     chunks = list(client.chat.completions.create(messages=ITALY, stream=True, stream_options=options, **GREEDY))
@@ -73,32 +67,6 @@ def test_json_object(client: Any) -> None:
     text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert text.startswith("{")
     assert reason == "length" or isinstance(json.loads(text), dict)
-
-
-def test_n_and_seed(client: Any) -> None:
-    arguments = {"messages": user("Once upon a time"), "model": "demo", "n": 3, "seed": 11, "max_tokens": 12}
-    first, second = (client.chat.completions.create(**arguments) for _ in range(2))
-    texts = [choice.message.content for choice in first.choices]
-    assert [choice.index for choice in first.choices] == [0, 1, 2]
-    assert texts == [choice.message.content for choice in second.choices]
-    assert len({*texts}) > 1
-
-
-@pytest.mark.parametrize("stop", [" of", ["nothing", " of It"]])
-def test_stop(client: Any, stop: Any) -> None:
-    for stream in (False, True):
-        answer = client.chat.completions.create(messages=ITALY, stop=stop, stream=stream, **GREEDY)
-        if stream:
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-        else:
-            text = answer.choices[0].message.content
-        assert text == "The capital"
-
-
-def test_max_tokens(client: Any) -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        answer = client.chat.completions.create(messages=ITALY, **GREEDY, **{name: 2})
-        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("The capital", "length")
 
 
 def test_logprobs(client: Any) -> None:
@@ -161,10 +129,3 @@ def test_errors_by_class(client: Any, server: Server) -> None:
         client.chat.completions.create(messages=user("a b " * 2000), model="demo")
     assert long.value.code == "context_length_exceeded"
     assert "maximum context length" in str(long.value)
-
-
-def test_request_id(client: Any) -> None:
-    headers = {"X-Request-Id": "mine-7"}
-    answer = client.chat.completions.with_raw_response.create(messages=ITALY, extra_headers=headers, **GREEDY)
-    assert answer.headers["x-request-id"] == "mine-7"
-    assert answer.parse().id == "mine-7"
