@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from threads import one_thread  # noqa: F401
-from tiny_policy import OPTIONS, Policy
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
+
+from threads import one_thread  # noqa: F401
+from tiny_policy import OPTIONS, Policy
 
 from nanovllm import LLM
 

@@ -5,24 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_policy import OPTIONS, Policy
+from tiny_policy import GREEDY, OPTIONS, PROMPTS, Policy, greedy, texts
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = [[1, 2, 3], list(range(40)), list(range(20, 52))]
-
-
-def texts(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def greedy(policy: Policy, prompt: list[int], count: int = 12) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(policy.logits(tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
 
 
 @pytest.fixture
@@ -46,6 +32,8 @@ def finish(llm: LLM, ids: list[int]) -> dict[int, RequestOutput]:
 
 
 def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
+    """And nothing that the other weights computed is found in the prefix cache."""
+    assert texts(llm) == [greedy(policies[0], prompt) for prompt in PROMPTS]
     version = llm.weight_version
     llm.begin_update()
     for pair in policies[1].weights.items():

@@ -4,22 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiny_policy import OPTIONS, Policy
+from tiny_policy import GREEDY, OPTIONS, PROMPTS, Policy, texts
 
-from nanovllm import LLM, SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-PROMPTS = [[1, 2, 3], list(range(40))]
+from nanovllm import LLM
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two replicas"])
 def sleeper(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> Iterator[LLM]:
     with LLM(policies[0].folder, enable_sleep=True, data_parallel_size=request.param, **OPTIONS) as llm:
         yield llm
-
-
-def texts(llm: LLM) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("tags", [None, ("kv_cache",), ["weights"]])

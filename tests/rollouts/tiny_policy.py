@@ -1,9 +1,11 @@
-"""Random tiny Qwen3 checkpoints, and what torch makes of their logits."""
+"""Random tiny Qwen3 checkpoints, and the texts that transformers and an engine make of them."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nanovllm import LLM, SamplingParams
 
 VOCAB = 301
 OPTIONS: dict[str, Any] = {
@@ -14,16 +16,19 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 128,
 }
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[1, 2, 3], list(range(40)), list(range(20, 52))]
 
 
 class Policy:
     """A model of transformers, the folder that it was saved to, and its weights."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, **changes: Any) -> None:
         from transformers import Qwen3Config, Qwen3ForCausalLM  # here, as it may import triton: see conftest.py
 
         torch.manual_seed(seed)
         config = Qwen3Config(
+            **{"tie_word_embeddings": False, **changes},
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
@@ -32,7 +37,6 @@ class Policy:
             num_key_value_heads=2,
             head_dim=16,
             max_position_embeddings=2048,
-            tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
@@ -47,3 +51,14 @@ class Policy:
         """float32 [tokens, vocab]."""
         with torch.inference_mode():
             return self.model(torch.tensor([token_ids])).logits[0]
+
+
+def texts(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def greedy(policy: Policy, prompt: list[int], count: int = 12) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(policy.logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]

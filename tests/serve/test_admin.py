@@ -275,18 +275,6 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
 
 
-@pytest.mark.parametrize("keep", [0, 200, -1], ids=["its length", "its header", "its last byte"])
-def test_a_file_that_is_cut_off_changes_nothing(admin: httpx.Client, other: Path, tmp_path: Path, keep: int) -> None:
-    """Wherever it is cut; nobody waits."""
-    before = call(admin, "/weight_checker", action="checksum")["checksums"]
-    [file] = other.glob("*.safetensors")
-    (tmp_path / file.name).write_bytes(file.read_bytes()[:keep])
-    error = call(admin, "/update_weights", 400, weight_dir=str(tmp_path))["error"]
-    assert file.name in error["message"], error
-    assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
-    assert ask(admin) == "The capital of Italy is Rome."
-
-
 def test_a_trainer_broadcasts_and_shares_memory(admin: httpx.Client, pool: ThreadPoolExecutor, other: Path) -> None:
     """The calls of vLLM's weight transfer, with its fields: over a group, then in a bucket, under a stream."""
     before = call(admin, "/weight_checker", action="checksum")["checksums"]
