@@ -3,7 +3,6 @@
 Its mixer is a difference: of what one attention finds, a share of what another finds is taken away.
 """
 
-import json
 import runpy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from nanovllm import register_model
 from nanovllm.attention.base import KVCache
@@ -73,22 +71,16 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save_random(folder: Path, config: dict[str, Any] = TINY, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint with random weights, and returns these."""
-    make = torch.Generator().manual_seed(seed)
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of the mixers and MLPs."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {f"{name}.weight": (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
-    shapes["model.norm.weight"] = (hidden,)
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         for each in (f"{at}.mixer.first", f"{at}.mixer.second"):
             shapes |= {f"{each}.q_proj.weight": (heads, hidden), f"{each}.o_proj.weight": (hidden, heads)}
             shapes |= {f"{each}.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
         shapes |= {f"{at}.mixer.share": (1,), f"{at}.ffn.down_proj.weight": (hidden, width)}
         shapes |= {f"{at}.ffn.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
-    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
+    return shapes

@@ -9,7 +9,7 @@ import torch
 from comparing import Expected
 from observing import StepWitness
 from programs import ROOT, load
-from twins import Twin, check
+from twins import Twin, check, save_random
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
@@ -51,7 +51,7 @@ class CustomTwin(Twin):
 def model(example: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Expected]]:
     """The folder, and what the twin says."""
     folder = tmp_path_factory.mktemp("custom")
-    twin = CustomTwin(example.TINY, example.save_random(folder))
+    twin = CustomTwin(example.TINY, save_random(folder, example.TINY, example.weight_shapes(example.TINY)))
     return str(folder), twin.expected(PROMPTS)
 
 

@@ -140,11 +140,3 @@ def test_where_a_step_is_cut() -> None:
     sums: Any = SimpleNamespace(max_rows=1151)
     overlap = Overlap(sums)
     assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
-
-
-def test_cuts_of_the_smallest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never an empty half, whatever the multiple."""
-    overlap = Overlap(None)
-    monkeypatch.setattr(two_batch, "MIN_ROWS", 1)
-    monkeypatch.setattr(two_batch, "CUT_MULTIPLE", 8)
-    assert [overlap.cut(rows, 0) for rows in (1, 8, 9, 16, 17)] == [None, None, 8, 8, 16]

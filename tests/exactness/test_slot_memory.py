@@ -4,7 +4,6 @@ in a crowd that takes its slots in turn, and on two ranks."""
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 from comparing import Expected, assert_same
 from observing import StepWitness
 from recurrent_model import TINY
-from safetensors.torch import save_file
-from twins import COUNT, Twin, check
+from twins import COUNT, Twin, check, save_random
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.main import main
@@ -57,25 +55,19 @@ class RecurrentTwin(Twin):
         return (torch.stack(states) * (y @ z.T).sigmoid()) @ o.T
 
 
-def save_random(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    make = torch.Generator().manual_seed(3)
-    hidden, width, vocab = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
-    dim = config["head_dim"]
+def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of the mixers and MLPs."""
+    hidden, width, dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = (config[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
-    shapes = {f"{name}.weight": (vocab, hidden) for name in ("model.embed_tokens", "lm_head")}
-    shapes["model.norm.weight"] = (hidden,)
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer, mixer in enumerate(config["mixers"]):
         at = f"model.layers.{layer}"
         rows = dict.fromkeys("avz", hidden) if mixer == "recurrence" else {"q": heads, "k": kv_heads, "v": kv_heads}
         inner = hidden if mixer == "recurrence" else heads
-        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         shapes |= {f"{at}.self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
         shapes |= {f"{at}.self_attn.o_proj.weight": (hidden, inner), f"{at}.mlp.down_proj.weight": (hidden, width)}
         shapes |= {f"{at}.mlp.{name}_proj.weight": (width, hidden) for name in ("gate", "up")}
-    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
+    return shapes
 
 
 Model = tuple[str, list[Expected]]
@@ -87,7 +79,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     mixers = TINY["mixers"] if request.param == "hybrid" else ["recurrence"] * 3
     config = {**TINY, "mixers": mixers}
-    twin = RecurrentTwin(config, save_random(folder, config))
+    twin = RecurrentTwin(config, save_random(folder, config, weight_shapes(config)))
     return str(folder), twin.expected(PROMPTS)
 
 

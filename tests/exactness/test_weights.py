@@ -186,19 +186,6 @@ def test_loading_shows_progress_by_bytes(dim: int) -> None:
     assert len(reports) >= target.nbytes / (8 << 20)
 
 
-def test_query_heads_keep_their_keys() -> None:
-    """On each rank, query head i reads the key head that it has in the whole model."""
-    for heads, kv_heads in HEADS:
-        for size in (n for n in range(1, 9) if heads % n == 0):
-            for rank in range(size):
-                split = HeadSplit(heads, kv_heads, rank, size)
-                group = split.local_heads // split.local_kv_heads
-                assert group * split.local_kv_heads == split.local_heads
-                for local in range(split.local_heads):
-                    whole_kv_head = (split.first_head + local) // (heads // kv_heads)
-                    assert split.kv_head(local // group) == whole_kv_head, (split, local)
-
-
 def test_each_key_head_is_held_first_in_one_place() -> None:
     """However often the ranks hold it: sums over key heads count it once."""
     for heads, kv_heads in HEADS:

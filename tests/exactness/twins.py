@@ -1,9 +1,12 @@
 """Twins of models from outside the package, in plain torch over a whole text at once, and the comparison with them."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from comparing import Expected, assert_mostly_sure, assert_same
+from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -65,3 +68,16 @@ def check(llm: LLM, prompts: list[list[int]], expected: list[Expected]) -> list[
     for output, one in zip(outputs, expected, strict=True):
         assert_same(output.token_ids, one)
     return outputs
+
+
+def save_random(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint of random weights of these shapes, and of what every model has; returns them."""
+    hidden, make = config["hidden_size"], torch.Generator().manual_seed(3)
+    common = {f"{name}.weight": (config["vocab_size"], hidden) for name in ("model.embed_tokens", "lm_head")}
+    norms = [f"layers.{layer}.{name}_layernorm" for layer in range(config["num_hidden_layers"])
+             for name in ("input", "post_attention")]  # fmt: skip
+    shapes = {**common, **{f"model.{name}.weight": (hidden,) for name in ("norm", *norms)}, **shapes}
+    tensors = {name: torch.randn(shape, generator=make) * 0.5 ** len(shape) * 2 for name, shape in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
