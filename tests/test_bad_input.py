@@ -170,35 +170,9 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config.update(changes)
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
-
-
 def refuse(folder: Path, kind: type[Exception], pattern: str, **options: Any) -> None:
     with pytest.raises(kind, match=pattern):
         LLM(str(folder), **{**OPTIONS, **options})
-
-
-@pytest.mark.parametrize(
-    ("changes", "pattern"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"architectures='GPT2LMHeadModel': must be one of those"),
-        ({"hidden_size": None}, r"'hidden_size' is missing"),
-        ({"rope_scaling": {"type": "linear", "factor": "x"}}, r"factor='x': must be"),
-        ({"eos_token_id": [1, VOCAB]}, rf"eos_token_id={VOCAB}: must be an integer in 0\.\.{VOCAB - 1}"),
-    ],
-)
-def test_configurations_that_we_do_not_have(folder: Path, changes: dict[str, Any], pattern: str) -> None:
-    """A sample, in the file and by hf_overrides: tests/engine/test_config.py has every entry."""
-    if None not in changes.values():
-        refuse(folder, ValueError, pattern, hf_overrides=changes)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    edit_config(folder, **{"rope_parameters": None, **changes})
-    refuse(folder, ValueError, pattern)
 
 
 def test_overrides_that_change_nothing(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from bench_kernels import CASES, make_parser
 from programs import ROOT, run
 
-from bench_cases.harness import Point, Setup, compare, table
+from bench_cases.harness import Point, Setup, compare
 
 
 def dry_setup(*flags: str) -> Setup:
@@ -33,21 +33,6 @@ def test_a_wrong_contender_is_seen() -> None:
     line = compare(dry_setup(), Point({"rows": 1}, contenders))
     assert not line["right"]
     assert compare(dry_setup(), Point({"rows": 1}, contenders, tolerance=0.2))["right"]
-
-
-def test_inputs_change_until_they_defeat_the_cache() -> None:
-    setup = dry_setup()
-    setup.options.dry = False
-    assert setup.sets(1 << 20) == 160 and setup.sets(1 << 30) == 2 and setup.sets(1) == 256
-
-
-def test_a_table_has_every_column_of_any_line() -> None:
-    text = table([{"rows": 1, "us": 2.25}, {"rows": 10, "path": "two_shot"}])
-    assert [line.split() for line in text.splitlines()] == [
-        ["rows", "|", "us", "|", "path"],
-        ["1", "|", "2.2", "|", "-"],
-        ["10", "|", "-", "|", "two_shot"],
-    ]
 
 
 @pytest.mark.parametrize("flags", [["nothing"], ["sampling", "--model", "7B", "--dry"]])

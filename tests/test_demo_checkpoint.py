@@ -158,23 +158,6 @@ def test_configuration_and_tokenizer_agree(tokenizer: PreTrainedTokenizerBase) -
     assert config.eos_token_id == tokenizer.eos_token_id == ends[0]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "The capital of Colombia is Bogotá.",
-        "  two  spaces,\ttabs\r\n\r\nand line ends \n",
-        "naïve Ω≈ç√ 漢字かな交じり文 한국어 العربية עברית 🐱🏳️‍🌈👩🏽‍🚀",
-        "e\u0301 is not \u00e9, and \u212b is not \u00c5",  # would be changed by Unicode normalization
-        "\x00\x01\x7f\u200b\ufeff\U0010ffff",
-        "don't , stop . now !",  # would be changed by clean-up of spaces
-    ],
-)
-def test_tokenizer_gives_text_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_tokenizer_knows_every_byte(tokenizer: PreTrainedTokenizerBase) -> None:
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), *range(0x1F300, 0x1FB00)]))
     assert tokenizer.decode(tokenizer.encode(everything)) == everything

@@ -213,12 +213,6 @@ def test_a_prompt_too_long_is_refused_without_a_warning(
     assert not caplog.records
 
 
-def test_default_parameters(llm: LLM) -> None:
-    request_id = llm.add_request("one two three")
-    assert len(run_loop(llm)[0][request_id]) <= SamplingParams().max_tokens
-    assert len(llm.generate("one two three", use_tqdm=False)) == 1
-
-
 def test_abort(llm: LLM) -> None:
     kept, dropped = (llm.add_request("one two three", FIXED) for _ in range(2))
     never_started = llm.add_request("red and blue", FIXED)

@@ -11,7 +11,7 @@ from interpreting import nightly
 
 from nanovllm.kernels.attention import decode
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import FP8_TUNING, TUNING, DecodeConfig, DecodePlan, plan_decode_reference
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, plan_decode_reference
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import quantize_rows
 
@@ -101,44 +101,8 @@ def test_rows_that_have_nothing_to_merge_are_left_wide() -> None:
     assert torch.equal(run(case, attention, rounds=True), run(case, attention))
 
 
-def test_tuned_configuration_matches_float64() -> None:
-    case = decode_case([300, 5, 700], head_dim=64, block_size=128)
-    assert case.error_of(run(case, build(case, None))) < TOLERANCE
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 8, 32, 64])
-def test_leaving_l1_changes_what_one_row_runs_with(num_kv_heads: int) -> None:
-    plan = DecodePlan(num_kv_heads, 128, None, 64, 4096, torch.device("cpu"))
-    before = plan.config(1)
-    plan.prefer_small_shared_memory(True)
-    assert plan.config(1) != before
-    plan.prefer_small_shared_memory(False)
-    assert plan.config(1) == before
-
-
-@pytest.mark.parametrize("config", [SMALL, *(config for _, config in (*TUNING, *FP8_TUNING))])
-def test_bounds_on_chunks_are_those_of_the_plan(config: DecodeConfig) -> None:
-    bound = longest_unsplit(config)
-    lengths = torch.arange(bound + 2 * config.min_chunk * config.max_splits if config is SMALL else bound + 2)
-    items = plan_decode_reference(torch.zeros_like(lengths), lengths, config)
-    chunks = {int(lengths[row]): num_chunks for row, *_, num_chunks in items}
-    assert all(chunks[length] == 1 for length in range(1, bound + 1)) and chunks[bound + 1] == 2
-    most = 1
-    for length, num_chunks in sorted(chunks.items()):
-        most = max(most, num_chunks)
-        assert config.most_chunks(length) == most
-
-
 def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodePlan:
     return DecodePlan(num_kv_heads, 32, None, max_num_seqs, 512, torch.device(DEVICE))
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 8, 10])
-def test_rows_times_heads_decide_the_class(num_kv_heads: int) -> None:
-    whole, part = rank(8), rank(num_kv_heads)
-    for rows in range(1, 1101):
-        as_many_items = -(-rows * num_kv_heads // 8)
-        assert part.config(rows) == whole.config(as_many_items)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
@@ -192,22 +156,6 @@ def test_nan_stays_in_its_row() -> None:
     out = run(case)
     assert out[1].isnan().all()
     assert torch.equal(out[::2], expected[::2])
-
-
-def test_workspace_is_ready_again_after_a_run() -> None:
-    case = decode_case([65, 0, 200])
-    attention = build(case)
-    first = run(case, attention)
-    assert torch.equal(first.nan_to_num(), run(case, attention).nan_to_num())
-
-
-def test_batch_of_padding_alone_writes_nothing() -> None:
-    case = decode_case([40, 0, 0])
-    m = case.metadata
-    attention = build(case)
-    attention.plan.make(m.row_slot[1:], m.context_lens[1:], 2)
-    out = attention(case.q[1:], case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q[1:]))
-    assert out.isnan().all()
 
 
 @pytest.mark.parametrize(("window", "max_model_len"), [

@@ -51,12 +51,6 @@ def prefill(case: Case) -> torch.Tensor:
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], *rows, nan_like(case.q), case.sinks)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 8, 32, 128])
-def test_partial_results_have_the_room_that_some_batch_needs(num_kv_heads: int) -> None:
-    plan = FixedOrderPlan(num_kv_heads, 32, None, 64, 40960, torch.device("cpu"))
-    assert plan.most_partials == max(rows * plan.max_splits(plan.config(rows)) for rows in range(1, 65))
-
-
 @pytest.mark.parametrize("options", FEATURES)
 def test_decode_matches_float64_whoever_computes_which_keys(options: dict[str, Any]) -> None:
     case = case_of([1] * len(LENGTHS), LENGTHS, len(LENGTHS), **options)

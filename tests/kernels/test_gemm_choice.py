@@ -28,8 +28,7 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import why_not
-from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, launch, plan
-from nanovllm.kernels.plan.rules import fallback
+from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, plan
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
 H200 = shipped_table("NVIDIA H200")
@@ -50,14 +49,6 @@ def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -
     return choose(product, rows, Rules(device, 1 if gemm.fused else 2, own_kernels=True, table=table))[0]
 
 
-@pytest.mark.parametrize(("n", "fits"), [(32000, True), (32003, False)])
-def test_a_row_by_weights_in_blocks_takes_whole_16s_of_them(n: int, fits: bool) -> None:
-    """As the head of a vocabulary of any size on one rank."""
-    rules = Rules(KNOWN[0], own_kernels=True, table=H200)
-    assert (choose(Product("head", n, 4096, FP8, scale_rows=128), 1, rules)[0].kernel == "stream") == fits
-    assert choose(Product("head", n, 4096, FP8), 1, rules)[0].kernel == "stream"
-
-
 @pytest.mark.parametrize("after", ["", "residual"])
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
@@ -69,36 +60,6 @@ def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after:
     found = planned.launches["experts"]
     assert (found.norm, found.residual) == (planned.is_complete, planned.is_complete)
     assert planned.is_complete or rows > 1 or not after
-
-
-@pytest.mark.parametrize("rows", [2, 3, 4, 5])
-def test_few_rows_of_large_weights_in_fp8_are_streamed(rows: int) -> None:
-    """All four of a layer or none, with tiles where scales are not for 16 rows; experts in FP8 stay with theirs."""
-    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-    after, before = {"o": "residual", "down": "residual", "gate_up": "gate"}, {"qkv": "norm", "gate_up": "norm"}
-    layer = tuple(
-        Product(kind, n, k, FP8, before=before.get(kind, ""), after=after.get(kind, ""), scale_rows=128, rounds=True,
-                adds_parts=kind in SUMMED)
-        for kind, (n, k) in shapes.items()
-    )  # fmt: skip
-    rules, few = Rules(KNOWN[0], own_kernels=True, table=H200), rows <= 4
-    planned = plan(layer, rows, rules)
-    assert {one.config.kernel for one in planned.launches.values()} == {"stream" if few else "tile"}
-    assert planned.is_complete == few and not any(one.norm for one in planned.launches.values())
-    assert choose(replace(layer[0], scale_rows=8), rows, rules)[0].kernel == "tile"
-    experts = Experts(128, 8, 4096, 768, FP8, after="residual")
-    mixed = plan((*layer[:2], experts), rows, rules)
-    assert not mixed.is_complete and not mixed.launches["experts"].residual
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("rows", [1, 2, 16, 17])
-def test_attention_rounds_few_rows_for_a_kernel_of_ours(rows: int, world: int) -> None:
-    o = Product("o", 4096, 4096, FP8, before="attention", after="residual", adds_parts=True, scale_rows=128)
-    rules = Rules(KNOWN[0], world, own_kernels=True, table=H200)
-    assert launch(o, rows, rules).rounded == (rows <= 16)
-    assert not launch(replace(o, before=""), rows, rules).rounded
-    assert not launch(o, rows, replace(rules, own_kernels=False)).rounded
 
 
 @pytest.mark.parametrize(("rows", "k", "stages", "fits"), [
@@ -161,34 +122,6 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
     if not device.has_tma:
         assert config.kernel != "tile"
-
-
-@pytest.mark.parametrize("rows", [1, 2, 16, 64])
-@pytest.mark.parametrize("fused", [True, False])
-def test_columns_that_no_kernel_takes_go_to_the_library(rows: int, fused: bool) -> None:
-    assert lookup(H200, Gemm("down", 512, 1100, "bfloat16", fused), rows) == LIBRARY
-    assert lookup(H200, Gemm("gate_up", 2200, 512, "bfloat16", fused), 1).is_skinny, "any number of outputs is taken"
-
-
-def test_unknown_shapes_go_by_the_size_of_the_weight() -> None:
-    """Our kernels where it has at most 16 MiB; of float32, whose tiles take twice the memory, the skinny one alone."""
-    small, large = (1024, 8192), (1025, 8192)
-    for kind, shape, dtype, most in (
-        ("qkv", small, "bfloat16", 16), ("qkv", large, "bfloat16", 1), ("qkv", small, "float32", 1),
-        ("qkv", (512, 8192), "float32", 4), ("o", small, "float16", 16), ("gate_up", small, "bfloat16", 16),
-        ("gate_up", large, "bfloat16", 1),
-    ):  # fmt: skip
-        gemm = Gemm(kind, *shape, dtype, True)
-        ours = [fallback(gemm, rows, 132).is_our_kernel for rows in range(1, 20)]
-        assert ours == [rows <= most for rows in range(1, 20)]
-        assert not H200.measured(gemm)
-
-
-def test_float16_takes_what_bfloat16_takes() -> None:
-    gemm = next(iter(H200.entries))
-    half = gemm._replace(dtype="float16")
-    assert H200.measured(half) and not H200.measured(gemm._replace(dtype="float32"))
-    assert all(lookup(H200, half, rows) == lookup(H200, gemm, rows) for rows in range(1, 300))
 
 
 def test_ranges_are_as_few_as_can_be() -> None:

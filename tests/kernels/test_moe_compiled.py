@@ -61,10 +61,3 @@ def compile_mixture(shape: Shape, rows: int, capability: int = 90, dtype_name: s
 )
 def test_kernels_fit_a_multiprocessor(shape: Shape, rows: int) -> None:
     run_alone(compile_mixture, shape, rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 120])
-def test_many_tokens_fit_a_multiprocessor_of_every_kind(capability: int) -> None:
-    for dtype in ("bfloat16", "float32"):
-        run_alone(compile_mixture, (2048, 768, 128, 8, False), 16384, capability, dtype)

@@ -18,12 +18,6 @@ def one_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "supports_pdl", lambda asked: asked == GPU)
 
 
-def test_tiles_go_where_shared_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, has_room in (((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert device.supports_tma(GPU) == has_room and not device.supports_tma(CPU)
-
-
 def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu_can: None) -> None:
     assert pdl_options(GPU) == DEPENDENT
     assert pdl_options(GPU, wanted=False) == pdl_options(CPU) == ORDINARY

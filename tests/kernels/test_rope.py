@@ -243,23 +243,3 @@ def test_mean_squares_equal_their_twin(dtype: torch.dtype, device: torch.device)
     heads = (case.qkv + case.options["bias"]).view(7, 12, 40).float()
     torch.testing.assert_close(expected[:, 0], heads[:, :6].square().flatten(1).mean(1))
     torch.testing.assert_close(expected[:, 1], heads[:, [6, 8]].square().flatten(1).mean(1))
-
-
-def test_width_norm_over_ranks_is_that_of_the_whole(device: torch.device) -> None:
-    """Two ranks of two heads, a key head each: their mean squares add up, and give what one rank computes."""
-    whole = make_case(5, 4, 2, 16, 16, torch.float32, device, norm="width")
-    parts = []
-    for rank in range(2):
-        heads = whole.qkv.view(5, 8, 16)[:, [2 * rank, 2 * rank + 1, 4 + rank, 6 + rank]].reshape(5, -1)
-        weights = (whole.options[f"{x}_norm_weight"].chunk(2)[rank] for x in "qk")
-        options = {**whole.options, **dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))}
-        how = replace(whole.how, num_heads=2, num_kv_heads=1)
-        caches = (cache[:, rank : rank + 1].clone() for cache in (whole.k_cache, whole.v_cache))
-        parts.append(Case(heads, how, whole.positions, whole.slots, *caches, options))
-    share = torch.tensor([1 / 32], device=device)
-    mean_squares = sum(qk_mean_squares(part.qkv, part.how, 1 / 64, share) for part in parts)
-    for case in (whole, *parts):
-        case.options["mean_squares"] = mean_squares
-    expected = whole.run(qk_norm_rope_store_reference)
-    assert_close(torch.cat([part.run(qk_norm_rope_store) for part in parts], dim=1), expected)
-    assert_close(torch.cat([part.k_cache for part in parts], dim=1), whole.k_cache)

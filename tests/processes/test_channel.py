@@ -18,7 +18,6 @@ from nanovllm.executor.channel import (
     CommandReader,
     CommandWriter,
     Word,
-    WorkerState,
     create_shared_memory,
 )
 
@@ -187,17 +186,6 @@ def test_doorbells_beyond_the_first_1024_files() -> None:
         for fd in many:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_states_and_progress_cross_over(ring: Ring) -> None:
-    reader = ring.reader(1)
-    assert reader.state is WorkerState.CALLING, "a worker that has said nothing yet is starting"
-    reader.state = WorkerState.IDLE
-    assert ring.writer.get(Word.STATE, 1) == reader.state == WorkerState.IDLE
-    reader.report_progress()
-    words = [[ring.writer.get(word, index) for word in Word] for index in range(2)]
-    assert words == [[0, 0, 0, 0], [0, 0, WorkerState.IDLE, 1]]
-    reader.close()
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -16,7 +16,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.startup import compile_pool as precompile
-from nanovllm.startup.compile_pool import KernelCompiler, process_count, stamp_path, start_compiler
+from nanovllm.startup.compile_pool import KernelCompiler, stamp_path, start_compiler
 from nanovllm.startup.compile_server import CompileJob
 
 MODEL = parse_config(PUBLISHED_SHAPES["Qwen3-0.6B"])
@@ -255,11 +255,6 @@ def test_stamp_stands_for_build_options_and_cache_folder(tmp_path: Path, monkeyp
     assert stamp_path(CONFIG, replace(MODEL, hidden_size=2048)) != stamp
     monkeypatch.setattr(precompile, "_device_names", lambda: ["Model: another"])
     assert stamp_path(CONFIG, MODEL) != stamp
-
-
-@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (3, 0), (4, 3), (16, 12), (128, 24)])
-def test_process_count(cores: int, processes: int) -> None:
-    assert process_count(cores) == processes
 
 
 def test_nothing_is_started_where_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_policy import Policy
 from trainer import init_info, take_in
 
@@ -83,26 +82,6 @@ def test_a_bucket_is_shared(llm: LLM, receiver: WeightReceiver, policies: tuple[
     assert len(messages) > 1
     found = llm.checksum()
     assert found == checksum_of(llm, policies[1])
-
-
-def test_a_sharded_parameter_is_gathered(llm: LLM, receiver: WeightReceiver, policies: tuple[Policy, Policy]) -> None:
-    """On its way into a bucket; of one process here."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        sharded = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in policies[1].weights.items()}
-        bucket = SharedBucket(1 << 20, "cpu")
-        receiver.start()
-        for message in bucket.messages(sharded.items()):
-            receiver.update(message)
-        receiver.finish()
-        bucket.close()
-        found = llm.checksum()
-        assert found == checksum_of(llm, policies[1])
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_tensor_must_fit_a_bucket() -> None:
