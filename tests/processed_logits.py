@@ -1,4 +1,4 @@
-"""What a token is drawn from, written down straight from the text of SamplingParams."""
+"""Probabilities that a token is drawn by, written down straight from the text of SamplingParams."""
 
 from typing import Any
 

@@ -72,7 +72,7 @@ TINY: dict[str, Any] = {
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the mixers and MLPs."""
+    """Shapes of what mixers and MLPs hold."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     shapes: dict[str, tuple[int, ...]] = {}

@@ -56,7 +56,7 @@ class RecurrentTwin(Twin):
 
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Those of the mixers and MLPs."""
+    """Shapes of what mixers and MLPs hold."""
     hidden, width, dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = (config[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
     shapes: dict[str, tuple[int, ...]] = {}
