@@ -14,18 +14,18 @@ MAX_TENSOR_PARALLEL_SIZE = 8
 MAX_DATA_PARALLEL_SIZE = 1024
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMISATIONS = {
-    "fused_kernels": "plain PyTorch in place of the Triton kernels around attention, and so no CUDA graphs",
-    "gemm_kernels": "the library multiplies everywhere",
-    "pdl": "no kernel starts before the one before it has ended",
-    "mailbox": "decode steps and their tokens are copied between graphs that else fetch and leave them on the host",
+    "fused_kernels": "plain PyTorch replaces the Triton kernels around attention, so there are no CUDA graphs",
+    "gemm_kernels": "the library computes every GEMM",
+    "pdl": "no kernel starts before the previous one has ended",
+    "mailbox": "decode steps and tokens are copied between graphs, which otherwise read and write host memory",
     "peer_all_reduce": "NCCL for every all-reduce",
-    "window_groups": "layers with a window keep all tokens, as those without do",
-    "two_batch_overlap": "no step runs in two halves, one of which is computed while the ranks sum the other",
-    "parallel_compile": "at the first start kernels are compiled one by one, by the engine itself",
-    "async_scheduling": "the tokens of a step are there before the next step is scheduled",
-    "late_scheduling": "the server schedules a step as soon as the one before it runs, not shortly before that ends",
-    "lookahead": "a request starts as soon as its tokens of now fit, whether all will fit until they end or not",
-    "longest_first": "generate() queues its requests in the order of the prompts, not by max_tokens",
+    "window_groups": "layers with a window keep all tokens, like those without",
+    "two_batch_overlap": "no step is split into two halves, of which one computes while the ranks sum the other",
+    "parallel_compile": "at the first start the engine compiles kernels one by one",
+    "async_scheduling": "the tokens of a step are read before the next step is scheduled",
+    "late_scheduling": "the server schedules a step as soon as the previous one runs, not shortly before it ends",
+    "lookahead": "a request starts as soon as its current tokens fit, whether or not all fit until they end",
+    "longest_first": "generate() queues requests in the order of the prompts, not by max_tokens",
 }
 """Names that EngineConfig.disable takes, and what happens without each. Tokens stay the same, up to rounding."""
 
@@ -108,7 +108,7 @@ class EngineConfig:
     """Options of the engine. `None` means: chosen from the model, the device and the memory that is there."""
 
     model: str
-    """A folder with config.json and *.safetensors, a hub id, or "demo": a small model that comes along."""
+    """A folder with config.json and *.safetensors, a hub id, or "demo": a small model in the package."""
     tokenizer: str | None = None
     """A folder or hub id; default: the model's."""
     skip_tokenizer_init: bool = False

@@ -88,7 +88,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        help="a folder with config.json and *.safetensors, a hub id, or demo, a small model that comes along [demo]",
+        help="a folder with config.json and *.safetensors, a hub id, or demo, a small model in the package [demo]",
     )
 
 

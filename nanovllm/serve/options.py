@@ -18,29 +18,29 @@ class ServeOptions:
     port: int = 8000
     """Port to listen on; 0: any free one."""
     uds: str | None = None
-    """Path of a Unix socket to listen on, in place of host and port."""
+    """Path of a Unix socket to listen on instead of host and port."""
     ssl_keyfile: str | None = None
     """Private key of ssl_certfile, a PEM file."""
     ssl_certfile: str | None = None
     """Certificate for HTTPS, a PEM file."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call, such as https://your.page; none by default."""
+    """Origins of web pages that may call the server, such as https://your.page; none by default."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use for the model; the first is shown. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
-    """Completions in flight from which on requests get a 503; the last one taken may pass it by its own. Default:
+    """Completions in flight from which on new requests get a 503; the last one accepted may exceed it. Default:
     4 * max_num_seqs + 512."""
     max_waiting_per_key: int | None = None
-    """Maximum completions of one API key that may wait, beyond max_num_seqs; then its requests get a 429. Default: half
-    of all places that wait; with a single key all of them."""
+    """Maximum completions of one API key that may wait, beyond max_num_seqs; further requests get a 429. Default: half
+    of the queue, or all of it with a single key."""
     stream_interval: int = 1
-    """Tokens in a chunk of a stream; more save clients work. The first token is sent at once."""
+    """Tokens per chunk of a stream; larger chunks save clients work. The first token is sent at once."""
     request_timeout: float | None = None
     """Seconds after which a request is aborted; off by default."""
     weight_update_timeout: float | None = 600.0
-    """Seconds that requests wait for new weights when their trainer is silent. Then they get a 503 until an update
+    """Seconds that requests wait for new weights while the trainer is silent. Then they get a 503 until an update
     succeeds. None: no limit."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
@@ -51,29 +51,29 @@ class ServeOptions:
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, unless a request sets them."""
     trust_request_chat_template: bool = False
-    """Allow requests to bring chat templates."""
+    """Allow requests to contain chat templates."""
     trust_special_tokens: bool = False
-    """Read control tokens that a message spells out as tokens, not as text."""
+    """Treat control tokens spelled out in a message as tokens, not as text."""
     generation_config: str = "auto"
-    """"auto": sampling defaults of the model's generation_config.json; "vllm": none; else a folder with such a file."""
+    """"auto": sampling defaults from the model's generation_config.json; "vllm": none; or a folder with such a file."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """Sampling defaults that replace the model's."""
     tool_call_parser: str = "auto"
-    """"auto": by the chat template; "none"; or the name of a family."""
+    """"auto": chosen by the chat template; "none"; or the name of a parser."""
     reasoning_parser: str = "auto"
-    """"auto": by the chat template; "none"; or "think"."""
+    """"auto": chosen by the chat template; "none"; or "think"."""
     strict_fields: bool = False
     """Refuse requests with unknown fields."""
     otlp_traces_endpoint: str | None = None
-    """URL of an OpenTelemetry collector for a span of each request. Needs the extra otel."""
+    """URL of an OpenTelemetry collector that receives a span per request. Needs the extra otel."""
     log_format: str = "text"
     """"text" or "json"."""
     disable_log_stats: bool = False
-    """Leave out the line of totals that is logged every 10 s."""
+    """Do not log a line of totals every 10 s."""
     log_prompts: bool = False
     """Log prompts."""
     ui: bool = True
-    """Serve a chat page at /."""
+    """Serve the chat page at /."""
 
     def __post_init__(self) -> None:
         for name in ("shutdown_timeout", "request_timeout", "weight_update_timeout"):
