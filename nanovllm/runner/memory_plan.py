@@ -18,6 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Experts, Operation, Product, Rules
+from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
@@ -33,7 +34,7 @@ from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
 from nanovllm.runner.state_memory import blocks_asked_for, blocks_that_fit, slot_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
-from nanovllm.wire.state import capacity_tokens, row_blocks
+from nanovllm.wire.state import capacity_tokens, row_blocks, table_width
 
 _STAGES = 2
 """Stages of a start in which kernels are loaded."""
@@ -70,8 +71,8 @@ class RankPlan:
 
     ranks: int
     weights: int
-    tables: int
-    """Bytes of tables by position."""
+    buffers: int
+    """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
     slots: int
     """Bytes of memory of fixed size, of all rows."""
     peer: int
@@ -102,7 +103,7 @@ class RankPlan:
 
     @property
     def used(self) -> int:
-        return self.weights + self.tables + self.slots + self.peer + self.libraries
+        return self.weights + self.buffers + self.slots + self.peer + self.libraries
 
     @property
     def parts(self) -> dict[str, int]:
@@ -115,7 +116,7 @@ class RankPlan:
     @property
     def surely_fits(self) -> bool:
         """A token fits beside what every engine takes that is none of the estimates."""
-        left = self.share - self.weights - self.tables - self.slots - self.reserved["filters"]
+        left = self.share - self.weights - self.buffers - self.slots - self.reserved["filters"]
         return left >= self.layout.num_tables * self.block_bytes
 
     @property
@@ -166,7 +167,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     rows = config.max_num_seqs
     captures = not config.enforce_eager and all(mixer.can_capture for mixer in layers.mixers())
     reserved = {
-        "step": _step_bytes(layers, rules, config.max_num_batched_tokens, dtype),
+        "step": _step_bytes(layers, rules, config.max_num_batched_tokens, rows, dtype),
         "graphs": _graph_bytes(layers, rules, config, dtype) if captures else 0,
         "filters": option_bytes(model.vocab_size, config.tensor_parallel_size, rows, dtype),
     }
@@ -177,7 +178,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
     return RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _table_bytes(model, config.max_model_len),
+        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
         (rows + 1) * slot_bytes(mixers), _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
@@ -202,11 +203,17 @@ def _weights(layers: DecoderForCausalLM, counts: list[int]) -> int:
     return found
 
 
-def _table_bytes(model: ModelConfig, length: int) -> int:
-    """Bytes of PositionTables (models/decoder.py) for contexts of this length."""
+def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout) -> int:
+    """Bytes of PositionTables (models/decoder.py), DeviceState and StepBuffers (kernels/step/input.py)."""
+    assert config.kvcache_block_size and config.max_model_len
     kinds = {(spec.rope, spec.head_dim) for spec in model.layers if spec.rope is not None}
     width = sum(model.ropes[name].rotary_dim(head_dim) for name, head_dim in kinds)
-    return 4 * length * (width + (model.query_scaling is not None))
+    by_position = 4 * config.max_model_len * (width + (model.query_scaling is not None))
+    tables, slots = layout.num_tables, config.max_num_seqs
+    rows, blocks = slots + MAX_PREFILL_ROWS, table_width(config.max_model_len, config.kvcache_block_size, tables)
+    state = DeviceState.allocate(slots, tables, blocks, "meta")
+    inputs = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, tables, "meta")
+    return by_position + sum(tensor.nbytes for held in (state, inputs) for tensor in vars(held).values())
 
 
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -225,16 +232,19 @@ def _library_bytes(config: EngineConfig, gpu: Gpu) -> int:
     return gpu.device.processors * CONTEXT_PER_SM + _STAGES * KERNELS + _ROUGHLY + nccl
 
 
-def _step_bytes(layers: DecoderForCausalLM, rules: Rules, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of activations at the peak of a step, in the widest part of its widest layer: inputs and outputs there,
-    beside the residual stream and the rows that are normed."""
+def _step_bytes(
+    layers: DecoderForCausalLM, rules: Rules, tokens: int, slots: int, dtype: torch.dtype
+) -> int:
+    """Bytes of activations at the peak of a step: in the widest part of its widest layer, inputs and outputs there
+    beside the residual stream and the rows that are normed; or of the logits of all rows."""
     hidden, widest, weight = layers.config.hidden_size, 0, 0
     for layer in layers.layers:
         widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
         for one in layer.operations if not rules.device.has_tma else ():
             if isinstance(one, Product) and one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
-    return int((tokens * (3 * hidden * dtype.itemsize + widest) + weight) * _ROUNDED_UP)
+    inside = int((tokens * (3 * hidden * dtype.itemsize + widest) + weight) * _ROUNDED_UP)
+    return max(inside, (slots + MAX_PREFILL_ROWS) * layers.lm_head.weight.shape[0] * dtype.itemsize)
 
 
 def _token_bytes(operations: Sequence[Operation], dtype: torch.dtype) -> int:
@@ -251,7 +261,5 @@ def _token_bytes(operations: Sequence[Operation], dtype: torch.dtype) -> int:
 
 def _graph_bytes(layers: DecoderForCausalLM, rules: Rules, config: EngineConfig, dtype: torch.dtype) -> int:
     """Bytes of all graphs: their pool is that of the largest."""
-    rows = config.max_num_seqs + MAX_PREFILL_ROWS
-    shapes = captured_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-    logits = rows * layers.lm_head.weight.shape[0] * dtype.itemsize
-    return max(_step_bytes(layers, rules, sum(shapes[0]), dtype), logits)
+    [largest, *_] = captured_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+    return _step_bytes(layers, rules, sum(largest), config.max_num_seqs, dtype)

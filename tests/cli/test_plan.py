@@ -118,7 +118,7 @@ def test_the_start_refuses_by_it(
     assert main(["plan", name, "--gpu", gpu, "-tp", "1"]) == 2
     assert str(refused.value) in capsys.readouterr().err
     plan = plan_rank(config, model, GPUS["H200"])
-    total = int((plan.weights + plan.tables + plan.reserved["filters"] + plan.block_bytes) / 0.9) + 2
+    total = int((plan.weights + plan.buffers + plan.reserved["filters"] + plan.block_bytes) / 0.9) + 2
     check_room(config, model, torch.device("cuda"))
 
 

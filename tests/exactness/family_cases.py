@@ -184,7 +184,14 @@ CASES = {
     "hy_v3": Case("HYV3", {**HEADS, **EXPERTS, "num_shared_experts": 2}),
     "afmoe": Case(
         "Afmoe",
-        {**HEADS, **EXPERTS, "num_shared_experts": 2, "route_scale": 2, "sliding_window": WINDOW, "mup_enabled": True},
+        {
+            **HEADS,
+            **EXPERTS,
+            "num_shared_experts": 2,
+            "route_scale": 1.7,
+            "sliding_window": WINDOW,
+            "mup_enabled": True,
+        },
     ),
     "laguna": Case("Laguna", {**HEADS, **LAGUNA, "num_attention_heads_per_layer": [6, 4, 8, 6]}),
     "laguna, gates by element": Case("Laguna", {**HEADS, **LAGUNA, "gating": "per-element", "attention_bias": True}),

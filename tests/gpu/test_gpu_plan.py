@@ -1,6 +1,7 @@
 """`nanovllm plan` against engines on this GPU, with dummy weights: the blocks within one in a hundred.
 
-Every term is printed as planned and as seen (pytest -s), so that one run shows which of them an estimate misses.
+A table of all models is printed at the end, and with pytest -s every term of each as planned and as seen. The bound is
+of the KV cache: on a GPU of 80 GB little is left for it beside the 57 GiB of Qwen3-30B-A3B.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,8 +53,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
     yield found
 
 
+@pytest.fixture(scope="module")
+def summary(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines of all models, printed together at the end."""
+    lines: list[str] = []
+    yield lines
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", f"{'':24} {'blocks planned':>14} {'seen':>10} {'apart':>8}   widest miss", *lines, sep="\n")
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]) -> None:
+def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]], summary: list[str]) -> None:
     options = {**MODELS[name], "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
     config = EngineConfig(name.partition(" ")[0], **options)
     model, device = read_model_config(config), Device.of(torch.device("cuda", 0))
@@ -62,31 +72,29 @@ def test_blocks_are_those_of_an_engine(name: str, measured: dict[str, list[int]]
         engine: Any = llm.engine
         info, runner = llm.engine_info(), engine.executor.runner
         weights, crowded = weight_bytes(runner.weights.all), runner.memory.crowded
-        buffers = sum(
-            tensor.nbytes
-            for owner in (runner.work.state, runner.work.buffers)
-            for tensor in vars(owner).values()
-            if isinstance(tensor, torch.Tensor)
-        )
     seen = {name: info[f"{name}_gib"] * GIB for name in ("step", "graphs", "filters", "libraries", "taken")}
     blocks, reserved = info["num_kvcache_blocks"], seen["step"] + seen["graphs"] + seen["filters"]
     kv_bytes = blocks * planned.block_bytes
     used = planned.share - reserved - kv_bytes
-    rows = {
-        "weights": (planned.weights, weights), "used": (planned.used, used),
-        "libraries": (planned.libraries, seen["libraries"]),
-        **{name: (nbytes, seen[name]) for name, nbytes in planned.reserved.items()},
-        "graphs taken": (planned.reserved["graphs"], info.get("graphs_taken_gib", 0) * GIB),
-        "KV": (planned.blocks * planned.block_bytes, kv_bytes),
+    terms = {
+        "weights": (planned.weights, weights),
+        "all but weights": (planned.used - planned.weights, used - weights),
+        "of it libraries": (planned.libraries, seen["libraries"]),
+        **{term: (nbytes, seen[term]) for term, nbytes in planned.reserved.items()},
+        "KV cache": (planned.blocks * planned.block_bytes, kv_bytes),
     }  # fmt: skip
-    print(f"\n{name}: blocks {planned.blocks:,} {blocks:,} ({planned.blocks / blocks - 1:+.2%}); MiB planned, seen")
-    for term, (mine, engines) in rows.items():
-        apart = mine - engines
-        sizes = f"{mine / MIB:11,.1f} {engines / MIB:11,.1f} {apart / MIB:+9,.1f}"
-        print(f"  {term:13} {sizes} {apart / kv_bytes:+.2%} of KV")
-    parts = {key: [round(nbytes / MIB, 1) for nbytes in found] for key, found in measured.items()}
-    attention, graphs = info["attention_backend"], info["cuda_graphs"]
-    print(f"  {parts}, {graphs} graphs, {buffers / MIB:.1f} of buffers, {planned.block_bytes} a block, {attention}")
+    apart = planned.blocks / blocks - 1
+    print(f"\n{name}, {info['attention_backend']}, {info['cuda_graphs']} graphs, {planned.block_bytes:,} bytes a block")
+    print(f"  {'MiB':15} {'planned':>11} {'seen':>11} {'apart':>9}   of KV")
+    for term, (mine, engines) in terms.items():
+        sizes = f"{mine / MIB:11,.1f} {engines / MIB:11,.1f} {(mine - engines) / MIB:+9,.1f}"
+        print(f"  {term:15} {sizes}  {(mine - engines) / kv_bytes:+.2%}")
+    for term, found in measured.items():
+        print(f"  {term.replace('_', ' '):15} {', '.join(f'{nbytes / MIB:,.1f}' for nbytes in found)}")
+    print(f"  {'graphs in the end':15} {info.get('graphs_taken_gib', 0) * GIB / MIB:,.1f}")
+    missed = max(list(terms)[:-1], key=lambda term: abs(terms[term][0] - terms[term][1]))
+    by = (terms[missed][0] - terms[missed][1]) / MIB
+    summary.append(f"{name:24} {planned.blocks:14,} {blocks:10,} {apart:+8.2%}   {missed} {by:+,.1f} MiB")
     assert not crowded, crowded
     assert planned.weights == weights
-    assert planned.blocks == pytest.approx(blocks, rel=0.01)
+    assert abs(apart) <= 0.01
