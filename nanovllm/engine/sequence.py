@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
 from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.step import SlotConstants
@@ -98,8 +99,8 @@ class Sequence:
     """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
     is_stale: bool = field(default=False, init=False)
     """Whether blocks hold KV of former weights: then none of them is shared."""
-    version_starts: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Versions of the weights that the output's tokens come from, and the first token of each."""
+    version_starts: VersionStarts = field(default_factory=list, init=False)
+    """Versions of the weights that the output's tokens come from."""
 
     def __post_init__(self, known_ids: Iterable[int]) -> None:
         self.token_ids = [*self.prompt.token_ids, *known_ids]
@@ -149,16 +150,12 @@ class Sequence:
 
     def note_version(self, version: int) -> None:
         """Tokens from here on come from weights of this version."""
-        start = self.num_output_tokens
-        if self.version_starts and self.version_starts[-1][1] == start:
-            self.version_starts.pop()
-        self.version_starts.append((version, start))
+        note_version(self.version_starts, version, self.num_output_tokens)
 
     @property
     def weight_versions(self) -> list[tuple[int, int, int]]:
         """See CompletionOutput.weight_versions."""
-        ends = [*(start for _, start in self.version_starts[1:]), self.num_output_tokens][: len(self.version_starts)]
-        return [(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True) if end > start]
+        return version_spans(self.version_starts, self.num_output_tokens)
 
     def note_gained(self, num_tokens: int) -> None:
         """A step has brought so many tokens, all here by now: what it might have brought beyond will not come."""

@@ -18,7 +18,7 @@ from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
-from nanovllm.host.flight import ENDED, Flight, without_repeated
+from nanovllm.host.flight import ENDED, NO_BOUND, Flight, without_repeated
 from nanovllm.host.pending_call import PendingCall
 from nanovllm.host.router import Load, Router
 from nanovllm.wire.state import PageGroup
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST_RESTARTS = 3  # of each engine; then the others continue without it
 MOST_LOSSES = 3  # of engines in a row while they compute a request, without a new token: it may be what crashes them
-_NO_BOUND = 1 << 40
 
 
 class Fleet:
@@ -47,7 +46,7 @@ class Fleet:
         """Tokens of the longest text that every engine can hold."""
         self._is_alone = count == 1
         self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
-        rows = _NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
+        rows = NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
         groups = tuple(PageGroup(*group) for group in infos[0]["page_groups"])
         self._router = Router(count, self._block_size, rows, groups)
         self._keeps_tokens = restart is not None
@@ -85,7 +84,7 @@ class Fleet:
 
     def _join(self, number: int, info: dict[str, Any]) -> None:
         """Lets an engine have requests. A single engine has no limit, since its own scheduler knows better."""
-        self._router.join(number, _NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
+        self._router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -119,8 +118,7 @@ class Fleet:
         """Queues a request at the router; `first`: in front of those that wait."""
         known = len(flight.tokens[0]) if flight.can_continue else flight.num_given
         length = len(flight.prompt) + known
-        most = flight.params.get("max_tokens", 16)
-        total = self.max_total if most is None else min(self.max_total, len(flight.prompt) + most)
+        total = min(self.max_total, len(flight.prompt) + flight.most_tokens)
         hashes = self._hashes(flight, flight.tokens[0][:known])
         self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
 
@@ -149,7 +147,7 @@ class Fleet:
             if self._keeps_tokens:
                 flight.note_version(index, self._states[number].weight_version)
         params, most = flight.params, self.max_total - len(flight.prompt)
-        if not self._is_alone and (params.get("max_tokens", 16) or _NO_BOUND) > most:
+        if not self._is_alone and flight.most_tokens > most:
             # Another engine that may have to continue it may have a smaller KV cache.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
         return wire.Add.of(flight.request_id, flight.prompt, params, known)

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
 from nanovllm.host import wire
+from nanovllm.sampling_params import SamplingParams
 
+NO_BOUND = 1 << 40
 ENDED = 1 << 60
 """Number of tokens to drop for a completion that has ended: all of them."""
 
@@ -22,8 +25,8 @@ class Flight:
     """Number of output tokens that were given with the request."""
     tokens: list[list[int]]
     """Output tokens of each completion so far."""
-    versions: list[list[tuple[int, int]]]
-    """(Version of the weights, its first token) of each completion."""
+    versions: list[VersionStarts]
+    """Versions of the weights that the tokens of each completion come from."""
     ended: set[int] = field(default_factory=set)
     """Indices of the completions that have ended."""
     engine: int | None = None
@@ -48,23 +51,22 @@ class Flight:
         return len(self.tokens)
 
     @property
+    def most_tokens(self) -> int:
+        """See SamplingParams.most_tokens."""
+        return NO_BOUND if (most := self.params.get("max_tokens", SamplingParams.max_tokens)) is None else most
+
+    @property
     def can_continue(self) -> bool:
         """Whether another engine can continue after the tokens so far; else it computes them again."""
         return self.n == 1 and not self.params.get("sampling_mask")
 
     def note_version(self, index: int, version: int) -> None:
         """Notes that the next tokens of a completion come from weights of this version."""
-        starts, start = self.versions[index], len(self.tokens[index])
-        if starts and starts[-1][1] == start:
-            starts.pop()
-        if not starts or starts[-1][0] != version:
-            starts.append((version, start))
+        note_version(self.versions[index], version, len(self.tokens[index]))
 
     def spans(self, index: int) -> list[tuple[int, int, int]]:
         """See CompletionOutput.weight_versions."""
-        starts = self.versions[index]
-        ends = [*(start for _, start in starts[1:]), len(self.tokens[index])][: len(starts)]
-        return [(version, start, end) for (version, start), end in zip(starts, ends, strict=True) if end > start]
+        return version_spans(self.versions[index], len(self.tokens[index]))
 
 
 def without_repeated(step: wire.Step, skips: dict[int, int]) -> wire.Step:

@@ -91,3 +91,18 @@ def test_an_abort_ends_a_request_wherever_it_is() -> None:
     [step] = engines.out()
     assert isinstance(step, wire.Step) and step.done[0].request_id == 39
     assert not engines.take_sent(), "no engine had it"
+
+
+def test_an_engine_gets_the_bound_of_a_request_or_that_of_the_fleet() -> None:
+    """The longest text that all engines can hold: another one may have to continue it."""
+    engines, most = Engines(2), INFO["max_model_len"] - len(PROMPT)
+    for request_id, (asked, sent) in enumerate([(0, 0), (9, 9), (most, most), (most + 1, most), (None, most)]):
+        engines.fleet.add(request_id, PROMPT, {"max_tokens": asked, "min_tokens": 9})
+        engines.fleet.bind()
+        [(engine, add)] = engines.take_sent()
+        assert add.params["max_tokens"] == sent
+        engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))
+    engines.fleet.add(9, PROMPT, {})
+    engines.fleet.bind()
+    [(_, add)] = engines.take_sent()
+    assert "max_tokens" not in add.params

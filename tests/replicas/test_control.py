@@ -98,6 +98,13 @@ def test_the_end_of_a_fork_leaves_the_replicas_alone(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)) == len(PROMPTS)
 
 
+def test_a_prompt_that_is_only_scored_has_no_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for output in llm.generate(PROMPTS, params, use_tqdm=False):
+        assert output.token_ids == [] and output.prompt_logprobs is not None
+        assert [row is None for row in output.prompt_logprobs] == [True, False, False]
+
+
 @pytest.mark.parametrize(("name", "option"), [("pause", "mode"), ("begin_update", "in_flight")])
 def test_a_call_that_is_left_while_it_waits_for_requests_does_nothing_later(llm: LLM, name: str, option: str) -> None:
     """As Ctrl-C leaves it."""
