@@ -39,7 +39,7 @@ class Lost:
 
 
 class Handle(ABC):
-    """An engine in another process. For one thread at a time; `rouse` may be called from any."""
+    """An engine in another process. For one thread at a time; `rouse` and `close` may be called from any."""
 
     backlog = 0
     """Bytes that have not been sent yet, because the engine is slow to read."""
@@ -55,6 +55,7 @@ class Handle(ABC):
         """Reason why it was given up; None if it was not."""
         self._heard = time.monotonic()
         """Monotonic time of the last sign of life."""
+        self._closes = threading.Lock()
 
     def send(self, frame: wire.Down) -> None:
         """Queues a frame and sends as much as possible without waiting. Frames to a lost engine are dropped."""
@@ -117,10 +118,16 @@ class Handle(ABC):
     def request_exit(self) -> None:
         """Asks the engine to exit."""
 
-    @abstractmethod
     def close(self, patience: float = EXIT_GRACE) -> None:
         """Waits up to `patience` seconds for the engine to exit, then kills it. Its ranks end with it. Does nothing the
-        second time."""
+        second time. From any thread."""
+        with self._closes:
+            if self.fileno() >= 0:
+                self.request_exit()
+                self._close(patience)
+
+    @abstractmethod
+    def _close(self, patience: float) -> None: ...
 
 
 class ChildHandle(Handle):
@@ -221,10 +228,7 @@ class ChildHandle(Handle):
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def close(self, patience: float = EXIT_GRACE) -> None:
-        if self.fileno() < 0:
-            return
-        self.request_exit()
+    def _close(self, patience: float) -> None:
         deadline = time.monotonic() + patience
         look = select.poll()
         look.register(self._socket, select.POLLIN)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from nanovllm.host import wire
-from nanovllm.host.handle import EXIT_GRACE, SILENCE, Handle, Lost
+from nanovllm.host.handle import SILENCE, Handle, Lost
 from nanovllm.host.program import run
 from nanovllm.host.ray_cluster import Placement
 from nanovllm.processes.framing import FrameBuffer
@@ -181,9 +181,7 @@ class RayHandle(Handle):
     def request_exit(self) -> None:
         self._to_send.put(b"")
 
-    def close(self, patience: float = EXIT_GRACE) -> None:
-        if self.fileno() < 0:
-            return
+    def _close(self, patience: float) -> None:
         self._ended.wait(patience)
         ray.kill(self._actor)
         for thread in self._threads:

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from system import alive, wait_for
+from threads import run_in_threads
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prompt import Prompt
@@ -133,6 +134,20 @@ def test_a_lost_engine_whose_process_lingers_holds_up_nobody(monkeypatch: pytest
                 handle.process.kill()
         assert found == [Lost(reason)]
         handle.close(patience=0)
+
+
+def test_two_threads_may_close_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one does that ends a lost engine, and the one that ends all."""
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    handle, asked = ChildHandle(wire.Start(DEMO, {})), []
+
+    def request_exit() -> None:
+        asked.append(time.monotonic())
+        time.sleep(0.5 * len(asked))
+
+    monkeypatch.setattr(handle, "request_exit", request_exit)
+    assert run_in_threads(*[lambda: handle.close(patience=0)] * 2) == [None, None]
+    assert len(asked) == 1 and handle.process.returncode is not None
 
 
 def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
