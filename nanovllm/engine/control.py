@@ -198,9 +198,9 @@ class EngineControl:
 
     def abort_all(self) -> list[int]:
         """Ends all requests that are unfinished now, with what they have; returns their ids."""
-        ids = self._book.unfinished()
-        self._loop.abort([self._book.rows[request_id] for request_id in ids])
-        return ids
+        unfinished = self._book.unfinished()
+        self._loop.abort(unfinished.values())
+        return [*unfinished]
 
 
 def check_version(version: int | None, before: int) -> None:

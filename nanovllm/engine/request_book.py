@@ -189,10 +189,10 @@ class RequestBook:
         """Whether all completions of a known request have ended."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.rows[request_id])
 
-    def unfinished(self) -> list[int]:
-        """Ids of known requests of which a completion has not ended."""
+    def unfinished(self) -> dict[int, list[Sequence]]:
+        """Rows of the known requests of which a completion has not ended, by id."""
         with self._lock:
-            return [request_id for request_id in self.rows if not self.is_finished(request_id)]
+            return {request_id: rows for request_id, rows in self.rows.items() if not self.is_finished(request_id)}
 
     def forget(self, request_id: int) -> list[Sequence]:
         """Drops a finished request; returns its completions."""

@@ -28,8 +28,9 @@ class WaitingQueues:
         return len(self.short) + len(self.long)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self.short
-        yield from self.long
+        """Walks over copies, made at once: another thread may ask while a step changes the queues."""
+        yield from [*self.short]
+        yield from [*self.long]
 
     def is_long(self, num_remaining_tokens: int) -> bool:
         return 0 < self._long_threshold < num_remaining_tokens

@@ -101,7 +101,7 @@ class FleetEngine:
 
     def abort_all(self) -> list[int]:
         """See Engine.abort_all."""
-        ids = self.book.unfinished()
+        ids = [*self.book.unfinished()]
         for request_id in ids:
             self._enqueue("abort", request_id)
         return ids
