@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
 from nanovllm.engine.prompt import Prompt
@@ -76,15 +76,17 @@ class AsyncLLM:
         if the iterator is closed (contextlib.aclosing). Raises ValueError naming option, value and bound; QueueFull;
         RuntimeError if the engine has failed or is closed."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        stream = _Stream(asyncio.get_running_loop())
+        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
         number = await self._in_thread(lambda: self._add(prompt, params, stream), self._drop)
         texts = [self._text(params) for _ in range(params.n)]
         running = params.n
         try:
             while running:
-                for gained in await stream.take():
-                    yield self._delta(gained, texts[gained.index])
-                    running -= gained.finished
+                gained = await stream.outputs.get()
+                if isinstance(gained, BaseException):
+                    raise RuntimeError(f"the engine has ended: {gained}") from gained
+                yield self._delta(gained, texts[gained.index])
+                running -= gained.finished
         finally:
             self._drop(number)
 
@@ -169,7 +171,7 @@ class AsyncLLM:
             with self._lock:
                 self._failure = error
                 for stream in self._streams.values():
-                    _call(stream.loop, stream.end, error)
+                    _call(stream.loop, stream.outputs.put_nowait, error)
             self.llm.close()
 
     def _hand_out(self, step: list[StepOutput]) -> None:
@@ -207,38 +209,18 @@ class AsyncLLM:
         )  # fmt: skip
 
 
-class _Stream:
-    """Outputs that a request's task has not taken yet. For the thread of its event loop."""
+class _Stream(NamedTuple):
+    """Outputs on their way to one request's task."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._gained: list[StepOutput] = []
-        self._error: BaseException | None = None
-        self._came = asyncio.Event()
-
-    def put(self, output: StepOutput) -> None:
-        self._gained.append(output)
-        self._came.set()
-
-    def end(self, error: BaseException) -> None:
-        """Notes that the engine has ended, with this error."""
-        self._error = error
-        self._came.set()
-
-    async def take(self) -> list[StepOutput]:
-        """Waits for outputs, at least one. Raises RuntimeError if the engine has ended."""
-        await self._came.wait()
-        gained, self._gained = self._gained, []
-        if self._error is None:
-            self._came.clear()
-        elif not gained:
-            raise RuntimeError(f"the engine has ended: {self._error}") from self._error
-        return gained
+    loop: asyncio.AbstractEventLoop
+    """The task's. Its thread alone may touch the queue."""
+    outputs: "asyncio.Queue[StepOutput | BaseException]"
+    """Last of all the error that ended the engine, if one did."""
 
 
 def _deliver(outputs: list[tuple[_Stream, StepOutput]]) -> None:
     for stream, output in outputs:
-        stream.put(output)
+        stream.outputs.put_nowait(output)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:

@@ -215,19 +215,23 @@ class LocalExecutor:
         self._free_buckets()
 
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of "weights" and "kv_cache" back; returns the bytes. Raises OutOfMemory, with nothing
-        changed, where the host has no room for weights that are to be kept."""
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes, none on a CPU. Raises OutOfMemory, with
+        nothing changed, where the host has no room for weights that are to be kept."""
+        if self.runner.sleepable is None:
+            return 0
         if keep_weights and "weights" in tags:
-            _require_memory("sleep", self.call("weights.prepare_sleep"))
-        return sum(self.call("weights.sleep", tags, keep_weights))
+            _require_memory("sleep", self.call("sleepable.prepare_sleep"))
+        return sum(self.call("sleepable.sleep", tags, keep_weights))
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Takes the memory again. Raises OutOfMemory, with nothing changed, where a rank's device has too little."""
-        answers = self.call("weights.prepare_wake_up", tags)
+        if self.runner.sleepable is None:
+            return
+        answers = self.call("sleepable.prepare_wake_up", tags)
         if any(answers):
-            self.call("weights.give_up_wake_up", tags)
+            self.call("sleepable.give_up_wake_up", tags)
         _require_memory("wake_up", answers)
-        self.call("weights.wake_up", tags)
+        self.call("sleepable.wake_up", tags)
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold

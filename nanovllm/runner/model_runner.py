@@ -33,6 +33,7 @@ from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
+from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import layout_of
 from nanovllm.runner.state_memory import StateMemory, blocks_asked_for, blocks_that_fit
 from nanovllm.runner.step_work import StepWork
@@ -123,10 +124,16 @@ class ModelRunner:
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
-        self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress)
+        self.sleepable: SleepableMemory | None = None
+        if config.enable_sleep and module is None and self.device.type == "cuda":
+            sleepable = self.sleepable = SleepableMemory(self.device)
+            self.memory.count(lambda: sleepable.nbytes)
+        self.weights = RankWeights(
+            config, model, self.model, self.io, self.memory, module, self._progress, self.sleepable
+        )
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
-            self.kernels, self.backend.token_major_cache, self.weights.sleepable,
+            self.kernels, self.backend.token_major_cache, self.sleepable,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.backend, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
@@ -334,9 +341,8 @@ class ModelRunner:
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None
         self.group.close(failed)
-        sleepable = self.weights.sleepable
         del self.model, self.weights, self.work
         self.state_memory.free()
-        if sleepable is not None:
-            sleepable.free("weights")
+        if self.sleepable is not None:
+            self.sleepable.free("weights")
         self.memory.release_cached()

@@ -1,4 +1,4 @@
-"""One rank's weights: loaded, replaced in place, refreshed, compared, put to sleep."""
+"""One rank's weights: loaded, replaced in place, refreshed, compared."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import OutOfMemory
 from nanovllm.layers.weights import TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
@@ -31,9 +30,10 @@ class RankWeights:
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, model: Any, io: DeviceIO, memory: MemoryProbe,
-        module: torch.nn.Module | None, progress: Callable[[], None],
+        module: torch.nn.Module | None, progress: Callable[[], None], sleepable: SleepableMemory | None = None,
     ) -> None:  # fmt: skip
-        """module, progress: see ModelRunner. The model's parameters may move here: nothing may have views of them."""
+        """module, progress: see ModelRunner. sleepable: where the model's parameters are to move: nothing may have
+        views of them."""
         self._config, self._model_config, self._io, self._memory = config, model_config, io, memory
         self._device, self._dtype, self._progress = io.device, getattr(torch, config.dtype), progress
         self._is_transformers = model_config.implementation == "transformers"
@@ -41,14 +41,11 @@ class RankWeights:
         self._buckets = MappedBuckets(self._device)
         """Buckets of new weights that this rank has mapped."""
         self.live_module = None if module is None else LiveModule(module, self._spelling)
-        self.sleepable: SleepableMemory | None = None
         if self.live_module is not None:
             io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
             self.live_module.share(model, model_config.tie_word_embeddings)
             memory.release_cached()
-        elif config.enable_sleep and io.is_cuda:
-            sleepable = self.sleepable = SleepableMemory(self._device)
-            memory.count(lambda: sleepable.nbytes)
+        elif sleepable is not None:
             sleepable.adopt("weights", model)
             memory.release_cached()
         self.all = list(model.checkpoint_weights())
@@ -136,43 +133,3 @@ class RankWeights:
         with self._io.stream_context():
             self.live_module.refresh()
         self._io.synchronize()
-
-    def prepare_sleep(self) -> str | None:
-        """Takes host memory for the weights. Returns why there is none, as a rank that raised would be gone."""
-        try:
-            if self.sleepable is not None:
-                self.sleepable.take_host_memory()
-        except OutOfMemory as error:
-            return str(error)
-        return None
-
-    @torch.inference_mode()
-    def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of "weights" and "kv_cache" back; returns the bytes."""
-        self._io.synchronize()
-        if self.sleepable is None:
-            return 0
-        freed = self.sleepable.sleep(tags, keep_weights)
-        self._memory.release_cached()
-        return freed
-
-    def prepare_wake_up(self, tags: tuple[str, ...]) -> str | None:
-        """Takes device memory again, at the same addresses. Returns why there is none: then nothing has changed."""
-        self._memory.release_cached()
-        try:
-            if self.sleepable is not None:
-                self.sleepable.take_again(tags)
-        except OutOfMemory as error:
-            return str(error)
-        return None
-
-    def give_up_wake_up(self, tags: tuple[str, ...]) -> None:
-        """Gives back what prepare_wake_up took: another rank got none."""
-        if self.sleepable is not None:
-            self.sleepable.give_back(tags)
-
-    @torch.inference_mode()
-    def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Fills the memory with what was kept."""
-        if self.sleepable is not None:
-            self.sleepable.wake(tags)

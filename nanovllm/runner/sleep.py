@@ -53,32 +53,44 @@ class SleepableMemory:
             for module, name in owners[key]:
                 setattr(module, name, moved)
 
-    def take_host_memory(self) -> None:
-        """Allocates host memory for the weights that `sleep` is to keep. Raises OutOfMemory, with nothing changed."""
-        self._ranges["weights"].take_host_memory()
+    def prepare_sleep(self) -> str | None:
+        """Allocates host memory for the weights that `sleep` is to keep. Returns why there is none, with nothing
+        changed: a rank that raised would be gone."""
+        try:
+            self._ranges["weights"].take_host_memory()
+        except OutOfMemory as error:
+            return str(error)
+        return None
 
+    @torch.inference_mode()
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory, taken before."""
+        """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory, prepared before."""
+        torch.cuda.synchronize(self._driver.device)
         for tag in tags:
             self._ranges[tag].sleep(keep=tag == "weights" and keep_weights)
+        torch.cuda.empty_cache()
         return sum(self._ranges[tag].nbytes for tag in tags)
 
-    def take_again(self, tags: tuple[str, ...]) -> None:
-        """Device memory again, of undefined content. Raises OutOfMemory, with nothing changed."""
+    def prepare_wake_up(self, tags: tuple[str, ...]) -> str | None:
+        """Takes device memory again, at the same addresses and of undefined content. Returns why there is none, with
+        nothing changed."""
+        torch.cuda.empty_cache()
         try:
             for tag in tags:
                 self._ranges[tag].map()
-        except OutOfMemory:
-            self.give_back(tags)
-            raise
+        except OutOfMemory as error:
+            self.give_up_wake_up(tags)
+            return str(error)
+        return None
 
-    def give_back(self, tags: tuple[str, ...]) -> None:
-        """Undoes `take_again`."""
+    def give_up_wake_up(self, tags: tuple[str, ...]) -> None:
+        """Gives back what prepare_wake_up took."""
         for tag in tags:
             self._ranges[tag].unmap()
 
-    def wake(self, tags: tuple[str, ...]) -> None:
-        """Maps memory again, and restores what was kept, else zeros."""
+    @torch.inference_mode()
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Restores what was kept, else zeros, in memory that prepare_wake_up has taken."""
         for tag in tags:
             self._ranges[tag].wake()
 

@@ -85,8 +85,8 @@ def test_a_model_moves_a_piece_at_a_time(memory: SleepableMemory) -> None:
     for tags in (("weights",), ("weights",)):  # what has been mapped in pieces goes and returns
         memory.sleep(tags, keep_weights=False)
         assert memory.nbytes == 0 == sum(driver.created.values()) and not driver.mappings
-        memory.take_again(tags)
-        memory.wake(tags)
+        assert memory.prepare_wake_up(tags) is None
+        memory.wake_up(tags)
         assert memory.nbytes >= total and not any(p.any() for p in model)
 
 
@@ -99,20 +99,18 @@ def test_no_memory_changes_nothing(memory: SleepableMemory, monkeypatch: pytest.
     driver: Driver = memory._driver  # type: ignore[assignment]
     both, mapped = ("kv_cache", "weights"), memory.nbytes
     monkeypatch.setattr(pinned_memory, "available_memory", lambda: PAGE)
-    with pytest.raises(OutOfMemory, match="host memory are needed, and 2097152 are available"):
-        memory.take_host_memory()
+    assert "host memory are needed, and 2097152 are available" in str(memory.prepare_sleep())
     assert torch.equal(model[0], expected) and memory.nbytes == mapped
     monkeypatch.setattr(pinned_memory, "available_memory", lambda: 1 << 40)
-    memory.take_host_memory()
+    assert memory.prepare_sleep() is None
     memory.sleep(both, keep_weights=True)
     for room in (0, 5 * PAGE):  # for nothing, and for the first of two
         driver.room = room
-        with pytest.raises(OutOfMemory, match="CUDA_ERROR_OUT_OF_MEMORY"):
-            memory.take_again(both)
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in str(memory.prepare_wake_up(both))
         assert memory.nbytes == 0 == sum(driver.created.values()) and not driver.mappings
     driver.room = 1 << 40
-    memory.take_again(both)
-    memory.wake(both)
+    assert memory.prepare_wake_up(both) is None
+    memory.wake_up(both)
     assert torch.equal(model[0], expected) and memory.nbytes >= mapped
 
 
@@ -142,8 +140,8 @@ def test_slots_sleep_beside_blocks(memory: SleepableMemory) -> None:
         tensor.fill_(3)
     memory.sleep(("kv_cache",), keep_weights=False)
     assert memory.nbytes == 0
-    memory.take_again(("kv_cache",))
-    memory.wake(("kv_cache",))
+    assert memory.prepare_wake_up(("kv_cache",)) is None
+    memory.wake_up(("kv_cache",))
     assert [tensor.data_ptr() for tensor in every] == addresses and not any(tensor.any() for tensor in every)
     state.free()
     assert memory.nbytes == 0 and not memory._driver.mappings  # type: ignore[attr-defined]
