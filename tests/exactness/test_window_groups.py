@@ -11,6 +11,7 @@ import pytest
 import torch
 from observing import StepWitness
 from programs import run_interpreted
+from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -20,6 +21,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.memory import Pages
 from nanovllm.outputs import RequestMetrics
 from nanovllm.runner.state_layout import StateLayout, layout_of
+from nanovllm.transfer.receiver import WeightReceiver
+from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.state import StateSize
 from nanovllm.wire.step import SlotConstants
 
@@ -88,6 +91,47 @@ def test_rows_that_begin_again_gain_the_same_tokens(folder: str) -> None:
         tight, of_tight = answers(folder, exact_bits="batch", num_kvcache_blocks=num_blocks)
         assert tight == found
         assert of_tight["preempted"] > 0 or "mistral" in folder
+
+
+def test_sleep_and_a_transfer_let_rows_begin_again(tmp_path: Path) -> None:
+    """Rows of all groups, some of which begin with a copied block. The weights that come are those that were there."""
+    from family_cases import CASES, make_model, save
+
+    folder = str(save(make_model(CASES["gemma3"]), CASES["gemma3"], tmp_path))
+    with LLM(folder, **{**ENGINE, "exact_bits": "batch", "enable_sleep": True}) as llm:
+        alone = [llm.generate([PROMPTS[i]], PARAMS[i], use_tqdm=False)[0].token_ids for i in range(len(PROMPTS))]
+        llm.reset_prefix_cache()
+        witness, scheduler = StepWitness().watch(llm), llm.engine.scheduler
+        numbers = [llm.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        gained: dict[int, list[int]] = {number: [] for number in numbers}
+        copies = 0
+
+        def steps(count: int) -> None:
+            nonlocal copies
+            for _ in range(count):
+                for output in llm.step():
+                    gained[output.request_id] += output.new_token_ids
+                copies += len(scheduler._last_plan.block_copies) if scheduler._last_plan else 0
+
+        steps(14)
+        llm.pause("keep")
+        llm.sleep()
+        scheduler.check_integrity()
+        llm.wake_up()
+        llm.resume()
+        steps(4)
+        receiver, weights = WeightReceiver(llm, "cpu"), load_file(f"{folder}/model.safetensors")
+        bucket = SharedBucket(sum(tensor.nbytes for tensor in weights.values()), "cpu")
+        receiver.start()
+        for message in bucket.messages(weights.items()):
+            receiver.update(message)
+        receiver.finish()
+        bucket.close()
+        while llm.has_unfinished_requests():
+            steps(1)
+        scheduler.check_integrity()
+        assert witness.num_rows_after_preemption > 0 and copies > 0
+        assert [gained[number] for number in numbers] == alone
 
 
 def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:

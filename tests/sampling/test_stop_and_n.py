@@ -94,6 +94,8 @@ def test_bad_words_that_leave_nothing_end_the_text(llm: LLM, allowed: list[int])
         assert output.token_ids[0] == 89 and len(output.token_ids) == 2
         assert output.finish_reason == "abort"
         assert output.outputs[0].stop_reason == "allowed_token_ids, bad_words: they left no token to sample"
+        watched = one(llm, bad_words=["zz"], allowed_token_ids=allowed, stop="Paris", **options)
+        assert (watched.token_ids, watched.text) == (output.token_ids, output.text)
     else:
         assert (output.token_ids, output.finish_reason) == ([89, 0, 89, 0, 89, 0], "length")
 

@@ -153,19 +153,26 @@ class SamplingRow:
         """The last of `token_ids` (prompt and output) has arrived and ends nothing by itself. Says whether the text,
         the grammar, or options that together left nothing to sample, end the output."""
         token_id = token_ids[-1]
-        if self.needs_last_token and self._was_forbidden(token_ids, num_output_tokens):
-            names = ("allowed_token_ids", "bad_words", "structured_outputs")
-            given = ", ".join(name for name in names if getattr(self.params, name))
-            return Ended("abort", f"{given}: they left no token to sample")
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
-            if self.matcher.error is not None:
-                return Ended("abort", self.matcher.error)
-        if self.text is not None and self.text.push(token_id, watch=num_output_tokens >= self.params.min_tokens):
+        misfit = self._misfit(token_ids, num_output_tokens)
+        watch = misfit is None and num_output_tokens >= self.params.min_tokens
+        if self.text is not None and self.text.push(token_id, watch):
             return Ended("stop", self.text.stopped_by)
+        if misfit is not None:
+            return Ended("abort", misfit)
         if self.matcher is not None and self.matcher.is_complete:
             return Ended("stop")
         return None
+
+    def _misfit(self, token_ids: list[int], num_output_tokens: int) -> str | None:
+        """Reason why nothing can follow the last token, which options or the grammar do not admit; else None."""
+        if self.needs_last_token and self._was_forbidden(token_ids, num_output_tokens):
+            names = ("allowed_token_ids", "bad_words", "structured_outputs")
+            given = ", ".join(name for name in names if getattr(self.params, name))
+            return f"{given}: they left no token to sample"
+        if self.matcher is None:
+            return None
+        self.matcher.accept(token_ids[-1])
+        return self.matcher.error
 
     def _was_forbidden(self, token_ids: list[int], num_output_tokens: int) -> bool:
         """Whether the last token is one that is sampled only where every token is forbidden."""
