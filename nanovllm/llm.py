@@ -1,7 +1,6 @@
 """The user's front: text and chats in, finished requests out."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
@@ -19,6 +18,8 @@ from nanovllm.turns import Turns
 
 if TYPE_CHECKING:
     import torch
+
+    from nanovllm.executor.protocol import Weights
 
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
@@ -261,7 +262,7 @@ class LLM:
 
     def load_weights(
         self,
-        weights: "Iterable[tuple[str, torch.Tensor]] | str | Path",
+        weights: "Weights",
         in_flight: str = "recompute",
         version: int | None = None,
     ) -> None:
@@ -285,7 +286,7 @@ class LLM:
         keep their values. Called again, it starts over."""
         self._turns.call("begin_update", in_flight=in_flight, partial=partial)
 
-    def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+    def update(self, weights: "Weights") -> None:
         """Replaces some of the weights, as load_weights replaces all. Raises ValueError naming one that is unknown,
         misshapen or was there already; those before it are written, and a corrected call can follow."""
         self._turns.call("update", weights=weights)

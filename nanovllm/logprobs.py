@@ -83,9 +83,6 @@ class LogprobRows:
             rows.put(position, table, line)
         return rows
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LogprobRows.unpacked, self.packed(range(len(self)))
-
     def words(self, position: int) -> np.ndarray | None:
         """The line of a position; None where there is none."""
         table = self._tables[position]

@@ -14,11 +14,11 @@ class Page:
     """One block for each table of the group."""
     num_owners: int = 1
     key: bytes | None = None
-    """Key of its text, under which the prefix cache has it; None: it has not."""
+    """Key of the page's text, by which the prefix cache finds it; None: the cache does not have it."""
     index: int = 0
-    """Number of the block within that text."""
+    """Index of the page's block in that text."""
     start: bytes = b""
-    """Key of the page's text as far as it is written, under which a copy of it may be made; empty: not registered."""
+    """Written part of the block (block_starts.py), by which others find and copy it; empty: not registered."""
 
 
 class BlockPool:
@@ -38,7 +38,7 @@ class BlockPool:
         self._cached: OrderedDict[Page, None] = OrderedDict()
 
     def take(self, group: int, num_blocks: int) -> Page:
-        """A page of so many blocks, with one owner. There must be as many free blocks."""
+        """Hands out a page of `num_blocks` blocks with one owner. At least as many blocks must be free."""
         while len(self._unused) < num_blocks:
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
@@ -55,13 +55,13 @@ class BlockPool:
             page.num_owners += 1
 
     def copy(self, source: Page, target: Page) -> None:
-        """Has the next step copy a page's blocks to those of another."""
+        """Queues the copy of a page's blocks to those of another page for the next step."""
         for pair in zip(source.blocks, target.blocks, strict=True):
             self.copies += pair
 
     def give_back(self, page: Page) -> None:
-        """One owner less. Without any the page is cached where its text can be found; of those that can only be copied
-        the last one is reused first."""
+        """Removes an owner. A page that nobody owns is cached if its text can be found. Those that can only be copied
+        are reused before all others, the latest of them first."""
         page.num_owners -= 1
         if page.num_owners:
             return
@@ -74,7 +74,7 @@ class BlockPool:
                 self._cached.move_to_end(page, last=False)
 
     def num_cached_blocks(self, pages: Iterable[Page]) -> int:
-        """Blocks of these pages that nobody owns."""
+        """Number of blocks of those of these pages that nobody owns."""
         return sum(len(page.blocks) for page in pages if not page.num_owners)
 
     def drop_cached(self) -> None:

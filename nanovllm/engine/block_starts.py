@@ -8,12 +8,12 @@ from nanovllm.engine.prefix_keys import KEY_SIZE
 
 
 def block_start(before: bytes, token_ids: list[int]) -> bytes:
-    """The first tokens of a block, behind what stands for all before them (prefix_keys.before_block): 4 bytes each."""
+    """Key of the text before a block (prefix_keys.before_block), then the block's first tokens, 4 bytes each."""
     return before + array("I", token_ids).tobytes()
 
 
 def num_common(start: bytes, other: bytes) -> int:
-    """Number of tokens, from the first on, that are equal; 0 where the texts before the blocks differ."""
+    """Number of leading tokens that two starts have in common; 0 where the texts before the blocks differ."""
     length = min(len(start), len(other))
     different = int.from_bytes(start[:length]) ^ int.from_bytes(other[:length])
     num_equal = length - (different.bit_length() + 7) // 8
@@ -24,7 +24,7 @@ class BlockStarts:
     """A set of block starts, in order."""
 
     def __init__(self, least: int) -> None:
-        """`least`: tokens that two starts must have in common to count as near."""
+        """`least`: minimum tokens in common for two starts to count as near."""
         self._least = least
         self.in_order: list[bytes] = []
 
@@ -34,7 +34,7 @@ class BlockStarts:
             self.in_order.insert(at, start)
 
     def remove(self, start: bytes) -> None:
-        """Removes one that is there."""
+        """Removes a start, which must be in the set."""
         at = bisect_left(self.in_order, start)
         assert self.in_order[at] == start
         del self.in_order[at]
@@ -43,7 +43,7 @@ class BlockStarts:
         self.in_order.clear()
 
     def nearest(self, start: bytes) -> tuple[bytes, int]:
-        """The one with most first tokens in common, and how many; (b"", 0) where none has enough."""
+        """The start with the most leading tokens in common, and their number; (b"", 0) where that is too few."""
         at = bisect_left(self.in_order, start)
         begin = start[: KEY_SIZE + 4 * self._least]
         found, most = b"", 0

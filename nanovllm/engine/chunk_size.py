@@ -17,20 +17,20 @@ Chunk = tuple[Sequence, int]
 
 
 def is_partial(chunk: Chunk) -> bool:
-    """Whether tokens of the prompt are left."""
+    """Whether the chunk leaves tokens of the prompt for later steps."""
     seq, count = chunk
     return count < seq.num_tokens_to_compute
 
 
 class ChunkSize:
-    """The rule of one engine."""
+    """Rule for the chunk sizes of one engine."""
 
     def __init__(self, config: EngineConfig, is_dense: bool) -> None:
         """`is_dense`: see Scheduler."""
         self._config, self._is_dense = config, is_dense
 
     def most(self, num_decode_rows: int, num_waiting_tokens: int, prompts: list[Sequence]) -> int:
-        """Maximum prompt tokens of a step beside so many decodes. `prompts`: those that have begun."""
+        """Maximum prompt tokens of a step with so many decodes. `prompts`: rows whose prompt is partly computed."""
         config = self._config
         if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
             return chunk_within(num_decode_rows, cap, config.max_num_seqs)

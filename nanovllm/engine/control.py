@@ -1,7 +1,6 @@
 """Control of a live engine by a trainer: new weights, sleep, pauses, abort of everything."""
 
 from collections.abc import Generator, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.engine_state import TAGS, EngineState
@@ -10,8 +9,7 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse
 
 if TYPE_CHECKING:
-    import torch
-
+    from nanovllm.executor.protocol import Weights
     from nanovllm.transfer.receiver import WeightReceiver
 
 IN_FLIGHT = ("recompute", "keep", "wait", "abort")
@@ -22,14 +20,14 @@ _DROPPED = "sleep(level=2) has dropped the weights"
 
 
 class EngineControl:
-    """Changes a loop's weights, its memory and whether it runs. Called between two steps, by the thread that may step;
-    but abort_all and resume may be called from any thread."""
+    """Changes the weights, the memory and the pauses of a loop. The thread that may step calls it, between two steps;
+    abort_all and resume may be called from any thread."""
 
     def __init__(self, loop: EngineLoop, book: RequestBook, state: EngineState) -> None:
         self._loop, self._book, self._state = loop, book, state
         self._executor, self._scheduler = loop.executor, loop.scheduler
         self.receiver: WeightReceiver | None = None
-        """Receiver of a trainer's calls, once there were any."""
+        """Receiver of a trainer's calls; None until the first of them."""
 
     @property
     def weight_version(self) -> int:
@@ -45,9 +43,7 @@ class EngineControl:
         self._check_update(in_flight)
         self._executor.check_weights(weights)
 
-    def load_weights(
-        self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path", in_flight: str, version: int | None
-    ) -> None:
+    def load_weights(self, weights: "Weights", in_flight: str, version: int | None) -> None:
         """Replaces all weights in place, on the live engine: LLM.load_weights."""
         self.check_load(weights, in_flight, version)
         self.begin_update(in_flight, partial=False)
@@ -56,7 +52,7 @@ class EngineControl:
         self.finish_update(version)
 
     def begin_update(self, in_flight: str, partial: bool) -> None:
-        """Steps are refused from here on, until finish_update succeeds: LLM.begin_update."""
+        """LLM.begin_update: refuses steps until finish_update succeeds."""
         self._check_update(in_flight)
         self._loop.settle(self._scheduler.keep_all if in_flight == "keep" else self._scheduler.preempt_all)
         self._state.incomplete = "an update of the weights has begun and did not finish"
@@ -70,16 +66,13 @@ class EngineControl:
             refuse("in_flight", in_flight, "one of " + ", ".join(map(repr, IN_FLIGHT)))
         self._loop.raise_failure()
 
-    def update(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
-        """Replaces some of the weights, or a folder's: see LLM.update."""
+    def update(self, weights: "Weights") -> None:
+        """Replaces some of the weights: see LLM.update."""
         self._require_update("update")
-        if isinstance(weights, (str, Path)):
-            self._executor.load_folder(Path(weights))
-        else:
-            self._executor.update_weights(weights)
+        self._executor.update_weights(weights)
 
     def finish_update(self, version: int | None) -> None:
-        """All are there: LLM.finish_update."""
+        """LLM.finish_update: the weights are complete, and steps may follow."""
         self._require_update("finish_update")
         check_version(version, self.weight_version)
         self._executor.finish_weight_update()
@@ -164,10 +157,11 @@ class EngineControl:
     # -- pauses -------------------------------------------------------------------------------------------------
 
     def end_requests(self, mode: str, option: str) -> Generator[None, None, None]:
-        """Ends requests before new weights or a pause. "abort": all of them now, also where no step can run. "wait":
-        those that have begun: yields where a step must run, and no other begins meanwhile. Any other mode: none.
+        """Ends requests before new weights or a pause. "abort": ends all requests now, also where no step can run.
+        "wait": yields for each step that is needed until the requests that have begun have ended; no other begins
+        meanwhile. Any other mode ends none.
 
-        `option`: what the user calls the mode. Raises ValueError where it would take for ever."""
+        `option`: the user's name for the mode. Raises ValueError where waiting would never end."""
         if mode == "abort":
             self.abort_all()
             self._loop.take_in()
@@ -186,12 +180,12 @@ class EngineControl:
             self._loop.wake()
 
     def pause(self, mode: str) -> None:
-        """LLM.pause, when requests have ended as `mode` says."""
+        """LLM.pause, after end_requests has ended requests as `mode` says."""
         self._state.pause_mode = mode
         self._loop.settle()
 
     def resume(self) -> None:
-        """Steps go on, and requests begin again."""
+        """LLM.resume: lets steps go on and waiting requests begin."""
         self._state.pause_mode = None
         self._scheduler.holds_new = False
         self._loop.wake()

@@ -13,17 +13,17 @@ TAGS = ("weights", "kv_cache")
 
 
 class EngineState(msgspec.Struct, array_like=True):
-    """State of an engine that calls change. An engine has one, which its control and its book write; a fleet has one of
-    all its engines. Answers carry copies."""
+    """State of an engine that calls change. Each engine has one, written by its control and its book; a fleet has one
+    for all of its engines. Answers to calls carry copies."""
 
     pause_mode: str | None = None
-    """Mode of the pause that lasts; None: not paused."""
+    """Mode of the current pause; None: not paused."""
     asleep: list[str] = []
-    """Memory that sleeps, of TAGS, sorted. Replaced, never changed."""
+    """Tags (of TAGS) whose memory sleeps, sorted. The list is replaced, never changed in place."""
     level: int = 0
     """Level of the last sleep."""
     incomplete: str = ""
-    """Reason why there are no weights to step with; "" where there are."""
+    """Reason why the weights are incomplete, so that no step can run; "" where they are complete."""
     weight_version: int = 0
     """Version of the weights that the next step runs with."""
 
@@ -38,7 +38,7 @@ class EngineState(msgspec.Struct, array_like=True):
 
     @property
     def weights_replaced(self) -> bool:
-        """Whether the weights are others than those of the checkpoint, or are to be."""
+        """Whether the checkpoint's weights were replaced, or are being replaced."""
         return self.weight_version > 0 or self.lacks_weights
 
     def require_awake(self, tags: Iterable[str] = TAGS) -> None:
@@ -53,7 +53,7 @@ class EngineState(msgspec.Struct, array_like=True):
             raise WeightsIncomplete(f"{self.incomplete}: {until}")
 
     def sum_up(self, states: Sequence["EngineState"]) -> None:
-        """Becomes the state of several engines as that of one, whose version never goes down."""
+        """Sets this state to the summary of several engines' states. The version never decreases."""
         self.pause_mode = next((state.pause_mode for state in states if state.is_paused), None)
         self.asleep = sorted({tag for state in states for tag in state.asleep})
         self.level = max(state.level for state in states)

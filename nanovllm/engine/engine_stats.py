@@ -23,7 +23,7 @@ class EngineStats:
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    """Completions by the reason of their end."""
+    """Number of ended completions by finish reason."""
     iteration_tokens: tuple[int, ...] = ()
-    """Steps by the number of tokens that they computed: up to each of ITERATION_TOKENS, and above."""
+    """Histogram of steps by the tokens that they computed: a bucket up to each of ITERATION_TOKENS, and one above."""
     iteration_tokens_sum: int = 0

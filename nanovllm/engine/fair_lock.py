@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 
 
 class FairLock:
-    """A lock that its last owner gets back only after the threads that wait. (A thread that steps in a loop asks again
-    at once. It would win a plain lock every time, and the others would wait until it has finished everything.)"""
+    """A lock that waiting threads get before its last owner gets it again. (A thread that steps in a loop asks again at
+    once. It would win a plain lock every time, and the others would wait until it has finished everything.)"""
 
     def __init__(self) -> None:
         self._next = threading.Lock()
@@ -15,7 +15,7 @@ class FairLock:
         self._owner: int | None = None
 
     def __enter__(self) -> None:
-        """Raises RuntimeError where this thread has the lock already: it would wait for itself."""
+        """Raises RuntimeError where this thread holds the lock already: it would wait for itself."""
         if self._owner == threading.get_ident():  # a signal's handler in mid-step, or load_weights' own iterable
             raise RuntimeError("this thread is already in a call of this engine")
         try:

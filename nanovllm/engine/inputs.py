@@ -17,7 +17,8 @@ read already."""
 
 
 def as_prompt(given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False) -> Prompt:
-    """Reads a prompt. `is_chat`: its text has its special tokens already. Raises ValueError and TypeError."""
+    """Reads a prompt. `is_chat`: a template made the text, so it contains its special tokens. Raises ValueError and
+    TypeError."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
     if isinstance(given, Prompt):
@@ -78,7 +79,8 @@ def as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
 
 
 def _with_text(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A message whose content comes in OpenAI's parts, with their texts joined."""
+    """Joins the texts of a message whose content is a list of OpenAI's parts; other messages stay as they are. Raises
+    ValueError for a part that is not text."""
     parts = message.get("content")
     if not isinstance(parts, (list, tuple)):
         return message

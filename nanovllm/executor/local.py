@@ -3,12 +3,12 @@
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from nanovllm.transfer.buckets import Entry, grouped
 from nanovllm.transfer.shared import SharedBucket
 from nanovllm.wire.sampling import StepScores
 from nanovllm.wire.state import StateSize
+
+if TYPE_CHECKING:
+    from nanovllm.executor.protocol import Weights
 
 _BUCKET_BYTES = 256 << 20
 """Bytes of new weights that go to the other ranks at a time; more if a larger tensor has come."""
@@ -195,19 +198,13 @@ class LocalExecutor:
         with self._failures_explained():
             return self.runner.io.collect(self.config.step_timeout, self.processes.check)
 
-    def check_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | str | Path) -> None:
+    def check_weights(self, weights: "Weights") -> None:
         """Raises ValueError where these cannot replace all weights: one is missing, unknown or misshapen. What can be
         read only once, such as a generator, is not looked at."""
         if isinstance(weights, (str, Path)):
             self.runner.weights.open_folder(Path(weights))
         elif isinstance(weights, Collection):
             self.runner.weights.check_all([named_tensor(item, gathered=False) for item in weights])
-
-    def load_folder(self, folder: Path) -> None:
-        """Writes the values of *.safetensors, of which each rank reads its own byte ranges; raises as loading a model
-        does. Rank 0 looks at names and shapes first, since a worker that raised would be gone."""
-        self.check_weights(folder)
-        self.call("weights.load_folder", folder)
 
     def finish_weight_update(self) -> None:
         """Raises ValueError naming the weights that are missing."""
@@ -238,9 +235,16 @@ class LocalExecutor:
         different values of one tensor."""
         return merged_checksums(self.call("weights.checksums"))
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
-        what came before it is written."""
+    def update_weights(self, weights: "Weights") -> None:
+        """Writes tensors, whole ones or those of a folder, in place. Raises ValueError naming what cannot be loaded,
+        before anything of a folder is written; whole tensors that came before it are.
+
+        Each rank reads its own byte ranges of a folder. Rank 0 looks at names and shapes first, since a worker that
+        raised would be gone."""
+        if isinstance(weights, (str, Path)):
+            self.check_weights(weights)
+            self.call("weights.load_folder", Path(weights))
+            return
         try:
             named = map(named_tensor, weights)
             for bucket in grouped(named, _BUCKET_BYTES, lambda item: Entry.of(*item).nbytes, within=True):

@@ -13,6 +13,9 @@ from nanovllm.wire.state import StateSize
 if TYPE_CHECKING:
     import torch
 
+    Weights = Iterable[tuple[str, torch.Tensor]] | str | Path
+    """New values: tensors by their checkpoint names, or a folder with *.safetensors."""
+
 
 class Executor(Protocol):
     """Runs packed steps on every rank, in the order of their launches, and rare calls between two steps. Any failure
@@ -50,14 +53,11 @@ class Executor(Protocol):
         """Calls a method of every rank's runner, or of a part of it ("weights.refresh"); returns what they return, in
         rank order."""
 
-    def check_weights(self, weights: "Iterable[tuple[str, torch.Tensor]] | str | Path") -> None:
+    def check_weights(self, weights: "Weights") -> None:
         """Raises ValueError where these cannot replace all weights. What can be read only once is not looked at."""
 
-    def load_folder(self, folder: Path) -> None:
-        """Writes the values of *.safetensors."""
-
-    def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Writes whole tensors under their checkpoint names, in place. Raises ValueError naming what cannot be loaded;
+    def update_weights(self, weights: "Weights") -> None:
+        """Writes tensors, whole ones or those of a folder, in place. Raises ValueError naming what cannot be loaded;
         what came before it is written."""
 
     def finish_weight_update(self) -> None:

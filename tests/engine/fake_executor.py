@@ -2,8 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +14,7 @@ from nanovllm.wire.sampling import SCORES, Section, StepScores, split_section
 from nanovllm.wire.state import StateSize
 
 if TYPE_CHECKING:
-    import torch
-
-    Weights = Iterable[tuple[str, torch.Tensor]]
+    from nanovllm.executor.protocol import Weights
 
 
 class FakeExecutor:
@@ -53,8 +50,7 @@ class FakeExecutor:
 
     def check(self) -> None: ...
     def call(self, method: str, *args: Any) -> list[Any]: ...
-    def check_weights(self, weights: "Weights | str | Path") -> None: ...
-    def load_folder(self, folder: Path) -> None: ...
+    def check_weights(self, weights: "Weights") -> None: ...
     def update_weights(self, weights: "Weights") -> None: ...
     def finish_weight_update(self) -> None: ...
     def wake_up(self, tags: tuple[str, ...]) -> None: ...
