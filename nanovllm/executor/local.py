@@ -212,18 +212,14 @@ class LocalExecutor:
         self._free_buckets()
 
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
-        """Gives the memory of "weights" and "kv_cache" back; returns the bytes, none on a CPU. Raises OutOfMemory, with
-        nothing changed, where the host has no room for weights that are to be kept."""
-        if self.runner.sleepable is None:
-            return 0
+        """Gives the memory of "weights" and "kv_cache" back; returns the bytes. Raises OutOfMemory, with nothing
+        changed, where the host has no room for weights that are to be kept."""
         if keep_weights and "weights" in tags:
             _require_memory("sleep", self.call("sleepable.prepare_sleep"))
         return sum(self.call("sleepable.sleep", tags, keep_weights))
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Takes the memory again. Raises OutOfMemory, with nothing changed, where a rank's device has too little."""
-        if self.runner.sleepable is None:
-            return
         answers = self.call("sleepable.prepare_wake_up", tags)
         if any(answers):
             self.call("sleepable.give_up_wake_up", tags)

@@ -124,16 +124,13 @@ class ModelRunner:
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
         if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
-        self.sleepable: SleepableMemory | None = None
-        if config.enable_sleep and module is None and self.device.type == "cuda":
-            sleepable = self.sleepable = SleepableMemory(self.device)
-            self.memory.count(lambda: sleepable.nbytes)
-        self.weights = RankWeights(
-            config, model, self.model, self.io, self.memory, module, self._progress, self.sleepable
-        )
+        self.sleepable = sleepable = SleepableMemory(self.device)
+        self.memory.count(lambda: sleepable.nbytes)
+        to = sleepable if config.enable_sleep and module is None and self.device.type == "cuda" else None
+        self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress, to)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
-            self.kernels, self.backend.token_major_cache, self.sleepable,
+            self.kernels, self.backend.token_major_cache, to,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.backend, self.io)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
@@ -343,6 +340,5 @@ class ModelRunner:
         self.group.close(failed)
         del self.model, self.weights, self.work
         self.state_memory.free()
-        if self.sleepable is not None:
-            self.sleepable.free("weights")
+        self.sleepable.free("weights")
         self.memory.release_cached()

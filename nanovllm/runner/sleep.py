@@ -1,5 +1,8 @@
 """Weights and KV cache of a rank that can sleep: their memory goes back to the driver, and returns at its addresses."""
 
+from collections.abc import Iterable
+from functools import cached_property
+
 import torch
 from torch import nn
 
@@ -12,11 +15,18 @@ _PIECE = 1 << 30  # bytes that move at a time
 
 
 class SleepableMemory:
-    """One range of device memory for each tag. Not for a CPU, whose memory stays where it is."""
+    """Ranges of device memory by tag. A CPU has none: its memory stays where it is, and nothing changes here."""
 
     def __init__(self, device: torch.device) -> None:
-        self._driver = Driver(device)
+        self._device = device
         self._ranges: dict[str, VirtualMemory] = {}
+
+    @cached_property
+    def _driver(self) -> Driver:
+        return Driver(self._device)
+
+    def _of(self, tags: Iterable[str]) -> list[VirtualMemory]:
+        return [self._ranges[tag] for tag in tags if tag in self._ranges]
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +67,8 @@ class SleepableMemory:
         """Allocates host memory for the weights that `sleep` is to keep. Returns why there is none, with nothing
         changed: a rank that raised would be gone."""
         try:
-            self._ranges["weights"].take_host_memory()
+            for memory in self._of(["weights"]):
+                memory.take_host_memory()
         except OutOfMemory as error:
             return str(error)
         return None
@@ -65,19 +76,19 @@ class SleepableMemory:
     @torch.inference_mode()
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
         """Gives the memory of these tags back; returns the bytes. Weights may wait in host memory, prepared before."""
-        torch.cuda.synchronize(self._driver.device)
         for tag in tags:
-            self._ranges[tag].sleep(keep=tag == "weights" and keep_weights)
+            for memory in self._of([tag]):
+                memory.sleep(keep=tag == "weights" and keep_weights)
         torch.cuda.empty_cache()
-        return sum(self._ranges[tag].nbytes for tag in tags)
+        return sum(memory.nbytes for memory in self._of(tags))
 
     def prepare_wake_up(self, tags: tuple[str, ...]) -> str | None:
         """Takes device memory again, at the same addresses and of undefined content. Returns why there is none, with
         nothing changed."""
         torch.cuda.empty_cache()
         try:
-            for tag in tags:
-                self._ranges[tag].map()
+            for memory in self._of(tags):
+                memory.map()
         except OutOfMemory as error:
             self.give_up_wake_up(tags)
             return str(error)
@@ -85,14 +96,14 @@ class SleepableMemory:
 
     def give_up_wake_up(self, tags: tuple[str, ...]) -> None:
         """Gives back what prepare_wake_up took."""
-        for tag in tags:
-            self._ranges[tag].unmap()
+        for memory in self._of(tags):
+            memory.unmap()
 
     @torch.inference_mode()
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Restores what was kept, else zeros, in memory that prepare_wake_up has taken."""
-        for tag in tags:
-            self._ranges[tag].wake()
+        for memory in self._of(tags):
+            memory.wake()
 
     def free(self, tag: str) -> None:
         """Frees the range of a tag, where there is one."""

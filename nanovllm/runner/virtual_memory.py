@@ -89,6 +89,7 @@ class VirtualMemory:
 
     def sleep(self, keep: bool) -> None:
         """Gives the memory back; `keep`: its content waits in host memory, which was taken before."""
+        torch.cuda.synchronize(self._driver.device)
         if keep:
             assert self._host is not None
             self._host.bytes.copy_(self.bytes)

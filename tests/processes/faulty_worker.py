@@ -44,6 +44,7 @@ def install(where: str) -> None:
         fail()
     from nanovllm.runner import model_runner
     from nanovllm.runner.rank_weights import RankWeights
+    from nanovllm.runner.sleep import SleepableMemory
 
     if where == "group":
         group = model_runner.TensorParallelGroup
@@ -54,7 +55,7 @@ def install(where: str) -> None:
         RankWeights.take_from_bucket = fail  # type: ignore[method-assign]
     elif where == "memory":  # there is none at the first time of asking
         for name in ("prepare_sleep", "prepare_wake_up"):
-            lacks_once(RankWeights, name)
+            lacks_once(SleepableMemory, name)
     elif where == "step":
         launch, steps = model_runner.ModelRunner.launch, []
 

@@ -199,7 +199,7 @@ def test_an_engine_lives_on_where_memory_is_taken(
         if size == 1:
             for name in ("prepare_sleep", "prepare_wake_up"):
                 given = [None, "taken by others"]
-                monkeypatch.setattr(llm.engine.executor.runner.weights, name, lambda *_, given=given: given.pop())
+                monkeypatch.setattr(llm.engine.executor.runner.sleepable, name, lambda *_, given=given: given.pop())
         before = token_ids(llm, [5] * 9)
         with pytest.raises(OutOfMemory, match=rf"sleep: rank {size - 1}: taken by others; nothing has changed"):
             llm.sleep()
