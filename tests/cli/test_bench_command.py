@@ -30,6 +30,12 @@ def test_summary_of_known_times() -> None:
     assert summarise([broken], 10.0, ["itl"], [99])["p99_itl_ms"] == 0
 
 
+def test_prompts_for_the_demo_model_are_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nanovllm serve` without a model names itself "demo", which is the folder in the package."""
+    monkeypatch.chdir(tmp_path)
+    assert PromptTokenizer("demo").usable == PromptTokenizer(str(DEMO)).usable
+
+
 def test_random_text_has_the_length_that_was_asked_for() -> None:
     tokenizer = PromptTokenizer(str(DEMO))
     text, count = tokenizer.text_of_length(tokenizer.usable[:50])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.config import DEMO_MODEL, EngineConfig
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 Prompt = str | list[int]
@@ -24,7 +25,9 @@ class PromptTokenizer:
     """Tokenizer as far as drawing prompts needs it."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: of a checkpoint, or the hub id of one. Raises FileNotFoundError without a tokenizer.json."""
+        """`folder`: of a checkpoint, a hub id, or "demo". Raises FileNotFoundError without a tokenizer.json."""
+        if folder == DEMO_MODEL:
+            folder = EngineConfig(folder).model
         if not Path(folder).exists() and folder.count("/") == 1 and not folder.startswith(("/", ".")):
             from huggingface_hub import snapshot_download
 
