@@ -41,8 +41,9 @@ TUNED_HEAD_DIM = 128
 Tuning = tuple[tuple[int | None, DecodeConfig], ...]
 TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
-    (8, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
-    (16, DecodeConfig(programs_per_sm=3, min_chunk=256)),
+    (4, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=16, merge_heads=1)),
+    (8, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=8, merge_heads=1)),
+    (16, DecodeConfig(programs_per_sm=2, min_chunk=256, merge_heads=1)),
     (40, DecodeConfig(programs_per_sm=3, min_chunk=1024)),
     (48, DecodeConfig(programs_per_sm=6, min_chunk=1024)),
     (224, DecodeConfig()),
@@ -52,6 +53,7 @@ TUNING: Tuning = (
 with many it is busy whichever way they are cut, and each further chunk is one more result to write and merge."""
 FP8_TUNING: Tuning = (
     (2, DecodeConfig(num_warps=2, programs_per_sm=2, min_chunk=64, merge_heads=1)),
+    (4, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=16, merge_heads=1)),
     (16, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
     (40, DecodeConfig(num_warps=2, programs_per_sm=4, min_chunk=512)),
     (96, DecodeConfig(block_n=128)),
