@@ -30,7 +30,7 @@ class LLMEngine:
     def __init__(
         self, executor: Executor, model_config: ModelConfig, tokenizer: Tokenizer, trace: Trace | None = None
     ) -> None:
-        """`executor`: started, and from here on this engine's to close."""
+        """`executor`: started; this engine closes it."""
         self.executor, self.config, self.model_config, self._trace = executor, executor.config, model_config, trace
         self.state = EngineState()
         self.loop = EngineLoop(executor, model_config, trace, self.state)
@@ -74,7 +74,7 @@ class LLMEngine:
         return self.loop.has_unfinished_requests()
 
     def is_busy(self) -> bool:
-        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
+        """See Engine.is_busy."""
         return self.loop.is_busy()
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
@@ -117,12 +117,12 @@ class LLMEngine:
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Prompt tokens, and tokens of rows with one to compute, since the start."""
+        """See Engine.computed."""
         return self.loop.num_prefill_tokens, self.loop.num_decode_tokens
 
     @property
     def owner(self) -> int:
-        """The process that can use this engine."""
+        """See Engine.owner."""
         return self.executor.owner
 
     def stats(self) -> EngineStats:

@@ -25,20 +25,20 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Lookahead:
-    """Forecast of memory from the lengths of the outputs that were seen."""
+    """Forecast of the memory that rows will need, from the lengths of past outputs."""
 
     def __init__(self, memory: RowMemory, enabled: bool, tokens_per_step: int = 1) -> None:
-        """enabled: else all fits. tokens_per_step: most tokens that a row gains in one step."""
+        """enabled: False: every row fits. tokens_per_step: most tokens that a row gains in one step."""
         self._memory, self._in_flight, self._enabled = memory, _STEPS_IN_FLIGHT * tokens_per_step, enabled
         self._forecast: Forecast | None = None
         """Forecast of the step that is being scheduled, from the first row on that needs one."""
         self._most_blocks = 0
-        """Blocks that all running rows would hold if each came to its longest and none ended before."""
+        """Blocks that all running rows would hold if each reached its maximum length and none ended before."""
         self._past: deque[int] = deque(maxlen=_REMEMBERED_OUTPUTS)
         self._lengths: np.ndarray | None = None
-        """Lengths of _past, ascending; None: to be sorted anew."""
+        """Lengths of _past, ascending; None: not sorted since the last output ended."""
         self._sums = np.zeros(1, np.int64)
-        """Sums of the lengths from an index on."""
+        """Sums of _lengths from each index on."""
 
     def _most_blocks_of(self, seq: Sequence) -> int:
         return self._memory.row_blocks(seq.max_total_tokens - 1)  # the last token's KV is never needed
@@ -50,7 +50,7 @@ class Lookahead:
         self._most_blocks -= self._most_blocks_of(seq)
 
     def begin_step(self) -> None:
-        """A step is scheduled."""
+        """Forgets the forecast of the step before."""
         self._forecast = None
 
     def fits(self, seq: Sequence, prefix: CachedPrefix, running: list[Sequence]) -> bool:
@@ -64,15 +64,15 @@ class Lookahead:
         return self._forecast.add_if_it_fits(held, int(self.num_tokens_to_come([seq])[0]))
 
     def note_end(self, seq: Sequence) -> None:
-        """An output has ended by itself."""
+        """Remembers the length of an output that was not aborted."""
         self._past.append(seq.num_output_tokens)
         self._lengths = None
 
     def num_tokens_to_come(self, seqs: list[Sequence]) -> np.ndarray:
         """int64 [seqs]: tokens whose KV each will still add.
 
-        All that it may, where nothing but its length ends it. Else as many as longer past outputs brought on average,
-        and half a block at least: the first outputs to end are short."""
+        For a row that ends by its length alone: all that are left. For others: as many as longer past outputs had on
+        average, and half a block at least, since the first outputs to end are short."""
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in seqs], np.int64)
         most = np.maximum(0, np.array([seq.max_total_tokens for seq in seqs], np.int64) - 1 - total)
         gained = total - np.array([seq.num_prompt_tokens for seq in seqs], np.int64)
@@ -86,7 +86,7 @@ class Lookahead:
         return np.where([seq.may_stop for seq in seqs], np.minimum(most, expected), most)
 
     def _forecast_of(self, running: list[Sequence]) -> "Forecast":
-        """Forecast of the rows that hold blocks now."""
+        """Forecast for the running rows."""
         memory, size = self._memory, self._memory.block_size
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
         # Whole blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
@@ -127,7 +127,7 @@ class Forecast:
         """int64 [R]: tokens held when the blocks of row k become free. Rows that ended before have none."""
 
     def add_if_it_fits(self, held: int, to_come: int) -> bool:
-        """Adds one more row where there is room for all rows until they have ended; False where there is not."""
+        """Adds one more row if all rows then have room until they end; returns whether it did."""
         held, to_come = held + self._empty, to_come + self._in_flight
         others = self._held[self._to_come >= to_come]
         at_its_end = int(others.sum()) + held + (len(others) + 1) * to_come * self._growth

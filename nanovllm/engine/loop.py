@@ -22,14 +22,15 @@ from nanovllm.wire.sampling import append_section
 
 
 class Launched(NamedTuple):
-    """A step that runs, and what its rows need beyond greedy and temperature."""
+    """Step that was launched and not collected. `sampling`: what its rows need beyond greedy and temperature."""
 
     plan: StepPlan
     sampling: StepSampling | None
 
 
 class EngineLoop:
-    """The scheduler, the steps that run, and what comes in from other threads meanwhile. One thread at a time steps."""
+    """Schedules, launches and collects steps; takes in requests and aborts of other threads between them. One thread at
+    a time steps."""
 
     def __init__(
         self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState
@@ -42,7 +43,7 @@ class EngineLoop:
         """Notified when a request or an abort comes in, and when the engine is closed."""
         self._inbox: deque[tuple[str, list[Sequence]]] = deque()
         self._num_sampling = 0
-        """Unfinished rows that need more than greedy or temperature."""
+        """Number of unfinished rows that need more than greedy or temperature."""
         self._launched: deque[Launched] = deque()
         self._unreported = StepColumns()
         """Outputs collected between two steps; the next step hands them out."""
@@ -50,7 +51,8 @@ class EngineLoop:
         self._error: BaseException | None = None
         """The error that ended this engine."""
         self.rests = False
-        """Whether requests wait while memory sleeps or weights lack; else steps are refused."""
+        """What becomes of steps while memory sleeps or weights are incomplete. True: none is launched, and requests
+        wait; False: `step` raises."""
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
@@ -58,7 +60,7 @@ class EngineLoop:
         self._num_generated = 0
         self._num_finished = {"stop": 0, "length": 0, "abort": 0}
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
-        """Steps launched, by the bounds of ITERATION_TOKENS on their tokens."""
+        """Histogram of launched steps by their tokens, with the bounds ITERATION_TOKENS."""
 
     def add(self, seqs: list[Sequence]) -> None:
         """Queues a request's rows. From any thread."""
@@ -75,17 +77,17 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that wait, and calls of other threads that the next step takes in: about so many requests do not run."""
+        """Approximate number of requests that do not run: rows that wait, and entries of the inbox."""
         return len(self.scheduler.waiting) + len(self._inbox)
 
     @property
     def is_held(self) -> bool:
-        """Whether no step is launched: in a pause, and where the loop rests."""
+        """Whether no step may be launched now: in a pause, and where `rests` says so."""
         state = self._state
         return state.pause_mode is not None or (self.rests and bool(state.asleep or state.incomplete))
 
     def close(self) -> None:
-        """Lets no step follow."""
+        """Makes every further step raise."""
         self._closed = True
         self.wake()
 
@@ -186,12 +188,12 @@ class EngineLoop:
 
     @property
     def running_step(self) -> StepPlan | None:
-        """The oldest one that was launched and not collected."""
+        """Oldest step that was launched and not collected."""
         return self._launched[0].plan if self._launched else None
 
     def settle(self, then: Callable[[], None] = lambda: None) -> None:
-        """Takes in what the device is still computing, which the next step hands out, and then calls `then`. An engine
-        in which either was cut in half, by a second Ctrl-C say, cannot go on."""
+        """Collects all launched steps, whose outputs the next step hands out, then calls `then`. If either is
+        interrupted, by a second Ctrl-C say, the engine cannot go on."""
         try:
             while self._launched:
                 self._collect(self._unreported)
@@ -201,11 +203,11 @@ class EngineLoop:
             raise
 
     def take_in(self) -> None:
-        """Takes in what other threads asked for without a step; the next one hands out what was aborted."""
+        """Takes in requests and aborts of other threads without a step. The next step hands out what was aborted."""
         self.settle(lambda: self._drain_inbox(self._unreported))
 
     def take_unreported(self) -> StepColumns:
-        """Takes the outputs that the next step would hand out beside its own."""
+        """Returns, once, the outputs that the next step would hand out beside its own."""
         gained, self._unreported = self._unreported, StepColumns()
         return gained
 

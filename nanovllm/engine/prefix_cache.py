@@ -25,62 +25,62 @@ _MOST_GONE = 4096
 
 
 class CachedPrefix(NamedTuple):
-    """Part of a row's beginning that the cache holds."""
+    """Cached beginning of a row."""
 
     num_blocks: int
-    """Whole blocks, to be shared."""
+    """Number of whole blocks, which are shared."""
     source: tuple[Page, ...]
-    """Pages that have tokens after them in common with the row, to be copied, by group; empty: none are."""
+    """Pages, by group, whose first tokens continue the shared blocks and are copied; empty: nothing is copied."""
     num_tokens: int
-    """Tokens of the shared blocks and copied ones together."""
+    """Number of tokens, shared and copied ones together."""
     pages: list[list[Page]]
-    """Pages of the shared blocks, by group; where a window does not reach all of them, the last."""
+    """Pages of the shared blocks, by group; in groups with a window only the last ones, which it reaches."""
 
 
 def most_cached_tokens(seq: Sequence) -> int:
-    """Tokens of a row that may come from the cache: all but the last, whose step is the one that samples, and none of
-    those whose log-probabilities are wanted, since these come with computing."""
+    """Maximum tokens of a row that may come from the cache: all but the last, which is computed to sample, and none
+    from the first one on whose log-probability is wanted, since that comes from computing it."""
     if seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing:
         return seq.sampling.prompt_logprob_start - 1
     return seq.num_tokens - 1
 
 
 class PrefixCache:
-    """Pages by the text that they hold."""
+    """Finds pages by the text that they hold."""
 
     def __init__(self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True) -> None:
-        """enabled: whether rows share anything."""
+        """enabled: False: nothing is found or kept."""
         self.block_size, self.groups, self.enabled = block_size, groups, enabled
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self._pages: list[dict[bytes, Page]] = [{} for _ in groups]
         """Cached or owned pages by key, for each group."""
         self._generation = 0
-        """Counts pages whose keys went."""
+        """Number of pages that have lost their keys so far."""
         self._gone: deque[Page] = deque(maxlen=_MOST_GONE)
-        """The last pages whose keys went."""
+        """The last pages that have lost their keys."""
         self._least_copied = min(_LEAST_COPIED, -(-block_size // 2))
         self._starts = BlockStarts(self._least_copied)
         self._pages_of_start: dict[bytes, tuple[Page, ...]] = {}
-        """Pages by group; of several blocks that begin alike, the newest."""
+        """Pages, by group, of each start; of several equal starts the newest."""
         self._computing = BlockStarts(self._least_copied)
         """Block starts that rows of the step being scheduled compute."""
         self._begun: list[Sequence] = []
-        """Rows of that step whose start is not in _computing yet: it is made where another row is looked up."""
+        """Rows of that step whose starts are not in _computing yet: these are made when another row is looked up."""
 
     # -- finding ------------------------------------------------------------------------------------------------
 
     def begin_step(self, prompts: Iterable[Sequence]) -> None:
-        """A step is scheduled. prompts: running rows that it computes known tokens of."""
+        """Begins the look-ups of a step. prompts: running rows of which it computes known tokens."""
         self._computing.clear()
         self._begun = [*prompts]
 
     def note_computing(self, seq: Sequence) -> None:
-        """`seq` computes the first block that it has not computed, which others may share later."""
+        """Notes that `seq` computes its next block in this step, which others may share later."""
         self._begun.append(seq)
 
     def _computed_now(self, start: bytes) -> int:
-        """First tokens of a block start that a row of this step computes."""
+        """Number of leading tokens of a block start that a row of this step computes."""
         for seq in self._begun:
             if not seq.is_stale and (begun := self._start_of(seq, seq.num_published, seq.num_tokens)) is not None:
                 self._computing.add(begun)
@@ -88,8 +88,8 @@ class PrefixCache:
         return self._computing.nearest(start)[1]
 
     def lookup(self, seq: Sequence) -> CachedPrefix | None:
-        """Finds the cached prefix of a waiting row. None: the row should wait for what a row of this step computes,
-        which spares it a whole block, or half of what it would compute."""
+        """Finds the cached prefix of a waiting row. None: the row should wait a step, since a row of this step computes
+        a whole block that it would share, or half of all that it would compute."""
         most, size = most_cached_tokens(seq), self.block_size
         num_blocks = self.num_hits(seq, most)
         start = self._start_of(seq, num_blocks, most)
@@ -105,7 +105,7 @@ class PrefixCache:
     def prefix_of(
         self, seq: Sequence, num_blocks: int, num_copied: int = 0, source: tuple[Page, ...] = ()
     ) -> CachedPrefix:
-        """The prefix of a row that was just looked up, which ends so."""
+        """Cached prefix of a row that was just looked up, of so many blocks and copied tokens."""
         num_tokens, matched = num_blocks * self.block_size + num_copied, iter(seq.matched)
         shared = [
             next(matched)[:num_blocks]
@@ -116,10 +116,10 @@ class PrefixCache:
         return CachedPrefix(num_blocks, source, num_tokens, shared)
 
     def num_hits(self, seq: Sequence, most_tokens: int) -> int:
-        """Blocks of the longest cached prefix of `seq` within its first `most_tokens`.
+        """Number of blocks of the longest cached prefix of `seq` within its first `most_tokens`.
 
-        A row that asks again is looked up from where it was found to end, or from the first page that went since. Texts
-        are hashed about as far as they are cached."""
+        A repeated look-up goes on where the last one ended, or at the first page that was lost since. A text is hashed
+        about as far as it is cached."""
         end = limit = most_tokens // self.block_size if self.enabled else 0
         keys, matched, tables = seq.block_keys, self._still_matched(seq), [self._pages[group] for group in self._full]
         if not matched:
@@ -138,7 +138,7 @@ class PrefixCache:
         return end
 
     def _still_matched(self, seq: Sequence) -> list[list[Page]]:
-        """Pages, by group without a window, that were found of a row and are still there."""
+        """Pages that the last look-up of a row found and that are still cached, by group without a window."""
         num_gone, matched = self._generation - seq.matched_at, seq.matched
         if not matched or num_gone > len(self._gone):
             seq.matched = matched = [[] for _ in self._full]
@@ -151,7 +151,7 @@ class PrefixCache:
         return matched
 
     def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
-        """Maximum blocks, up to `end`, after which a window reaches cached pages alone."""
+        """Most blocks, at most `end`, at whose end the window reaches only cached pages."""
         window, pages = self.groups[group].window, self._pages[group]
         assert window is not None
         reached, run = -(-(window - 1) // self.block_size), 0
@@ -164,8 +164,8 @@ class PrefixCache:
         return run
 
     def _start_of(self, seq: Sequence, index: int, num_tokens: int) -> bytes | None:
-        """Key of the beginning of a row's block `index`, within the row's first `num_tokens`; None where these are too
-        few."""
+        """Start (block_starts.py) of a row's block `index`, as far as the row's first `num_tokens` go; None where these
+        are too few of the block to be copied."""
         begin, end = index * self.block_size, min((index + 1) * self.block_size, num_tokens)
         if not self.enabled or end - begin < self._least_copied:
             return None
@@ -177,7 +177,7 @@ class PrefixCache:
         extend_keys(seq.block_keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)
 
     def are_copies(self, seq: Sequence, other: Sequence) -> bool:
-        """Whether one prefix serves both. `other` was looked up."""
+        """Whether two rows have the same prefix to look up, so that the answer for `other` serves `seq`."""
         most = most_cached_tokens(seq)
         same_extras = seq.prompt.extras == other.prompt.extras
         if seq.num_tokens != other.num_tokens or most != most_cached_tokens(other) or not same_extras:
@@ -190,15 +190,15 @@ class PrefixCache:
         return seq.block_keys[last] == other.block_keys[last] and seq.token_ids[rest:] == other.token_ids[rest:]
 
     def first_kept(self, group: int, position: int) -> int:
-        """The first block that a query at `position` reaches."""
+        """Index of the first block that a query at `position` reaches in a group."""
         window = self.groups[group].window
         return 0 if window is None else max(0, position + 1 - window) // self.block_size
 
     # -- contents -----------------------------------------------------------------------------------------------
 
     def publish(self, seq: Sequence, num_written_tokens: int) -> None:
-        """Makes the row's full blocks below `num_written_tokens` hits: their data is written and their tokens known.
-        What is left may be copied."""
+        """Makes the full blocks among a row's first `num_written_tokens`, which are written, available to other rows as
+        far as their tokens are known. The rest of these tokens may be copied."""
         if not self.enabled or seq.is_stale:
             return
         size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
@@ -215,7 +215,7 @@ class PrefixCache:
         self._note_start(seq, seq.num_published, num_tokens)
 
     def _note_start(self, seq: Sequence, index: int, num_tokens: int) -> None:
-        """Registers these tokens of a row's block as written, unless they are too few to be copied."""
+        """Registers the start of a row's block `index`, in its first `num_tokens`, unless it is too short to copy."""
         start = self._start_of(seq, index, num_tokens)
         if start is None:
             return
@@ -240,7 +240,7 @@ class PrefixCache:
                 each.start = b""
 
     def forget(self, page: Page) -> None:
-        """The blocks of a page are about to be reused."""
+        """Removes a page whose blocks are about to be reused."""
         if page.key is not None:
             del self._pages[page.group][page.key]
             page.key = None

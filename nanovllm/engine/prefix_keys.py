@@ -20,20 +20,20 @@ def _digest(content: bytes, kind: bytes = b"") -> bytes:
 
 
 def extras_of(cache_salt: str | None) -> Extras:
-    """The extras of a text with this salt; None: without."""
+    """Extras of a text with this cache_salt, if it has one."""
     return () if cache_salt is None else ((0, _digest(cache_salt.encode("utf-8", "surrogatepass"), b"salt")),)
 
 
 def before_block(keys: list[bytes], index: int, block_size: int, extras: Extras) -> bytes:
-    """KEY_SIZE bytes that stand for all that block `index` depends on but its own tokens. `keys`: of the blocks before
-    it, at least."""
+    """KEY_SIZE bytes that identify all that block `index` depends on except its own tokens. `keys`: keys of the blocks
+    before it, at least."""
     parent = keys[index - 1] if index else _ROOT
     own = [digest for position, digest in extras if index * block_size <= position < (index + 1) * block_size]
     return _digest(parent + b"".join(own), b"extras") if own else parent
 
 
 def extend_keys(keys: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, extras: Extras = ()) -> None:
-    """Appends to the keys of a text's first blocks those up to block `num_blocks`; its tokens must be there."""
+    """Extends `keys`, the keys of a text's first blocks, to `num_blocks` of them; their tokens must be there."""
     first = len(keys)
     if first >= num_blocks:
         return

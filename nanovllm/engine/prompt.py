@@ -6,13 +6,13 @@ from nanovllm.engine.prefix_keys import Extras
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt and all that is known of it, from where it is read to the rows that it is computed in."""
+    """Prompt with all that is known of it, from the reader of a request to its rows."""
 
     token_ids: list[int]
     extras: Extras = ()
     """Digests of what its keys and values depend on beside the tokens (prefix_keys.py)."""
     text: str | None = None
-    """Text that it was given as, for who asks: engines elsewhere do not get it."""
+    """Text that the prompt was given as, for the output; it is not sent to engines in other processes."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

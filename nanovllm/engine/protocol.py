@@ -26,7 +26,7 @@ class Engine(Protocol):
 
     @property
     def owner(self) -> int:
-        """The process that can use this engine."""
+        """Id of the process that can use this engine; a fork of it cannot."""
 
     @property
     def shares_weights(self) -> bool:
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Prompt tokens, and tokens of rows with one to compute, since the start."""
+        """Prompt tokens and decoded tokens that were computed since the start."""
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: int | None = None,
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Whether a step has anything to do or to report."""
 
     def is_busy(self) -> bool:
-        """Whether a step now has something to do or to report: also while requests are held back, or all are."""
+        """Whether a step would do or report anything now. False where all requests are held back."""
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
         """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most

@@ -28,8 +28,8 @@ _NO_OUTPUT = {
 
 
 def _only_prompt(params: SamplingParams) -> SamplingParams:
-    """Parameters for max_tokens=0: the prompt is computed, and the one token is dropped. What shapes the output goes;
-    all else stays."""
+    """Parameters for max_tokens=0, where the prompt is computed and the one sampled token is dropped: those given,
+    without what shapes the output."""
     found = copy(params)
     vars(found).update(_NO_OUTPUT)  # frozen, and checked: but nobody else has this one
     return found
@@ -43,16 +43,17 @@ class RequestBook:
         self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, capacity_tokens: int,
         state: EngineState,
     ) -> None:  # fmt: skip
-        """`config`: with nothing left open. `capacity_tokens`: of the KV cache that one request can have."""
+        """`config`: with nothing left open. `capacity_tokens`: most tokens that one request can have in the KV
+        cache."""
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
         self._capacity_tokens, self._eos = capacity_tokens, frozenset(model_config.eos_token_ids)
         self._state = state
         self._sampling = RequestSampling(tokenizer, model_config, config)
         self._lock = threading.Lock()
         self.rows: dict[int, list[Sequence]] = {}
-        """The completions of every request that is known, by its id."""
+        """Rows, one for each completion, of every known request by its id."""
         self.num_requests = 0
-        """Ids given so far."""
+        """Number of ids given so far."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class RequestBook:
             self._check_output(length, [*output_token_ids], params)
 
     def _check_output(self, num_prompt_tokens: int, token_ids: list[int], params: SamplingParams) -> None:
-        """Checks the given beginning of an output that goes on. Raises ValueError."""
+        """Checks tokens that an output is to begin with. Raises ValueError."""
         name = "output_token_ids"
         most = self._max_total_tokens(num_prompt_tokens, params.most_tokens) - num_prompt_tokens
         if params.n > 1:
@@ -106,7 +107,7 @@ class RequestBook:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
-        """Ids of requests with these parameters, ascending, for add_request to bring in any order."""
+        """Reserves ids, ascending, for requests with these parameters, which add_request may take in any order."""
         return [self._reserve(param.n) for param in params]
 
     def _reserve(self, num_rows: int) -> int:
@@ -120,10 +121,11 @@ class RequestBook:
         output_token_ids: list[int] | None = None, *, num_waiting: Callable[[], int],
         queue: Callable[[list[Sequence]], None],
     ) -> int:  # fmt: skip
-        """Makes the rows of a new request, hands them to `queue` and returns its id. `request_id`: one that was
-        reserved, for a request that was checked; else it is checked here, and refused with QueueFull where
-        `num_waiting`, of requests that do not run, has come to max_queued_requests. `output_token_ids`: the output
-        begins with these."""
+        """Makes the rows of a new request, hands them to `queue` and returns its id. `output_token_ids`: the output
+        begins with these. `request_id`: id that was reserved, for a request that was checked.
+
+        Without `request_id` the request is checked here: raises ValueError as `check` does, and QueueFull where as many
+        requests wait, by `num_waiting`, as max_queued_requests allows."""
         if request_id is None:
             self.check(prompt, params, output_token_ids or [])
         if params.max_tokens == 0:
@@ -178,7 +180,7 @@ class RequestBook:
                     seq.note_version(version)
 
     def rows_of(self, request_id: int) -> list[Sequence] | None:
-        """Rows of a request that is known, and queued by now; else None."""
+        """Rows of a known request, which are queued by then; None for others."""
         with self._lock:
             return self.rows.get(request_id)
 
@@ -195,12 +197,12 @@ class RequestBook:
             return {request_id: rows for request_id, rows in self.rows.items() if not self.is_finished(request_id)}
 
     def forget(self, request_id: int) -> list[Sequence]:
-        """Drops a finished request; returns its completions."""
+        """Drops a request; returns its rows, none if it is not known."""
         with self._lock:
             return self.rows.pop(request_id, [])
 
     def take(self, request_id: int) -> RequestOutput:
-        """Drops a finished request; returns it."""
+        """Drops a finished request; returns its output."""
         seqs = self.forget(request_id)
         first = seqs[0]
         assert first.ending is not None
@@ -211,7 +213,7 @@ class RequestBook:
         )  # fmt: skip
 
     def completion(self, seq: Sequence) -> CompletionOutput:
-        """The output of a row that has ended."""
+        """Output of a row that has ended."""
         ending, row = seq.ending, seq.sampling
         assert ending is not None
         rows, kept = (None, None) if row is None else (row.logprob_rows, row.kept_ids)

@@ -16,7 +16,7 @@ from nanovllm.wire.state import StateSize, capacity_tokens, row_blocks
 
 
 class RowMemory:
-    """Owner of every block. Raises only on its own mistakes: callers ask first what fits."""
+    """Owner of every block. Its methods assume that callers have asked what fits."""
 
     def __init__(
         self, size: StateSize, enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1
@@ -26,7 +26,7 @@ class RowMemory:
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
         num_blocks, block_size, groups = size.num_blocks, size.block_size, size.groups
         self._held = tuple(group.widened(margin) for group in groups)
-        """Memory of each group that rows hold while they decode."""
+        """Groups as rows hold them while they decode, their windows widened by the margin."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
         self.pool = BlockPool(num_blocks, self.cache.forget)
@@ -35,7 +35,7 @@ class RowMemory:
         self._groups = groups
         self.num_tables = size.num_tables
         self.num_full_tables = sum(groups[index].num_tables for index in self._full)
-        """Tables that grow with the row."""
+        """Number of tables that keep all tokens of a row."""
         self.capacity_tokens = capacity_tokens(self._held, num_blocks, block_size)
         """Tokens of the longest row that fits alone."""
         self._first_table = [sum(group.num_tables for group in groups[:index]) for index in range(len(groups))]
@@ -44,11 +44,11 @@ class RowMemory:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out; those that are still hits count too."""
+        """Number of blocks that can be handed out, those of cached pages among them."""
         return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one table."""
+        """Number of blocks that one table needs for so many tokens."""
         return -(-num_tokens // self.block_size)
 
     def window_blocks(self, num_tokens: int) -> int:
@@ -61,15 +61,15 @@ class RowMemory:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that all blocks hold: of one long row, or where windows alone bound a row, of several."""
+        """Number of tokens that all blocks hold together."""
         return min(self.capacity_tokens, self.num_blocks * self.block_size)
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def fit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> tuple[CachedPrefix, int]:
-        """Finds how many tokens, at most `count`, a waiting row can compute first if it gets its `prefix`, blocks for
-        all its tokens in layers without a window, and for these in the others; 0: it does not fit. Returns the prefix
-        too, without what it would copy where a block of that is needed."""
+        """Finds how many tokens, at most `count`, a waiting row can compute first: with its `prefix`, it gets blocks
+        for all its tokens in layers without a window, and for the tokens to compute in the others. 0: the row does not
+        fit. Returns the prefix too; it copies nothing where the blocks to copy from are needed themselves."""
         if prefix.source and self.num_tables > 1:  # with one table a block may be copied onto itself
             if found := self._fitting(seq, prefix, count, prefix.source):
                 return prefix, found
@@ -77,7 +77,7 @@ class RowMemory:
         return prefix, self._fitting(seq, prefix, count)
 
     def _fitting(self, seq: Sequence, prefix: CachedPrefix, count: int, source: Iterable[Page] = ()) -> int:
-        """Finds how many of `count` tokens have room beside the prefix, and beside `source` until it is copied."""
+        """Finds how many of `count` tokens fit while the prefix and, until it is copied, `source` are kept."""
         shared = prefix.num_blocks
         left = self.num_free_blocks - self.num_full_tables * (self.num_blocks_for(seq.num_tokens) - shared)
         if left < 0:
@@ -86,13 +86,13 @@ class RowMemory:
         return self._within_windows(prefix.num_tokens, count, shared, left)
 
     def num_owned_blocks(self, prefix: CachedPrefix) -> int:
-        """Blocks of a prefix that other rows have anyway, in layers without a window."""
+        """Number of a prefix's blocks that other rows own, in layers without a window."""
         cached = self.pool.num_cached_blocks(page for group in self._full for page in prefix.pages[group])
         return self.num_full_tables * prefix.num_blocks - cached
 
     def _within_windows(self, start: int, count: int, num_blocks: int, num_free: int) -> int:
-        """Number of `count` tokens from `start` on that `num_free` blocks serve, in groups with windows whose tables
-        have `num_blocks` so far."""
+        """Finds for how many of `count` tokens from `start` on `num_free` blocks suffice in the groups with windows,
+        whose tables have `num_blocks` blocks each so far."""
         if num_free < 0:
             return 0
         if not self._windows:
@@ -101,8 +101,8 @@ class RowMemory:
         return max(0, min(count, most * self.block_size - start))
 
     def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
-        """Gives `seq` its prefix, and fresh blocks for its other tokens; in layers with windows for the first `count`
-        of these."""
+        """Gives `seq` its prefix, and fresh blocks for its other tokens: all of them in layers without a window, the
+        first `count` in the others."""
         assert not seq.pages, seq
         source = prefix.source if self.num_tables > 1 else ()
         self.pool.share(chain(*prefix.pages, source))  # before any block is taken
@@ -134,14 +134,14 @@ class RowMemory:
         seq.num_reserved_tokens = self.block_size * min(map(len, seq.pages))
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether a row that decodes can have blocks for so many tokens in each table; what its windows have left goes
-        first."""
+        """Gives back what the windows of a decoding row have left; returns whether it can then have blocks for so many
+        tokens in each table."""
         self.leave_behind(seq)
         more = self.num_blocks_for(num_tokens) - seq.num_reserved_tokens // self.block_size
         return self.num_free_blocks >= more * self.num_tables
 
     def num_updates(self, seq: Sequence, prefix: CachedPrefix, count: int) -> int:
-        """Blocks of a row that is admitted so."""
+        """Number of block updates that announce a row which is admitted with these arguments."""
         found = self.num_full_tables * self.num_blocks_for(seq.num_tokens)
         end = self.num_blocks_for(prefix.num_tokens + count)
         for group in self._windows:
@@ -149,8 +149,8 @@ class RowMemory:
         return found
 
     def prepare(self, seq: Sequence, count: int) -> int:
-        """Makes room for the next `count` tokens of a running row, whose windows leave pages behind first: how many of
-        these tokens have room. All of them where no layer has a window, since it has blocks for its known tokens."""
+        """Gives back what the windows of a running row have left; returns for how many of its next `count` tokens there
+        is room then: all of them where no layer has a window, since it has blocks for its known tokens."""
         if not self._windows:
             return count
         start = seq.num_computed_tokens
@@ -170,7 +170,7 @@ class RowMemory:
         return updates
 
     def leave_behind(self, seq: Sequence) -> None:
-        """Gives back what no later query of a row reaches; nothing where it has lost its memory."""
+        """Gives back the pages of a row that no later query reaches, if it has any."""
         for group in self._windows if seq.pages else ():
             table, end = seq.pages[group], self.cache.first_kept(group, seq.num_least_computed)
             first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
@@ -181,7 +181,7 @@ class RowMemory:
                 self.pool.give_back(page)
 
     def all_updates(self, seq: Sequence) -> list[int]:
-        """The block updates that tell a device all of a row's blocks."""
+        """Block updates that announce all blocks of a row to the device."""
         return [number for group in range(len(self._groups)) for number in self._updates(seq, group, 0)]
 
     def _updates(self, seq: Sequence, group: int, first: int) -> list[int]:
@@ -193,7 +193,7 @@ class RowMemory:
         return updates
 
     def release(self, seq: Sequence) -> None:
-        """Takes the row's blocks back. Its tail is reused first: the front of a prompt is the likelier hit."""
+        """Takes back all blocks of a row. The last are reused first: the beginning of a prompt is the likelier hit."""
         for table in seq.pages:
             for page in reversed(table):
                 if page is not None:

@@ -40,13 +40,13 @@ class Scheduler:
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
-        """Oldest first; preemption takes from the end."""
+        """Running rows, oldest first. Preemption takes from the end."""
         self.waiting = WaitingQueues(config.long_prefill_threshold)
         self.holds_new = False
-        """Whether requests that have not begun wait, whatever room there is."""
+        """Whether requests that have not begun must wait, whatever room there is."""
         self._last_plan: StepPlan | None = None
         self.num_preemptions = 0
-        """Rows that lost their blocks to older ones."""
+        """Number of times that a row has lost its blocks to an older one."""
         self.num_prompt_tokens = 0
         """Prompt tokens of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
@@ -84,21 +84,21 @@ class Scheduler:
             self._finish(seq, "abort")
 
     def preempt_all(self) -> None:
-        """Every running row goes back to the queue with nothing computed (its KV is no longer valid)."""
+        """Puts every running row back into the queue with nothing computed: its KV is no longer valid."""
         self._last_plan = None
         while self.running:
             self._preempt_newest()
         self.memory.forget_cached()
 
     def keep_all(self) -> None:
-        """Running rows go on with the KV that they have, which no other row may share from here on."""
+        """Lets running rows go on with their KV, which no other row may share from here on."""
         self._last_plan = None
         for seq in self.running:
             seq.is_stale = True
         self.memory.forget_cached()
 
     def reset_prefix_cache(self) -> None:
-        """Rows that begin from here on share nothing that was computed before. Running rows go on."""
+        """Lets rows that begin from here on share nothing that was computed before. Running rows go on."""
         self._last_plan = None
         for seq in self.running:
             seq.num_published = max(seq.num_published, self.memory.num_blocks_for(seq.num_computed_tokens))
@@ -107,8 +107,8 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None where no row can go on before results arrive (or none is there). The step before must
-        have been launched."""
+        """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
+        must have been launched."""
         self._publish_last_plan()
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
@@ -181,8 +181,8 @@ class Scheduler:
             self._add_row(plan, seq, count)
 
     def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
-        """Prompts that an earlier step began, in order of their admission; and the budget that is left for others: none
-        where layers with windows leave no memory to one of them."""
+        """Continues prompts that an earlier step began, in order of admission. Returns their chunks, and the budget
+        that is left for others: 0 where a prompt lacks memory for its layers with windows."""
         chunks: list[Chunk] = []
         waiting, lacks_memory = self.waiting, False
         short_waits = bool(waiting.short) or any(not waiting.is_long(seq.num_tokens_to_compute) for seq in prompts)
@@ -261,7 +261,7 @@ class Scheduler:
         waiting.put_back_held()
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
-        """Gives a waiting row a slot and memory. `count`: tokens that it computes first."""
+        """Gives a waiting row a slot and memory. `count`: number of tokens that it computes first."""
         self.memory.admit(seq, prefix, count)
         seq.matched = []
         seq.status = SequenceStatus.RUNNING
@@ -278,7 +278,7 @@ class Scheduler:
         plan.block_updates += self.memory.all_updates(seq)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
-        """A row that computes its next `count` tokens, and gains one where these are its last."""
+        """Adds a row that computes its next `count` tokens, and gains a token where these are its last."""
         start = seq.num_computed_tokens
         plan.seqs.append(seq)
         plan.starts.append(start)
@@ -293,8 +293,8 @@ class Scheduler:
             seq.last_token_on_device = True
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
-        """A row that begins, all but one of its tokens cached: with its record the device has what a decode needs. So
-        far the step has decodes alone."""
+        """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode
+        needs. So far the step has decodes alone."""
         self._add_row(plan, seq, 1)
         plan.host_token_ids.pop()
         plan.num_decode_rows += 1
@@ -302,8 +302,8 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
-        """Takes in what a step's first rows gained, -1 for nothing; returns who gained which tokens, in order. Those
-        that a sequence gained behind its end are dropped."""
+        """Takes in the token that each of a step's first rows gained, -1 for none; returns which sequence gained which
+        token, in order. Tokens behind the end of a sequence are dropped."""
         if plan is self._last_plan:
             self._publish_last_plan()  # before any of its rows ends
         gained: list[tuple[Sequence, int]] = []
@@ -365,7 +365,7 @@ class Scheduler:
             self.lookahead.note_end(seq)
 
     def _preempt_newest(self) -> Sequence:
-        """Back to its queue; it will be computed again from whatever prefix is still cached by then."""
+        """Puts the newest running row back into its queue. It begins again from what is still cached by then."""
         seq = self.running.pop()
         self._release(seq)
         seq.num_computed_tokens = seq.num_cached_tokens = 0

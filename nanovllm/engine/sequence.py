@@ -39,19 +39,19 @@ class Sequence:
     """
 
     request_id: int
-    """The request's, of which this is completion `index`. Requests of a batch may come in another order."""
+    """Id of the request of which this is completion `index`."""
     prompt: Prompt
     params: SamplingParams
     _: KW_ONLY
     constants: SlotConstants
     stop_token_ids: frozenset[int]
-    """Token ids that end the output; empty where they are to be ignored."""
+    """Token ids that end the output."""
     max_total_tokens: int
-    """Prompt and output together end at this length."""
+    """Maximum tokens of prompt and output together."""
     metrics: RequestMetrics
     index: int = 0
     reported_stop_ids: frozenset[int] = frozenset()
-    """Ids of stop_token_ids that are a stop_reason: an end of text is none."""
+    """Ids of stop_token_ids that are reported as stop_reason; ends of text are not."""
     sampling: "SamplingRow | None" = None
     """Sampling beyond greedy and temperature; None for most rows."""
     known_ids: InitVar[Iterable[int]] = ()
@@ -62,12 +62,12 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
-    """The scheduler's number for it, in order of arrival; -1 until it is queued."""
+    """Number by order of arrival at the scheduler; -1 until the row is queued."""
     ending: Ending | None = field(default=None, init=False)
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""
     may_stop: bool = field(init=False)
-    """Whether anything but its length ends the output."""
+    """Whether anything but its length may end the output."""
     num_tokens: int = field(init=False)
     most_gained: int = field(default=1, init=False)
     """Maximum tokens that one step brings."""
@@ -81,24 +81,24 @@ class Sequence:
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
     pages: list[list[Page | None]] = field(default_factory=list, init=False)
-    """Memory by group of layers and block of tokens; None: no layer of the group needs that block any more."""
+    """Pages by group of layers and block of tokens; None: the group needs that block no more."""
     num_held_blocks: int = field(default=0, init=False)
-    """Blocks of all these pages."""
+    """Number of blocks of all these pages."""
     num_reserved_tokens: int = field(default=0, init=False)
-    """Tokens that there are pages for in all groups."""
+    """Number of tokens for which every group has pages."""
     block_keys: list[bytes] = field(default_factory=list, init=False)
-    """Keys of its first blocks, as far as they were asked for."""
+    """Keys of the row's first blocks, as far as they were needed."""
     matched: list[list[Page]] = field(default_factory=list, init=False)
-    """Pages of its first blocks that the prefix cache was last found to have, by group without a window. Kept while the
-    row waits."""
+    """Pages that the last look-up in the prefix cache found for the row's first blocks, by group without a window. Kept
+    while the row waits."""
     matched_at: int = field(default=-1, init=False)
     """The cache's generation (PrefixCache) when `matched` was found."""
     num_published: int = field(default=0, init=False)
-    """Leading blocks that are known to the prefix cache, or are not to be."""
+    """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
     epoch: int = field(default=0, init=False)
-    """Counts the times that the blocks were given back: results of a step from an earlier epoch own no blocks."""
+    """Number of times that the row has lost its blocks. A step of an earlier epoch wrote to blocks that are gone."""
     is_stale: bool = field(default=False, init=False)
-    """Whether blocks hold KV of former weights: then none of them is shared."""
+    """Whether some blocks hold KV of former weights, so that none may be shared."""
     version_starts: VersionStarts = field(default_factory=list, init=False)
     """Versions of the weights that the output's tokens come from."""
 
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def number(self) -> int:
-        """This row's own: a request has as many ids as completions (RequestBook.reserve_ids)."""
+        """Id of this row alone: a request has as many ids as completions (RequestBook.reserve_ids)."""
         return self.request_id + self.index
 
     @property
@@ -120,12 +120,12 @@ class Sequence:
 
     @property
     def num_least_tokens(self) -> int:
-        """Fewest of them, unless the row has ended."""
+        """Minimum tokens of the row, unless it has ended."""
         return self.num_tokens + self.num_inflight_tokens // self.most_gained
 
     @property
     def num_least_computed(self) -> int:
-        """Fewest tokens whose keys and values are there when the next step begins."""
+        """Minimum tokens whose keys and values are there when the next step begins."""
         return min(self.num_computed_tokens, self.num_least_tokens - 1)
 
     @property
@@ -133,8 +133,8 @@ class Sequence:
         return self.num_tokens + self.num_inflight_tokens - self.num_computed_tokens
 
     def next_bounds(self, budget: int) -> tuple[int, int]:
-        """Certain end of what the row's next step computes, where it decodes and may gain several tokens, and number of
-        them: `budget` at most. The end is before the last token of all, which needs no KV."""
+        """Bounds of the next step of a row that decodes several tokens: the end of what it may compute, before the last
+        token of all, which needs no KV; and the number of tokens, at most `budget`."""
         last = self.max_total_tokens - 1
         count = min(self.most_gained, budget, last - self.num_least_computed)
         return min(self.num_computed_tokens + count, last), count
@@ -158,13 +158,14 @@ class Sequence:
         return version_spans(self.version_starts, self.num_output_tokens)
 
     def note_gained(self, num_tokens: int) -> None:
-        """A step has brought so many tokens, all here by now: what it might have brought beyond will not come."""
+        """Notes that a step has brought `num_tokens` tokens and no more: its bound of `most_gained` no longer
+        counts."""
         self.num_inflight_tokens -= self.most_gained - num_tokens
         if self.last_token_on_device:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 
     def end(self, reason: str, why: int | str | None = None) -> None:
-        """The output is complete. `reason`, `why`: see Ending."""
+        """Ends the output. `reason`, `why`: see Ending."""
         if reason == "stop" and why is None and self.token_ids[-1] in self.reported_stop_ids:
             why = self.token_ids[-1]
         if reason == "length" and self.params.max_tokens == 0:

@@ -18,24 +18,24 @@ class StepPlan:
 
     seqs: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """First position that is computed, by row; of a decode the last that this can be, since the device knows it. All
-    decodes of one sequence have the same: behind it none computes anything."""
+    """First position that each row computes. A decode's is an upper bound, since only the device knows the position.
+    All decodes of one sequence have the same bound, and compute nothing beyond it."""
     counts: list[int] = field(default_factory=list)
-    """Tokens that are computed, by row; a decode's is one."""
+    """Number of tokens that each row computes; one for a decode."""
     epochs: list[int] = field(default_factory=list)
-    """Sequence.epoch when the row was scheduled."""
+    """Sequence.epoch of each row when it was scheduled."""
     num_old_rows: int = 0
-    """Decodes of sequences that had begun before."""
+    """Number of decodes of sequences that ran before this step."""
     num_decode_rows: int = 0
-    """Running decodes, and after them rows that begin with all but one token cached."""
+    """Number of all decodes: after those of num_old_rows come rows that begin with all but one token cached."""
     num_sample_rows: int = 0
     num_tokens: int = 0
     block_updates: list[int] = field(default_factory=list)
     """Flat triples slot, index in the block table, block."""
     block_copies: list[int] = field(default_factory=list)
-    """Flat pairs source, destination: blocks that are copied one after another before anything is computed."""
+    """Flat pairs source, destination of blocks to copy, one after another, before anything is computed."""
     new_slots: list[Sequence] = field(default_factory=list)
-    """Rows that took a slot in this step: their last token and sampling parameters travel along."""
+    """Rows that take a slot in this step, for which the packed step has a slot record."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
 

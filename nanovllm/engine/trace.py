@@ -26,7 +26,7 @@ _MARK = "/*events*/"
 
 
 class _Step(NamedTuple):
-    """Step that is running."""
+    """Step that was launched and not collected."""
 
     number: int
     launched: float
@@ -36,7 +36,8 @@ class _Step(NamedTuple):
 
 
 class Trace:
-    """Called by the engine at each step and at each request's end; one thread at a time."""
+    """Writes the timeline of one engine, which calls it at each step and at each request's end. One thread at a
+    time."""
 
     def __init__(self, folder: str) -> None:
         """Raises ValueError where the folder cannot be written."""
@@ -61,7 +62,7 @@ class Trace:
         self._name(_REQUESTS, 0, "process_name", "requests")
 
     def launched(self, plan: StepPlan, now: float) -> None:
-        """A step was sent. Rows that had begun before and take a slot again were preempted in between."""
+        """Notes a launched step. Rows that had begun before and take a slot again were preempted in between."""
         first = plan.num_decode_rows
         rows = zip(plan.seqs[first:], plan.starts[first:], plan.counts[first:], strict=True)
         self._num_steps += 1
@@ -72,7 +73,7 @@ class Trace:
                 self._write("i", "again, after a preemption", now, _REQUESTS, seq.number, s="t")
 
     def collected(self, now: float, stats: EngineStats) -> None:
-        """The oldest step's tokens are there. The device began it when it had the one before."""
+        """Notes that the oldest step has ended. The device began it when it had ended the one before."""
         step = self._steps.pop(0)
         begin, self._last_end = max(step.launched, self._last_end), now
         prompt = sum(count for _, _, count in step.chunks)
@@ -90,7 +91,7 @@ class Trace:
             self._num_preemptions = stats.num_preemptions
 
     def ended(self, seq: Sequence) -> None:
-        """A request is over: where its time went."""
+        """Writes where the time of an ended request went."""
         times, number = seq.metrics, seq.number
         end = times.finished_time
         assert end is not None
@@ -143,7 +144,7 @@ class Trace:
         self._write_text(json.dumps(self._event(*arguments, **options)) + ",\n")
 
     def _write_text(self, text: str) -> None:
-        """A disk that is full ends the trace, not the engine."""
+        """Writes to the file. A full disk ends the trace, not the engine."""
         if self._file is None:
             return
         try:

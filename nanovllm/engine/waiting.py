@@ -20,9 +20,9 @@ class WaitingQueues:
         self.short: deque[Sequence] = deque()
         self.long: deque[Sequence] = deque()
         self.num_tokens = 0
-        """Prompt tokens of all rows that wait."""
+        """Number of known tokens of all rows that wait."""
         self.held: list[Sequence] = []
-        """Taken out for the rest of a step's admissions, so that others pass."""
+        """Rows that were taken out until the end of a step's admissions, so that others pass."""
 
     def __len__(self) -> int:
         return len(self.short) + len(self.long)
@@ -44,7 +44,7 @@ class WaitingQueues:
         self.num_tokens += seq.num_tokens
 
     def put_back(self, seq: Sequence) -> None:
-        """Puts a row that was taken out before those that came after it."""
+        """Puts a row back at its place in the order of arrival."""
         insort(self._queue_of(seq), seq, key=attrgetter("arrival"))
         self.num_tokens += seq.num_tokens
 
@@ -57,7 +57,7 @@ class WaitingQueues:
         self.num_tokens -= seq.num_tokens
 
     def hold(self, seq: Sequence) -> bool:
-        """Takes `seq` out until put_back_held; False where so many are held that it stays."""
+        """Takes `seq` out until put_back_held. Returns False, with nothing changed, where too many are held already."""
         if len(self.held) == _MOST_HELD:
             return False
         self.remove(seq)
@@ -65,13 +65,13 @@ class WaitingQueues:
         return True
 
     def put_back_held(self) -> None:
-        """Puts the held rows back at the heads of their queues."""
+        """Puts all held rows back at their places."""
         while self.held:
             self.put_back(self.held.pop())
 
     def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
-        """The one that came first; a short one where a long prompt must not hold it back. `holds_new`: of those that
-        have begun."""
+        """Next row by arrival. `long_allowed` False: a short row that waits goes before long ones. `holds_new`: only
+        rows that have begun count."""
         short, long = _first(self.short, holds_new), _first(self.long, holds_new)
         if short is None or long is None:
             return short or long

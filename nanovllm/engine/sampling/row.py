@@ -18,7 +18,7 @@ _BAN = float("-inf")
 
 
 class Ended(NamedTuple):
-    """End of an output, and its reason."""
+    """Reason why an output ends."""
 
     reason: str
     """See StepOutput.finish_reason."""
@@ -27,16 +27,16 @@ class Ended(NamedTuple):
 
 
 class SamplingRow:
-    """Owned by one engine.Sequence, as its `sampling`; plain requests have none."""
+    """Sampling state of one Sequence, its `sampling`. Plain requests have none."""
 
     def __init__(
         self, params: SamplingParams, *, stop_ids: frozenset[int], vocab_size: int, text: StreamedText | None,
         bad_words: Sequence[tuple[int, ...]], matcher: "Matcher | None",
         token_text: Callable[[int], str | None] = lambda token_id: None, is_processed: bool = False,
     ) -> None:  # fmt: skip
-        """`stop_ids`: what min_tokens bans until then. `text`: the output's, where stop strings are looked for.
-        `bad_words`: as token ids. `matcher`: of structured_outputs. `token_text`: of one token, for log-probabilities.
-        `is_processed`: these are of the logits that are sampled from, not of raw ones."""
+        """`stop_ids`: ids that min_tokens bans at first. `text`: text of the output, where stop strings are looked for.
+        `bad_words`: as token ids. `matcher`: matcher of structured_outputs. `token_text`: token id -> its text, for
+        log-probabilities. `is_processed`: these are of the logits that are sampled from, not of raw ones."""
         self.params = params
         self.text = text
         self.matcher = matcher
@@ -44,7 +44,7 @@ class SamplingRow:
         self.num_logprobs, self.num_prompt_logprobs = (
             vocab_size if k == -1 else -1 if k is None else k for k in (params.logprobs, params.prompt_logprobs)
         )
-        """Likeliest ids that are wanted at each token; -1: no log-probabilities."""
+        """Number of likeliest ids that are wanted at each token; -1: no log-probabilities."""
         self.is_processed = is_processed
         self.logprob_rows = None if params.logprobs is None else LogprobRows(self.num_logprobs, token_text)
         self.kept_ids = KeptIds(vocab_size) if params.sampling_mask else None
@@ -69,11 +69,11 @@ class SamplingRow:
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
-        """Whether tokens that end nothing by themselves must be shown to `accept`."""
+        """Whether `accept` must see each token that is no stop token."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them."""
         self.depends_on_output = bool(self._stop_ids) or self.needs_last_token or self.penalizes
-        """Whether the tokens of two positions are sampled in different ways."""
+        """Whether a token is sampled in another way than the one before it."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """Way of sampling for tokens without edits, of KINDS."""
@@ -83,23 +83,24 @@ class SamplingRow:
 
     @property
     def uses_step(self) -> bool:
-        """Whether any step ever has something to say of this row."""
+        """Whether the row ever needs an entry in a step's sampling section."""
         wants_logprobs = self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0
         return self.kind != UNCHANGED or self.has_edits or wants_logprobs
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Says that this row brings them: the first of n completions, since the prompt is the same for all."""
+        """Makes this row, the first of n completions, collect the log-probabilities of the prompt."""
         self.prompt_logprob_rows = LogprobRows(self.num_prompt_logprobs, self._token_text, num_prompt_tokens)
         self.num_prompt_logprobs_missing = max(0, num_prompt_tokens - self.prompt_logprob_start)
 
     def take_prompt_logprobs(self, first_position: int, table: np.ndarray, lines: Sequence[int]) -> None:
-        """Lines of the prompt's tokens from `first_position` on; those of a chunk computed again change nothing."""
+        """Takes in the lines of prompt tokens from `first_position` on. Tokens that are computed again change
+        nothing."""
         assert self.prompt_logprob_rows is not None
         for position, line in enumerate(lines, first_position):
             self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
 
     def begin_with(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
-        """Takes in the tokens that the output has already. Raises ValueError where they would have ended it."""
+        """Takes in the tokens that the output begins with. Raises ValueError where they would have ended it."""
         token_ids = list(prompt_token_ids)
         for number, token_id in enumerate(output_token_ids, 1):
             token_ids.append(token_id)
@@ -112,8 +113,8 @@ class SamplingRow:
                 self.kept_ids.append_missing()
 
     def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
-        """int32 [n, 3] (the first column is the caller's): additions to logits for the next token. `token_ids`: prompt
-        and output, which matter to bad words only."""
+        """Additions to the logits of the next token: int32 [n, 3], of which the caller fills in the first column.
+        `token_ids`: prompt and output, which matter to bad words only."""
         early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
         bans: set[int] = set()
         for word in self._bad_words.get(token_ids[-1], ()) if self._bad_words else ():
@@ -127,7 +128,7 @@ class SamplingRow:
         return words if len(words) else None
 
     def allowed_mask(self) -> np.ndarray | None:
-        """int32 bits of allowed_token_ids."""
+        """Bits of allowed_token_ids, int32 [mask_words]; None without that option."""
         if self.params.allowed_token_ids is None:
             return None
         if self._allowed is None:
@@ -137,8 +138,8 @@ class SamplingRow:
         return self._allowed
 
     def counts(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:
-        """int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt), of all ids that are there; an id of
-        the prompt may come several times."""
+        """Token counts of prompt and output, int32 [n, 3]: slot, id, 2 * (times in the output) + (1 if in the prompt).
+        An id of the prompt may come several times."""
         prompt = np.array(token_ids[:num_prompt_tokens], np.int32)
         if len(token_ids) == num_prompt_tokens:
             ids, found = prompt, np.ones(prompt.size, np.int32)
@@ -150,8 +151,8 @@ class SamplingRow:
         return np.stack([np.full(ids.size, slot, np.int32), ids, found], axis=1)
 
     def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
-        """The last of `token_ids` (prompt and output) has arrived and ends nothing by itself. Says whether the text,
-        the grammar, or options that together left nothing to sample, end the output."""
+        """Takes in the last of `token_ids` (prompt and output), which is no stop token. Returns why the output ends, by
+        its text, its grammar, or options that together left no token to sample; None: it goes on."""
         token_id = token_ids[-1]
         misfit = self._misfit(token_ids, num_output_tokens)
         watch = misfit is None and num_output_tokens >= self.params.min_tokens
@@ -175,7 +176,7 @@ class SamplingRow:
         return self.matcher.error
 
     def _was_forbidden(self, token_ids: list[int], num_output_tokens: int) -> bool:
-        """Whether the last token is one that is sampled only where every token is forbidden."""
+        """Whether the last token is a forbidden one: it is sampled only where all are."""
         token_id, allowed = token_ids[-1], self.allowed_mask()
         if allowed is not None and not allowed[token_id // 32] >> (token_id % 32) & 1:
             return True
