@@ -84,7 +84,7 @@ def require_unicode(text: str) -> None:
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """True and False are none."""
+    """Whether a value is an integer, which True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

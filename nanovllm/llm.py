@@ -281,9 +281,9 @@ class LLM:
         self._turns.call("load_weights", weights=weights, in_flight=in_flight, weight_version=version)
 
     def begin_update(self, in_flight: str = "recompute", partial: bool = False) -> None:
-        """New weights come, by `update`, any number of times. Steps are refused until finish_update succeeds, or wait
-        where the engine is paused. `in_flight`: as in load_weights. `partial`: True where some names may not come, and
-        keep their values. Called again, it starts over."""
+        """Begins an update of the weights, which calls of `update` bring. Until finish_update succeeds, steps are
+        refused, or wait where the engine is paused. `in_flight`: as in load_weights. `partial`: True where some weights
+        may not come, and keep their values. Called again, it starts over."""
         self._turns.call("begin_update", in_flight=in_flight, partial=partial)
 
     def update(self, weights: "Weights") -> None:
@@ -292,8 +292,8 @@ class LLM:
         self._turns.call("update", weights=weights)
 
     def finish_update(self, version: int | None = None) -> None:
-        """Steps go on with the new weights. Raises ValueError naming weights that did not come, or a version that does
-        not go up; more calls of `update` can follow then."""
+        """Ends an update: steps go on with the new weights. Raises ValueError naming weights that did not come, or a
+        version that does not go up; more calls of `update` can follow then."""
         self._turns.call("finish_update", weight_version=version)
 
     @property
@@ -302,9 +302,9 @@ class LLM:
         return self.engine.state.weight_version
 
     def weights_changed(self) -> None:
-        """Says that the module of from_module was written to: requests in flight start over from their tokens so far,
-        and the prefix cache is emptied. Needed after writes that torch does not count, through a parameter's `.data`;
-        the next request notices all others by itself."""
+        """Tells the engine that the module of from_module was written to: requests in flight start over from their
+        tokens so far, and the prefix cache is emptied. Needed after writes that torch does not count, through a
+        parameter's `.data`; the next request notices all others by itself."""
         with self._turns.turn() as engine:
             engine.notice_new_weights(surely=True)
 
@@ -315,7 +315,7 @@ class LLM:
         return checksums
 
     def reset_prefix_cache(self) -> None:
-        """Requests that begin from here on find nothing in the prefix cache. Those that run keep their blocks."""
+        """Empties the prefix cache. Requests that run keep their blocks."""
         self._turns.call("reset_prefix_cache")
 
     # -- sleep --------------------------------------------------------------------------------------------------

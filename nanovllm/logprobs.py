@@ -46,12 +46,12 @@ class LogprobRows:
         self._lines.append(line)
 
     def append_missing(self) -> None:
-        """A position about which there is nothing to say."""
+        """Appends a position without log-probabilities."""
         self._tables.append(None)
         self._lines.append(0)
 
     def put(self, position: int, table: np.ndarray, line: int) -> bool:
-        """Fills a position in; True where nothing was there."""
+        """Fills a position in; returns whether nothing was there."""
         is_new = self._tables[position] is None
         self._tables[position], self._lines[position] = table, line
         return is_new
@@ -84,7 +84,7 @@ class LogprobRows:
         return rows
 
     def words(self, position: int) -> np.ndarray | None:
-        """The line of a position; None where there is none."""
+        """Words of a position's line; None where there is none."""
         table = self._tables[position]
         return None if table is None else table[self._lines[position]]
 
@@ -130,7 +130,7 @@ class KeptIds(Sequence[np.ndarray | None]):
         return found
 
     def append_missing(self) -> None:
-        """A token that came with the request."""
+        """Appends a token that came with the request, for which nothing is known."""
         self._lines.append(None)
 
     def append(self, table: np.ndarray, line: int) -> None:
@@ -159,7 +159,7 @@ def _own_logprob(words: np.ndarray) -> int:
 
 
 def _without_nan(logprob: float) -> float:
-    """The log-probability of no probability where it is NaN: the logits have left no token to share one."""
+    """Replaces NaN, where the logits left no token with any probability, by -inf."""
     return max(-math.inf, logprob)  # in this order: NaN is not above it
 
 

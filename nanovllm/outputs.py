@@ -36,7 +36,7 @@ class RequestMetrics:
 
 
 class _ByName:
-    """The attributes of _NAMES, and no others, are also reachable as out[name]; dict(out) has them all."""
+    """Base of outputs whose attributes of _NAMES are also reachable as out[name], and by dict(out)."""
 
     _NAMES: ClassVar[tuple[str, ...]]
 

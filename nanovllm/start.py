@@ -31,7 +31,7 @@ def start_ranks(
     config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer, module: "torch.nn.Module | None" = None,
     report: "Report | None" = None,
 ) -> LLMEngine:  # fmt: skip
-    """The engine over the ranks of `config`. module: see ModelRunner."""
+    """Starts the ranks of `config`; returns the engine over them. module: see ModelRunner."""
     begin = time.perf_counter()
     if config.device != "cuda":
         let_waiting_threads_sleep()

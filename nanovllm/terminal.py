@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Ctrl-C, which may come while a step runs."""
+    """Whether Ctrl-C has come."""
 
     has_come = False
 
 
 @contextmanager
 def interrupt_between_steps() -> Iterator[Interrupt]:
-    """Ctrl-C is noted, so that a step is never cut in half, and interrupts when the `with` ends; a second Ctrl-C
+    """Context in which Ctrl-C is noted, so that it cuts no step in half, and interrupts at the end; a second Ctrl-C
     interrupts at once."""
     interrupt = Interrupt()
     in_main = threading.current_thread() is threading.main_thread()

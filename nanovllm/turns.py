@@ -19,7 +19,7 @@ class Turns:
     steps, and Ctrl-C waits for their end; a second one does not."""
 
     def __init__(self, engine: Engine, owner: object) -> None:
-        """`owner`: the engine is closed with it."""
+        """`owner`: object with which the engine is closed."""
         self.engine = engine
         self.step_lock = FairLock()
         self.foreign = StepColumns()
@@ -40,7 +40,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[Engine]:
-        """The engine, while no other thread has it."""
+        """Context in which this thread alone has the engine."""
         self.require_open()
         with interrupt_between_steps(), self.step_lock:
             yield self.engine
@@ -57,8 +57,8 @@ class Turns:
                         return end.value
 
     def dispatch(self, gained: StepColumns) -> None:
-        """Keeps what belongs to add_request's callers for step(), and notes which requests of generate() have ended,
-        of this thread or another."""
+        """Keeps the outputs of add_request's requests for step(), and notes which requests of any thread's generate()
+        have ended."""
         book, generating = self.engine.book, self.generating
         if generating:
             for request_id in {gained.request_ids[entry] for entry in gained.endings}:
@@ -73,6 +73,6 @@ class Turns:
 
 
 def _close(engine: Engine, step_lock: FairLock) -> None:
-    """Closes between two steps of other threads; but a step that hangs does not keep us."""
+    """Closes the engine between two steps of other threads, but does not wait long for a step that hangs."""
     with step_lock.within(_CLOSE_PATIENCE):
         engine.close()

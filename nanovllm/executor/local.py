@@ -66,11 +66,12 @@ class LocalExecutor:
         self._store: WatchedStore | None = None
         self._failure: str | None = None
         self.shares_weights = module is not None
-        """The weights are a live module's, whose owner writes to them."""
+        """Whether the weights are a live module's, whose owner writes to them."""
         self._buckets: list[SharedBucket] = []
-        """Two, in which new weights go to the other ranks: the last is filled while these read the first."""
+        """None, or two buckets in which new weights go to the other ranks: the last is filled while these read the
+        first."""
         self._is_being_read = False
-        """The other ranks have not yet said that they have what was sent last."""
+        """Whether the other ranks have yet to answer that they have read what was sent last."""
         self.owner = os.getpid()
         """The process whose workers, threads and locks these are; a fork of it cannot use them."""
         self.processes = processes
@@ -146,7 +147,8 @@ class LocalExecutor:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """An error here is often only the echo of a worker's end: then the worker's own reason is raised."""
+        """Context for work on all ranks. An error here is often the echo of a worker's end: then that worker's own
+        error is raised."""
         self.check()
         try:
             yield
@@ -158,9 +160,9 @@ class LocalExecutor:
 
     @contextmanager
     def _share_of_threads(self) -> Iterator[None]:
-        """Rank 0 computes in the caller's process: takes no more than its share of the cores (with all of them for
-        rank 0 a step of two ranks on two cores took up to four times as long), and of these no more than the model
-        needs. The caller's setting is left alone."""
+        """Context in which rank 0, in the caller's process, computes with no more threads than its share of the cores
+        (with all of them a step of two ranks on two cores took up to four times as long) and than the model needs. The
+        caller's setting is restored."""
         before = torch.get_num_threads()
         if self.config.device != "cpu" or before <= self._num_threads:
             yield
@@ -274,7 +276,7 @@ class LocalExecutor:
                 self.processes.replies()
 
     def _free_buckets(self, ranks_live: bool = True) -> None:
-        """ranks_live: the others, which have mapped them, let them go before."""
+        """Frees the buckets. ranks_live: the other ranks, which have mapped them, let them go first."""
         if self._buckets and ranks_live:
             self._await_readers()
             self.call("weights.forget_buckets")
@@ -323,7 +325,7 @@ class LocalExecutor:
 
 
 def _require_memory(call: str, answers: list[str | None]) -> None:
-    """`answers`: of each rank, why it has none."""
+    """Raises OutOfMemory where one of `answers`, of each rank, is a reason why it has none."""
     if failed := [f"rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]:
         raise OutOfMemory(f"{call}: {'; '.join(failed)}; nothing has changed, and the call may be made again")
 

@@ -37,7 +37,7 @@ _WORKER_MODULE = "nanovllm.executor.worker"
 
 @dataclass
 class _Progress:
-    """Last sign of life of a worker, and for how many seconds of our looking it has not changed."""
+    """Last sign of life of a worker, and the watched seconds since it changed."""
 
     seen: object = None
     unchanged: float = 0.0
@@ -45,7 +45,8 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Failure of the workers. Raised anew each time, so that no exception collects the frames of all who met it."""
+    """First failure of a worker, raised as a new exception each time: one exception would collect everybody's
+    frames."""
 
     kind: type[Exception]
     text: str
@@ -85,7 +86,7 @@ class WorkerProcesses:
         self._replies: list[queue.Queue[Any]] = [queue.Queue() for _ in range(1, size)]
         self._doorbells: list[int] = []
         self.on_failure: Callable[[], None] = lambda: None
-        """Called, from the watching thread, once when a worker fails: lets blocked collectives go."""
+        """Called once, by the watching thread, when a worker fails: ends collectives that wait."""
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-watch", daemon=True)
         if size == 1:
             return
@@ -136,7 +137,8 @@ class WorkerProcesses:
             self.ring.send_call(method, args, self.check)
 
     def replies(self) -> list[Any]:
-        """One reply of each worker (to the last call), in rank order. Raises WorkerError where one does not come."""
+        """Waits for the reply of each worker to the last call, in rank order. Raises WorkerError where one does not
+        come."""
         replies = []
         deadline = time.monotonic() + _CALL_TIMEOUT
         for rank, inbox in enumerate(self._replies, start=1):
@@ -265,7 +267,7 @@ class WorkerProcesses:
 
 
 def _worker_failure(rank: int, kind: type[Exception] | None, text: str, trace: str) -> _Failure:
-    """`kind`: what to raise to the user for a mistake of theirs; None for everything else."""
+    """Failure of a worker that has sent an error. `kind`: exception for a user's mistake; None for any other error."""
     if kind is None:
         return _Failure(WorkerError, f"rank {rank} failed:\n{trace}")
     return _Failure(kind, text, f"Found by rank {rank}:\n{trace}")

@@ -14,7 +14,7 @@ _LOOK_INTERVAL = 0.01  # seconds between looks at the store: everybody is about 
 
 
 def open_store(fd: int) -> dist.FileStore:
-    """The store in an inherited file. It opens the file anew each time, by this number: it must be gone before the
+    """Opens the store in an inherited file. It opens the file again for each access, by number: drop it before the
     number is closed, or it would find another file there."""
     return dist.FileStore(f"/proc/self/fd/{fd}", -1)
 
@@ -29,13 +29,13 @@ class WatchedStore(dist.Store):
 
     @property
     def unwatched(self) -> dist.Store:
-        """The store itself, which threads may use that outlive the interpreter."""
+        """Store without the checks, for threads that may outlive the interpreter."""
         if self._store is None:
             raise RuntimeError("this store is closed")
         return self._store
 
     def close(self) -> None:
-        """Lets go of the store, even if others still hold this object."""
+        """Drops the store, even if others still hold this object."""
         self._store = None
 
     def set(self, key: str, value: str) -> None:

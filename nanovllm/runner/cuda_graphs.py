@@ -63,7 +63,7 @@ class LogitsView:
                 "version": 3}  # fmt: skip
 
     def tensor(self) -> torch.Tensor:
-        """Valid until another graph is replayed."""
+        """Returns the logits, which are valid until another graph is replayed."""
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
@@ -113,10 +113,10 @@ class StepGraphs:
             self._capture(shape)
 
     def measure(self, growth: Callable[[Callable[[], object], int], int]) -> int:
-        """Bytes that all graphs will take, from capturing the three largest and throwing them away. The smaller of the
-        last two's counts for each further graph: the other may hold a library's kernels, loaded but once.
+        """Estimates the bytes that all graphs will take, by capturing the three largest and throwing them away. The
+        smaller of the last two stands for each further graph: the other may hold a library's kernels, loaded but once.
 
-        `growth(work, usual)`: what `work` takes, of which libraries usually take so much."""
+        `growth(work, usual)`: bytes that `work` takes, of which libraries usually take `usual`."""
         usual = (_FIRST_GRAPH, _GRAPH, _GRAPH)
         first, *more = [
             growth(partial(self._capture, shape), size) for shape, size in zip(self._shapes, usual, strict=False)

@@ -39,13 +39,13 @@ class Mailbox(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """Result of a running step: host memory that is complete when the event has come."""
+    """Result of a launched step, in host memory: complete once the event has come."""
 
     tokens: torch.Tensor
     """int32 [rows]"""
     event: torch.cuda.Event | None
     padding: slice
-    """Rows of the tokens that are padding."""
+    """Entries of `tokens` that are padding."""
     scores: StepScores | None
 
 
@@ -107,7 +107,7 @@ class DeviceIO:
         """Buffer in which a CUDA graph finds its step, unless the step comes through the mailbox."""
 
     def begin_mailbox(self) -> None:
-        """Host and device count its lines from zero from here on; whatever ran before had no rows."""
+        """Lets host and device count the mailbox's lines from zero. No step before this had rows."""
         if self.mailbox is not None:
             self.mailbox.ring_index.zero_()
             self._posted = -1
@@ -117,7 +117,7 @@ class DeviceIO:
         self._events[self._index].synchronize()  # three steps ago: long done, unless a worker is very late
 
     def upload(self, packed: np.ndarray) -> torch.Tensor:
-        """The packed step on the device. Its copy is ordered before whatever is launched next."""
+        """Copies a packed step to the device, before whatever is launched next; returns it there."""
         if not self.is_cuda:
             return torch.from_numpy(packed.copy())
         self._next_index()
@@ -139,9 +139,9 @@ class DeviceIO:
     def receive(
         self, tokens: torch.Tensor, padding: slice, scores: StepScores | None = None, posted: bool = False
     ) -> None:
-        """A step is launched that leaves `tokens`, int32 [rows]: `collect` hands them out in this order, without
-        those of `padding`. `posted`: the step brings them to the host itself, through the mailbox; else they are
-        copied. `scores`: on their way to the host too."""
+        """Notes a launched step that leaves `tokens`, int32 [rows]. `collect` hands them out in the order of launches,
+        without those of `padding`. `posted`: the step brings them to the host itself, through the mailbox; else they
+        are copied. `scores`: results that are on their way to the host, too."""
         rows, event = tokens.shape[0], None
         if posted:
             result = self._answers[self._posted][:rows]
@@ -164,9 +164,9 @@ class DeviceIO:
         return event is None or event.query()
 
     def collect(self, timeout: float, check: Callable[[], bool]) -> tuple[list[int], StepScores | None]:
-        """Tokens of the oldest step not yet collected, and what it brings beside them, if anything. `check` is called
-        while waiting: it may raise, or return True where the wait has a reason that does not count. Raises StepTimeout
-        after `timeout` seconds that do.
+        """Waits for the oldest step not yet collected; returns its tokens, and what it brings beside them, if anything.
+        `check` is called while waiting: it may raise, or return True to have the time so far not counted. Raises
+        StepTimeout after `timeout` seconds that count.
         """
         tokens, event, padding, scores = self._launched.popleft()
         if event is not None:

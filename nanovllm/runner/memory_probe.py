@@ -51,7 +51,7 @@ class TorchMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """The most that was reserved since reset_peak."""
+        """Most bytes that were reserved since reset_peak."""
         return torch.cuda.max_memory_reserved(self._device)
 
     def release_cached(self) -> None:
@@ -60,7 +60,7 @@ class TorchMemory:
         torch.cuda.empty_cache()
 
     def collect(self) -> None:
-        """Frees the tensors that nothing can reach any more."""
+        """Frees tensors that nothing can reach any more."""
         gc.collect()
 
 
@@ -75,7 +75,7 @@ class MemoryProbe:
     """
 
     def __init__(self, device: torch.device, gpu: TorchMemory | None = None) -> None:
-        """gpu: asked in place of the device's own figures, in tests."""
+        """gpu: figures in place of the device's own, for tests."""
         self._device = device
         self._gpu = TorchMemory(device) if device.type == "cuda" and gpu is None else gpu
         self._reported: dict[str, int] = {}
@@ -91,7 +91,8 @@ class MemoryProbe:
             self._reserved_at_start = self._gpu.reserved()
 
     def count(self, mapped_bytes: Callable[[], int]) -> None:
-        """Memory outside torch's allocator that the engine maps itself; asked at each measurement."""
+        """Adds memory outside torch's allocator that the engine maps itself. `mapped_bytes` is called at each
+        measurement."""
         self._mapped.append(mapped_bytes)
 
     def used_bytes(self) -> int:
@@ -104,7 +105,7 @@ class MemoryProbe:
 
     @contextmanager
     def libraries(self, usual: int = 0) -> Iterator[None]:
-        """Counts what libraries take during the work within: kernels, and usually so many bytes beside them."""
+        """Context for work in which libraries take memory: kernels, and usually so many bytes beside them."""
         if self._gpu is None:
             yield
             return
@@ -131,22 +132,22 @@ class MemoryProbe:
         return growth if 0 <= growth <= _PLAUSIBLE * usual else usual
 
     def begin_step(self) -> None:
-        """A measured step follows; what earlier work left in torch's cache goes back first."""
+        """Begins the measurement of a step. What earlier work left in torch's cache goes back first."""
         assert self._gpu is not None
         self._gpu.release_cached()
         self._gpu.reset_peak()
         self._before = self._gpu.reserved()
 
     def end_step(self) -> int:
-        """Bytes that the step needed at its peak, beyond what was there."""
+        """Ends it; returns the bytes that the step needed at its peak, beyond what was there."""
         assert self._gpu is not None
         step_bytes = self._gpu.peak() - self._before
         self._gpu.release_cached()
         return step_bytes
 
     def kv_budget(self, utilization: float, **reserved: int) -> int:
-        """Bytes left for the KV cache within `utilization` of the whole GPU, and within what is free, when the bytes
-        `reserved` for other things, by name, stay free. Where others hold too much, `crowded` and the log say so."""
+        """Computes the bytes left for the KV cache: within `utilization` of the whole GPU, within what is free, and
+        beside those `reserved` for other things, by name. Where others hold too much, `crowded` and the log say so."""
         assert self._gpu is not None
         self._gpu.release_cached()
         self._reported = reserved
@@ -165,7 +166,7 @@ class MemoryProbe:
             self._gpu.release_cached()
 
     def is_idle_within(self, seconds: float) -> bool:
-        """Waits for the device, at most so long. False where it does not finish, or reports an error."""
+        """Waits at most so long for the device. Returns False if it does not finish, or reports an error."""
         if self._gpu is None:
             return True
         finished: list[bool] = []

@@ -166,8 +166,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_state(self) -> StateSize:
-        """Memory for rows that fits beside the weights, the largest step and the graphs; that step runs here, on one
-        block."""
+        """Measures how much memory for rows fits beside the weights, the largest step and the graphs. That step runs
+        here, on one block."""
         memory, fits = self.state_memory, self._blocks_that_fit()
         if not memory.block_bytes:  # nothing is kept by token: every row fits
             every = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
@@ -227,7 +227,7 @@ class ModelRunner:
             self.io.allocate(capacity, rows, mailbox)
 
     def _tell_backend(self) -> None:
-        """Attention leaves L1 to weights that pass through registers, as those of one row in FP8 do."""
+        """Makes attention leave L1 to weights that pass through registers, as those of one row in FP8 do."""
         if self.model_config.implementation == "native":
             self.backend.prefer_small_shared_memory(self.model.plan(1).fills_registers)
 
@@ -250,8 +250,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def time_step(self, choices: Choices, num_decode_rows: int, replays: int) -> float:
-        """Microseconds of the last step over again, with `choices` of kernels and so many rows as it had, without
-        the mailbox; infinite where these cannot run. For choosing (scripts/tune_steps.py): all ranks are called."""
+        """Repeats the last step, of so many decodes, with `choices` of kernels and without the mailbox; returns its
+        microseconds, infinite where these kernels cannot run. For scripts/tune_steps.py, which calls all ranks."""
         from nanovllm.kernels.base.graph_timing import graph_us
 
         self._progress()

@@ -23,10 +23,10 @@ from nanovllm.transfer.shared import MappedBuckets
 
 
 class RankWeights:
-    """The parameters of a model on one rank, and what holds their memory."""
+    """Parameters of a model on one rank, as a checkpoint has them."""
 
     update: WeightUpdate
-    """The update that was begun last."""
+    """Update that was begun last."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, model: Any, io: DeviceIO, memory: MemoryProbe,
@@ -65,7 +65,7 @@ class RankWeights:
                 load_checkpoint(self.all, tensors, self._device, self._progress, on_share)
 
     def begin_update(self, partial: bool) -> None:
-        """All weights are to come anew, or with `partial` some of them. An update that has begun starts over."""
+        """Begins an update of all weights, or with `partial` of some. One that had begun starts over."""
         self.update = self._new_update(partial)
 
     def _new_update(self, partial: bool) -> WeightUpdate:
@@ -73,11 +73,12 @@ class RankWeights:
         return WeightUpdate(self.all, tied, self._spelling, partial, self._int4_reader)
 
     def check_all(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError where these are not all weights, each as it can be loaded. Nothing is written."""
+        """Raises ValueError unless these are all weights, each of a shape and type that can be loaded. Writes
+        nothing."""
         self._new_update(partial=False).check(tensors, are_all=True)
 
     def open_folder(self, folder: Path) -> dict[str, TensorSource]:
-        """The tensors of a folder under the names of `all`. Raises ValueError or FileNotFoundError where one is
+        """Opens the tensors of a folder under the names of `all`. Raises ValueError or FileNotFoundError where one is
         missing, surplus or misshapen."""
         tensors = self._tensors_of(folder)
         if self._model_config.tie_word_embeddings:
@@ -123,11 +124,11 @@ class RankWeights:
         self._io.synchronize()
 
     def forget_buckets(self) -> None:
-        """Rank 0 is about to free what was mapped."""
+        """Lets go of the buckets, which rank 0 is about to free."""
         self._buckets.close()
 
     def refresh(self) -> None:
-        """Copies what a live module cannot share."""
+        """Copies what the parameters cannot share with a live module."""
         assert self.live_module is not None
         self._io.synchronize()  # as in take
         with self._io.stream_context():

@@ -70,9 +70,9 @@ class OptionSampler:
         self._kernels, self._group, self._io, self._device = kernels, group, io, device
         self._vocab_size = vocab_size
         self._counts: torch.Tensor | None = None
-        """int32 [S, vocab_size], from the first request with penalties on."""
+        """int32 [S, vocab_size]; None until a request has penalties."""
         self._masks: torch.Tensor | None = None
-        """int32 [S, vocab_size / 32], from the first request with a mask on."""
+        """int32 [S, vocab_size / 32]; None until a request has a mask."""
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -163,7 +163,7 @@ class OptionSampler:
         self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int,
         scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """token_logprobs of kernels/sampling/logprobs.py, whatever k."""
+        """Computes token_logprobs (kernels/sampling/logprobs.py) for any k."""
         if k <= MAX_FEW:
             return self._kernels.token_logprobs(
                 logits, rows, tokens, token_rows, top_bucket(k), self._vocab_size, scale, least
@@ -178,7 +178,7 @@ class OptionSampler:
         return out
 
     def _tables(self, flags: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Counts and masks, where any of the rows that are about to be sampled has them."""
+        """Counts and masks, each None where no row that is about to be sampled has any."""
         return self._counts if flags & PENALTIES else None, self._masks if flags & MASK else None
 
     def _whole_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +271,7 @@ class OptionSampler:
         return host.copy_(result, non_blocking=True).numpy()
 
     def _staging(self, name: str, size: int) -> torch.Tensor:
-        """Host memory for a copy of this step; it is used again when the step's results have been taken."""
+        """Host memory for a copy of this step, which is used again once the step's results have been taken."""
         if not self._io.is_cuda:
             return torch.empty(size, dtype=torch.int32, device="cpu")
         key = (name, self._io.ring_index)
@@ -291,7 +291,7 @@ def _kept_bits(x: torch.Tensor, least: torch.Tensor, lines: torch.Tensor) -> tor
 
 
 def _made_up(kind: int, num_rows: int, num_logprobs: int, flags: int = PENALTIES) -> Section:
-    """A section whose rows are all of one kind."""
+    """Section of rows of one kind, for a dry run."""
     builder = SectionBuilder(is_tempered=bool(flags & TEMPERED))
     builder.num_logprobs[RAW_FEW] = num_logprobs
     builder.rows[kind], builder.slots[kind] = list(range(num_rows)), [0] * num_rows

@@ -78,7 +78,7 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass
 class SectionBuilder:
-    """Rank 0's side: lists that `pack` lays one after the other."""
+    """Section in the making, on rank 0: lists that `pack` lays one after the other."""
 
     rows: list[list[int]] = field(default_factory=lambda: [[] for _ in KINDS])
     """Rows by kind, in the order of KINDS; entries as in the two lists below."""
@@ -141,7 +141,7 @@ class SectionBuilder:
 
 
 class Section:
-    """Any rank's side: its numbers, and its lists by name."""
+    """Section as any rank reads it: numbers, and lists by name."""
 
     def __init__(self, words: np.ndarray) -> None:
         header = words[: len(LISTS) + NUMBERS].tolist()
@@ -160,7 +160,7 @@ class Section:
         assert slices[-1].stop == words.size, (slices, words.size)
 
     def on(self, words: Any) -> "Section":
-        """A section like this one over words in another array or tensor."""
+        """Returns this section over a copy of its words in another array or tensor."""
         other = copy(self)
         other.words = words
         return other

@@ -16,7 +16,7 @@ class PageGroup(NamedTuple):
     """Block tables that a row has for these layers. A block holds `block_size` tokens of the layers of one table."""
 
     def widened(self, num_tokens: int) -> "PageGroup":
-        """The group with a window of so many more tokens, where it has one."""
+        """Returns the group with its window, if it has one, larger by so many tokens."""
         return self if self.window is None else self._replace(window=self.window + num_tokens)
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -29,13 +29,14 @@ class StateSize(NamedTuple):
     """Memory of one rank for what its layers remember of rows."""
 
     num_blocks: int
-    """Blocks of whatever table."""
+    """Number of blocks; each serves any table."""
     block_size: int
     """Tokens in a block."""
     groups: tuple[PageGroup, ...] = (PageGroup(),)
-    """Layers by the tokens that they need."""
+    """Groups of the model's layers."""
     slot_bytes: int = 0
-    """Bytes that a running row has beside its blocks, of fixed size; a model with such memory shares no prefixes."""
+    """Bytes of memory of fixed size that each running row has beside its blocks. A model with any shares no
+    prefixes."""
 
     @property
     def num_tables(self) -> int:

@@ -44,15 +44,15 @@ assert _RECORD.size == 4 * RECORD_SIZE
 
 
 class SlotConstants(NamedTuple):
-    """Numbers that ranks keep of a row in its slot and nothing changes. One more is a field here, a word of the slot
-    record, and what kernels/step/input.py makes of it."""
+    """Constant numbers of a row that each rank keeps in the row's slot. To add one takes a field here, a word of the
+    slot record, and its reader in kernels/step/input.py."""
 
     temperature: float
     seed: int
 
 
 class StepCounts(NamedTuple):
-    """The first words of a step's header."""
+    """First words of a step's header."""
 
     num_rows: int
     num_decode_rows: int
@@ -84,8 +84,8 @@ def pack_step(
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
     slot_records: Iterable[tuple[int, SlotConstants, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
 ) -> np.ndarray:  # fmt: skip
-    """The int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed) of each row that
-    took a slot; block_copies: flat pairs."""
+    """Packs a step into the int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed)
+    of each row that took a slot; block_copies: flat pairs."""
     records = [
         _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed)
         for slot, constants, last_token, num_computed in slot_records
@@ -116,7 +116,7 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
 
 
 def taken_slots(packed: np.ndarray, max_num_seqs: int) -> list[int]:
-    """Slots that rows take in a packed step: those of its records."""
+    """Slots that rows take in a packed step, which are those of its slot records."""
     _, _, _, _, num_updates, num_records, _ = StepCounts.of(packed)
     begin = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates
     found: list[int] = packed[begin : begin + RECORD_SIZE * num_records : RECORD_SIZE].tolist()
