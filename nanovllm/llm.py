@@ -315,7 +315,8 @@ class LLM:
         return checksums
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache. Requests that run keep their blocks."""
+        """Empties the prefix cache: requests that begin from here on find nothing in it. Those that run keep their
+        blocks."""
         self._turns.call("reset_prefix_cache")
 
     # -- sleep --------------------------------------------------------------------------------------------------

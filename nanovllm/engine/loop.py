@@ -51,8 +51,8 @@ class EngineLoop:
         self._error: BaseException | None = None
         """The error that ended this engine."""
         self.rests = False
-        """What becomes of steps while memory sleeps or weights are incomplete. True: none is launched, and requests
-        wait; False: `step` raises."""
+        """Whether requests wait, and no step is launched, while memory sleeps or weights are incomplete. False: `step`
+        raises then."""
         self.num_prefill_tokens = 0
         """Prompt tokens computed so far (those found in the prefix cache not counted)."""
         self.num_decode_tokens = 0
