@@ -95,7 +95,7 @@ class Front:
         if self.admission.state != "ready":
             self.admission.admit()
         wait = self.admission.weight_wait
-        wait.hear(name, self.engines.state, self.now())
+        wait.note_call(name, self.engines.state, self.now())
         try:
             with errors.refusing():
                 return await self.engines.call(name, **options)
@@ -108,7 +108,7 @@ class Front:
         except RuntimeError as error:
             raise ApiError(409, str(error), "wrong_state") from None
         finally:
-            wait.hear(name, self.engines.state, self.now())
+            wait.note_call(name, self.engines.state, self.now())
 
     # -- requests -----------------------------------------------------------------------------------------------
 

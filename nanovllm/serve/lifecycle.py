@@ -26,7 +26,7 @@ logger = logging.getLogger("nanovllm.serve")
 _DESCRIPTORS = 65536
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 _LARGE_BYTES = 1 << 20
-_LOOK = 0.02  # seconds between two looks at what still runs
+_POLL_SECONDS = 0.02  # seconds between two looks at what still runs
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -197,7 +197,7 @@ class _Life:
             if admission.state == "failed":
                 return await self._report_failure()
             if admission.state == "ready" and not self._num_signals:
-                self._say_ready()
+                self._log_ready()
         return await self._drain()
 
     def _url(self) -> str:
@@ -208,7 +208,7 @@ class _Life:
         scheme = "https" if options.ssl_certfile else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def _say_ready(self) -> None:
+    def _log_ready(self) -> None:
         model, options = self._front.model, self._options
         if model.defaults:
             logger.info("sampling defaults of the model: %s", model.defaults)
@@ -238,7 +238,7 @@ class _Life:
         if count := len(front.streams.requests):
             logger.info("shutting down: %d requests get %.0f s to finish (a second signal ends them)", count, patience)
         while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
         front.fail(errors.shutting_down())
         await self._http.finish()
         if front.admission.state == "failed":

@@ -215,7 +215,7 @@ class Streams:
         for request in list(self.requests):
             if request.is_unread and _waiting(request) > limits.PENDING_BYTES:
                 assert request.connection is not None
-                request.connection.let_go()
+                request.connection.drop()
                 self.leave(request)
             elif request_timeout is not None and now - request.arrival > request_timeout:
                 self.fail(request, ApiError(408, f"no end within {request_timeout} s", "request_timeout"))

@@ -13,7 +13,7 @@ class WeightWait:
         self._since: float | None = None
         self._heard = 0.0
 
-    def hear(self, name: str, state: EngineState, now: float) -> None:
+    def note_call(self, name: str, state: EngineState, now: float) -> None:
         """A call begins or is over, and has left the engines in this state."""
         if CALLS[name].brings_weights:
             self._heard = now

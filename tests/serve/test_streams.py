@@ -24,7 +24,7 @@ class Connection:
         self.written, self.is_closed = b"", False
         self.is_full, self.in_chunks = False, True
         self.transport = self
-        self.let_go = self.abort
+        self.drop = self.abort
 
     def write(self, data: bytes) -> None:
         self.written += data

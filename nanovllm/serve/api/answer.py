@@ -13,7 +13,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.logprobs import prompt_entries, shower
+from nanovllm.serve.api.logprobs import prompt_entries, token_formatter
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call, Client
@@ -58,7 +58,7 @@ class Answer(Request):
         self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
-        self.show = shower(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
+        self.show = token_formatter(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
         self.model = fields.model or front.model.name
         self._prompt_entries: dict[int, shapes.PromptLogprobs] = {}
         self._begin = b"data: " + msgspec.json.encode(self.common())[:-1] + b',"choices":['

@@ -28,7 +28,7 @@ def read_line(line: bytes, k: int) -> Row:
     return Row(words[0], words[1], max(LOWEST, floats[begin]), pairs)
 
 
-def shower(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
+def token_formatter(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
     """Token id to what is shown of it: its text, or "token_id:N"."""
     if as_ids:
         return lambda token_id: f"token_id:{token_id}"

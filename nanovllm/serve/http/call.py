@@ -43,7 +43,7 @@ class Client(ABC):
         """The response to `call` is written."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def drop(self) -> None:
         """The client does not read what it is sent."""
 
 
@@ -107,7 +107,7 @@ class Call:
         if not self._came.done():
             self._came.set_result(None)
 
-    def lose(self) -> None:
+    def disconnect(self) -> None:
         """The connection has ended."""
         if not self._came.done():
             self._came.set_exception(ConnectionResetError())

@@ -102,7 +102,7 @@ class Connection(Client, asyncio.Protocol):
         self._waiting.clear()
         for call in (self._answering, self._incoming):
             if call is not None:
-                call.lose()
+                call.disconnect()
         gone, self.on_disconnect = self.on_disconnect, None
         if gone is not None:
             gone()
@@ -128,14 +128,14 @@ class Connection(Client, asyncio.Protocol):
         if self.transport.get_write_buffer_size() < size:
             self._watch_reader()
         else:
-            self.let_go()
+            self.drop()
 
     def _end_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
-    def let_go(self) -> None:
+    def drop(self) -> None:
         self.shared.metrics.slow_clients += 1
         self.transport.abort()
 

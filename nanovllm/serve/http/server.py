@@ -18,8 +18,8 @@ _BACKLOG = 2048
 _ACCEPTS = 8
 """Connections that asyncio accepts in one turn: it takes some turns to close one that is refused, and the open ones
 need descriptors, of which SPARE_DESCRIPTORS are left."""
-_LAST_WORDS = 0.3  # seconds
-_LOOK = 0.02  # seconds between two looks at what has not left
+_FLUSH_SECONDS = 0.3  # that the last answers get to leave
+_POLL_SECONDS = 0.02  # seconds between two looks at what has not left
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -55,9 +55,9 @@ class HttpServer:
 
     async def finish(self) -> None:
         """Lets the last answers leave, which takes a moment at most."""
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _FLUSH_SECONDS
         while (self._shared.tasks or self.has_unsent) and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self) -> None:
         """Closes every connection, whatever it is doing."""

@@ -129,11 +129,12 @@ def _checked(tool: Any, where: str) -> Tool:
     parameters = {"type": "object"} if parameters is None else parameters
     check_schema(parameters, f"{where}.function.parameters")
     _check_form(parameters, f"{where}.function.parameters")
-    if parameters.get("type", "object") != "object":
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(f"{where}.function.parameters: must be the schema of an object")
     if strict is None:
         parameters = _with_regular_patterns(parameters)
-    return Tool(name, {"type": "object", **parameters}, strict)
+    return Tool(name, {**parameters, "type": "object"}, strict)
 
 
 def _with_regular_patterns(schema: Any) -> Any:
