@@ -14,7 +14,7 @@ BODIES_BYTES = 512 << 20
 """Maximum bytes of all bodies that are on their way at once. Beyond it small ones (SMALL_BODY) are still taken: a few
 clients that send large ones slowly keep nobody else out."""
 HEADER_SECONDS = 10.0
-"""Maximum seconds for a request's headers, and for the first byte of a connection."""
+"""Maximum seconds for a request's headers, and for TLS and the first byte of a connection."""
 BODY_SECONDS = 60.0
 """Maximum seconds between two pieces of a body."""
 KEEP_ALIVE_SECONDS = 75.0

@@ -117,8 +117,11 @@ def test_tls(tmp_path: Path) -> None:
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     subprocess.run([*made, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    with ready_server(tmp_path, "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)) as server:
+    arguments = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    with ready_server(tmp_path, *arguments, limits={"HEADER_SECONDS": 3.0}) as server:
         assert server.url.startswith("https://")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent:
+            assert silent.recv(1) == b"", "a client that never begins TLS is let go"
         with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=certificate)) as client:
             assert client.post(CHAT, json=ASK).status_code == 200
             assert streamed(client, CHAT, ASK)

@@ -184,10 +184,12 @@ class Answer(Request):
         return {"service_tier": None, "kv_transfer_params": None}
 
     @property
-    def num_details(self) -> int:
-        """Token ids and log-probabilities that the answer names beside its text."""
+    def size(self) -> int:
+        """Size of the work to write the answer, as TextPool measures it: numbers beside the text, and the text, whose
+        characters take a sixty-fourth of their time."""
         lines = [*self.prompt_lines, *(part for each in self.completions for part in (each.lines, each.kept))]
-        return sum(num_numbers(part) for part in lines if part is not None)
+        echo = self.n * sum(len(prompt.text or "") for prompt in self.prompts)
+        return sum(num_numbers(part) for part in lines if part is not None) + (4 * self.num_output_tokens + echo) // 64
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """Fields about a prompt; null where the request does not ask for them."""
@@ -225,7 +227,7 @@ async def answer(call: Call, request: Answer) -> None:
         if request.is_streamed:
             call.end()
         else:
-            await call.respond(await front.pool.run(call, request.response, request.num_details))
+            await call.respond(await front.pool.run(call, request.response, request.size))
     finally:
         connection.on_disconnect = connection.on_writable = None
         front.streams.leave(request)  # where it has not ended

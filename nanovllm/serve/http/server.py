@@ -44,8 +44,8 @@ class HttpServer:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
-        server = create(lambda: Connection(self._shared), sock=self._listener, ssl=self._tls, backlog=_ACCEPTS)
-        self._server = await server
+        tls = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": limits.HEADER_SECONDS}
+        self._server = await create(lambda: Connection(self._shared), sock=self._listener, backlog=_ACCEPTS, **tls)
         self._listener.listen(_BACKLOG)
 
     @property
