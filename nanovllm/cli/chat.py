@@ -19,12 +19,12 @@ _HELP = """/reset         begins a new chat
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm chat",
-        description="Talks to a model. What comes through a pipe is one message: echo hi | nanovllm chat -q",
+        description="Chats with a model. Piped input is one message: echo hi | nanovllm chat -q",
     )
     add_server_options(parser)
     add_sampling_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--no-thinking", action="store_true", help="asks the chat template for answers at once")
+    parser.add_argument("--no-thinking", action="store_true", help="turn reasoning off in the chat template")
     return parser
 
 

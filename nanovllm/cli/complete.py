@@ -11,7 +11,7 @@ from nanovllm.cli.options import Parser
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm complete",
-        description="Continues a text: --prompt, or what comes through a pipe, or lines typed at the terminal.",
+        description="Completes a text: --prompt, piped input, or lines typed at the terminal.",
     )
     add_server_options(parser)
     add_sampling_options(parser)

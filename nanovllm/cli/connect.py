@@ -24,23 +24,23 @@ def add_server_options(parser: Parser, model_option: bool = False) -> None:
     """Adds the options that name a server or a model. `model_option`: --model MODEL in place of an argument."""
     group = parser.add_argument_group("server")
     if model_option:
-        group.add_argument("--model", help="a folder or a hub id; none: the small demo model")
+        group.add_argument("--model", help="a folder or a hub id; default: the demo model")
     else:
         add_model(parser)
-    group.add_argument("--url", help="a running server, in place of a model; unix:PATH for a socket")
+    group.add_argument("--url", help="a running server instead of a model; unix:PATH for a socket")
     group.add_argument("--api-key", default=os.environ.get("NANOVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"))
     add_fields(parser, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
-    parser.epilog = "With a model, the engine options of `nanovllm serve` are taken too."
+    parser.epilog = "With a model, all engine options of `nanovllm serve` work too."
 
 
 def add_sampling_options(parser: Parser) -> None:
-    parser.add_argument("--model-name", metavar="NAME", help="the name to ask a server for; its first model if none")
+    parser.add_argument("--model-name", metavar="NAME", help="model name to request; default: the server's first")
     group = parser.add_argument_group("sampling")
     for name, kind in _SAMPLING.items():
         group.add_argument(dashed(name), type=kind, metavar="N")
-    group.add_argument("--stop", nargs="+", metavar="TEXT", help="texts that end an answer")
+    group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
-    parser.add_argument("-q", "--quiet", action="store_true", help="the answer and nothing else")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the answer only")
 
 
 async def stream_answer(

@@ -18,7 +18,7 @@ _BLOCK_SIZE = 128
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="nanovllm env", description="Prints versions, GPUs and what is missing: for reports of bugs.")
+    parser = Parser(prog="nanovllm env", description="Prints versions, GPUs and what is missing, for bug reports.")
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
 

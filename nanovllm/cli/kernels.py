@@ -21,7 +21,7 @@ def numbers(text: str) -> list[int]:
 
 
 def make_parser() -> Parser:
-    text = "Prints kernel, numbers and what is fused for each operation and number of rows, and why not more."
+    text = "Prints the kernel of each operation and number of rows, its parameters, what is fused, and why not more."
     parser = Parser(prog="nanovllm kernels", description=text)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a published name such as Qwen3-8B")
     parser.add_argument("--rows", type=numbers, default=ROWS, metavar="LIST", help="numbers of rows [1,8,64,256,4096]")

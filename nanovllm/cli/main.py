@@ -13,12 +13,12 @@ from nanovllm.cli.options import Parser
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a model in the terminal",
-    "complete": "continue a text",
+    "complete": "complete a text",
     "run-batch": "answer a file of requests",
     "bench": "measure a server, or the engine alone",
-    "kernels": "which kernel runs for every operation of a model",
-    "plan": "what a model takes of a GPU, and how many users fit",
-    "env": "versions, GPUs, the attention backend, what is missing",
+    "kernels": "show which kernel runs for every operation of a model",
+    "plan": "how much GPU memory a model needs, and how many users fit",
+    "env": "show versions, GPUs, the attention backend and what is missing",
 }
 """Commands and what each does. The module of a command has make_parser() and run(parser, arguments)."""
 

@@ -25,8 +25,8 @@ _LENGTHS = (4096, 32768)
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm plan",
-        description="Says what a model takes of each GPU and how many users fit beside it, for 1, 2, 4 and 8 ranks or "
-        "-tp N. Needs no GPU and no weights. Takes the engine's options (nanovllm serve --help).",
+        description="Prints how much memory a model needs on each GPU and how many users fit, for 1, 2, 4 and 8 ranks "
+        "or -tp N. Needs no GPU and no weights. Takes the engine's options (nanovllm serve --help).",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with config.json, a hub id, or a shape's name")
     parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or the GiB of one like it [H200]")

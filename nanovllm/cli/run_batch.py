@@ -32,15 +32,15 @@ _PREFIX = "batch_req_"
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm run-batch",
-        description="Answers the requests of a file (OpenAI's batch format: chat, completions), each as one line of "
-        "another. Run it again after it was ended: it goes on.",
+        description="Answers a file of requests in OpenAI's batch format (chat, completions), one line each. After an "
+        "interruption, run it again to resume.",
     )
     parser.add_argument("input", nargs="?", metavar="IN.jsonl")
     parser.add_argument("output", nargs="?", metavar="OUT.jsonl")
     for name, alias in (("input", "-i"), ("output", "-o")):
-        parser.add_argument(alias, f"--{name}-file", metavar="FILE", help=f"the same as the {name}'s place above")
+        parser.add_argument(alias, f"--{name}-file", metavar="FILE", help=f"the {name}, if it is not given above")
     add_server_options(parser, model_option=True)
-    names = "what requests may call the model, in place of its path"
+    names = "model names that requests may use, instead of its path"
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--max-concurrency", type=count, default=512, metavar="N", help="requests in flight [512]")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")

@@ -62,21 +62,21 @@ SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm serve",
-        description="Serves a model by OpenAI's API, with a chat page at /. Defaults in [brackets]; texts in full: "
-        "docs/options.md, docs/command-line.md.",
-        epilog="N may be 4k (4,000) or 4K (4,096). --config takes the place of options that are not given.",
+        description="Serves a model with OpenAI's API and a chat page at /. Defaults are in [brackets]; docs/options.md "
+        "and docs/command-line.md describe everything in full.",
+        epilog="N may be 4k (4,000) or 4K (4,096). --config supplies options that are not given.",
     )
     add_model(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML with options by name; the command line wins")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line takes precedence")
     # skip_tokenizer_init is an option of the engine as well: one on the command line, for both
     add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys", "admin_api_keys", "skip_tokenizer_init"])
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help="a key, or @FILE with one a line; may be repeated; also NANOVLLM_API_KEY",
+        help="a key, or @FILE with one per line; repeatable; also NANOVLLM_API_KEY",
     )  # fmt: skip
     parser.add_argument(
         "--admin-api-key", action="append", default=[], metavar="KEY",
-        help="opens the admin calls, to it alone; also NANOVLLM_ADMIN_API_KEY",
+        help="key of the admin calls, which no other key opens; also NANOVLLM_ADMIN_API_KEY",
     )  # fmt: skip
     add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model", "max_queued_requests"])
     add_fixed(parser, {name: entry for name, entry in FIXED.items() if name not in ServeOptions.__dataclass_fields__})

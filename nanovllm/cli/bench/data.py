@@ -121,5 +121,5 @@ def add_dataset_options(parser: Any) -> None:
     group.add_argument("--random-range-ratio", type=float, default=0.0, metavar="N", help=text)
     text = "tokens that all prompts begin with [0]"
     group.add_argument("--random-prefix-len", type=count, default=0, metavar="N", help=text)
-    group.add_argument("--sharegpt-output-len", type=count, metavar="N", help="in place of the answers' lengths")
-    group.add_argument("--prompt-token-ids", action="store_true", help="token ids in place of text (completions only)")
+    group.add_argument("--sharegpt-output-len", type=count, metavar="N", help="instead of the answers' lengths")
+    group.add_argument("--prompt-token-ids", action="store_true", help="token ids instead of text (completions only)")
