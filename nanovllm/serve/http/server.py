@@ -44,8 +44,10 @@ class HttpServer:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         create = loop.create_unix_server if self._listener.family == socket.AF_UNIX else loop.create_server
-        tls = {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": limits.HEADER_SECONDS}
-        self._server = await create(lambda: Connection(self._shared), sock=self._listener, backlog=_ACCEPTS, **tls)
+        options: dict[str, Any] = {"sock": self._listener, "backlog": _ACCEPTS}
+        if self._tls is not None:
+            options |= {"ssl": self._tls, "ssl_handshake_timeout": limits.HEADER_SECONDS}
+        self._server = await create(lambda: Connection(self._shared), **options)
         self._listener.listen(_BACKLOG)
 
     @property
