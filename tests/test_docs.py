@@ -171,6 +171,16 @@ def test_files_that_are_mentioned_exist(page: Path) -> None:
             assert (ROOT / name.split()[0]).exists(), name
 
 
+def test_the_readmes_first_screen_shows_what_it_is_and_how_to_start() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first = "\n".join(lines[:42])
+    for part in ("(docs/speed-short.svg)", "    pip install '.", "    nanovllm serve ", "    curl ", "```python\n"):
+        assert part in first, part
+    claims = re.findall(r"^- \*\*It .*?(?=^- |^## |\Z)", first, flags=re.MULTILINE | re.DOTALL)
+    assert len(claims) >= 2 and all(re.search(r"\d", claim) for claim in claims), "claims have numbers"
+
+
 @by_page
 def test_extras_that_are_installed_exist(page: Path) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]

@@ -62,8 +62,8 @@ SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="nanovllm serve",
-        description="Serves a model with OpenAI's API and a chat page at /. Defaults are in [brackets]; docs/options.md "
-        "and docs/command-line.md describe everything in full.",
+        description="Serves a model with OpenAI's API and a chat page at /. Defaults are in [brackets]. "
+        "docs/options.md and docs/command-line.md have the full descriptions.",
         epilog="N may be 4k (4,000) or 4K (4,096). --config supplies options that are not given.",
     )
     add_model(parser)
