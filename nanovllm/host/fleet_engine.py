@@ -56,6 +56,7 @@ class FleetEngine:
         self.model_config, self.tokenizer = model_config, tokenizer
         capacity = min(one.info["max_model_len"] for one in ready)
         self.fleet = handles.form(ready)
+        self._requests = self.fleet.requests
         self.state = self.fleet.state
         self.book = RequestBook(self.config, model_config, tokenizer, capacity, self.state)
         self._rows = FleetRows(self.book)
@@ -63,8 +64,8 @@ class FleetEngine:
         self.owner, self.shares_weights = os.getpid(), False
         self.startup_seconds = 0.0
         self._work = threading.Condition()
-        self._inbox: deque[tuple[str, Any]] = deque()
-        """Tasks for the thread that steps: ("add", rows), ("abort", id), ("resume", None)."""
+        self._inbox: deque[Callable[[], object]] = deque()
+        """Tasks of other threads for the one that steps."""
         self._unreported = StepColumns()
         self._closed = False
         self._error: BaseException | None = None
@@ -82,46 +83,41 @@ class FleetEngine:
         output_token_ids: list[int] | None = None,
     ) -> int:  # fmt: skip
         """See Engine.add_request."""
-        if not self.fleet.num_live:
+        if not self._requests.num_live:
             self._handles.all[0].rouse()
-        args = prompt, params, request_id, output_token_ids
-        queue = partial(self._enqueue, "add")
-        return self.book.open(*args, num_waiting=lambda: self.stats().num_waiting, queue=queue)
+        return self.book.open(
+            *(prompt, params, request_id, output_token_ids), num_waiting=lambda: self.stats().num_waiting,
+            queue=lambda seqs: self._enqueue(partial(self._queue, seqs)),
+        )  # fmt: skip
 
-    def _enqueue(self, kind: str, what: Any = None) -> None:
+    def _enqueue(self, task: Callable[[], object]) -> None:
         """Queues a task for the thread that steps. From any thread."""
         with self._work:
-            self._inbox.append((kind, what))
+            self._inbox.append(task)
         self.wake()
 
     def abort(self, request_id: int) -> None:
         """See Engine.abort."""
         if self.book.rows_of(request_id) is not None:
-            self._enqueue("abort", request_id)
+            self._enqueue(partial(self._requests.abort, request_id))
 
     def abort_all(self) -> list[int]:
         """See Engine.abort_all."""
         ids = [*self.book.unfinished()]
         for request_id in ids:
-            self._enqueue("abort", request_id)
+            self._enqueue(partial(self._requests.abort, request_id))
         return ids
 
     def _drain_inbox(self) -> None:
         while self._inbox:
-            kind, what = self._inbox.popleft()
-            if kind == "add":
-                self._queue(what)
-            elif kind == "abort":
-                self.fleet.abort(what)
-            else:
-                self.fleet.call("resume", {})
-        self.fleet.bind()
+            self._inbox.popleft()()
+        self._requests.bind()
 
     def _queue(self, seqs: list[Sequence]) -> None:
         first = seqs[0]
         self._rows.open(seqs)
-        self.fleet.add(first.request_id, first.prompt, wire.params_fields(first.params), first.output_token_ids)
-        if self.config.device == "cuda" and self.fleet.num_live <= _SPIN_REQUESTS:
+        self._requests.add(first.request_id, first.prompt, wire.params_fields(first.params), first.output_token_ids)
+        if self.config.device == "cuda" and self._requests.num_live <= _SPIN_REQUESTS:
             self._reader.spin_until = time.monotonic() + _SPIN_SECONDS
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -131,8 +127,8 @@ class FleetEngine:
         self._check_can_step()
         try:
             self._drain_inbox()
-            waits = not len(self._unreported) and bool(self.fleet.num_live) and not self.state.is_paused
-            self._take_in(_LOOK_SECONDS if waits and not self.fleet.out else 0.0)
+            waits = not len(self._unreported) and bool(self._requests.num_live) and not self.state.is_paused
+            self._take_in(_LOOK_SECONDS if waits and not self._requests.out else 0.0)
             self._drain_inbox()
             self._hand_out()
         except BaseException as error:
@@ -146,8 +142,8 @@ class FleetEngine:
 
     def _hand_out(self) -> None:
         """Writes the fleet's results into the rows of their requests, and into _unreported."""
-        while self.fleet.out:
-            frames, self.fleet.out = self.fleet.out, []
+        while self._requests.out:
+            frames, self._requests.out = self._requests.out, []
             for frame in frames:
                 self._rows.take(frame, self._unreported)
 
@@ -185,13 +181,13 @@ class FleetEngine:
 
     def has_unfinished_requests(self) -> bool:
         """See Engine.has_unfinished_requests."""
-        return bool(self._inbox or self.fleet.num_live or self._unreported.request_ids or self.fleet.out)
+        return bool(self._inbox or self._requests.num_live or self._unreported.request_ids or self._requests.out)
 
     def is_busy(self) -> bool:
         """See Engine.is_busy."""
-        if self._inbox or self._unreported.request_ids or self.fleet.out:
+        if self._inbox or self._unreported.request_ids or self._requests.out:
             return True
-        if not self.state.is_paused and self.fleet.num_live:
+        if not self.state.is_paused and self._requests.num_live:
             return True
         if not self._closed and not self._reader.frames and self._reads.acquire(blocking=False):
             try:
@@ -227,10 +223,10 @@ class FleetEngine:
 
     def _check_call(self, name: str, options: dict[str, Any]) -> None:
         """Raises errors that depend on all engines together."""
-        if name == "sleep" and options.get("mode") is None and self.fleet.has_begun() and not self.state.is_paused:
+        if name == "sleep" and options.get("mode") is None and self._requests.has_begun() and not self.state.is_paused:
             raise RuntimeError("sleep: requests are running: pause(), or abort_all(), first")
         option, mode = CALLS[name].in_flight(options)
-        if mode == "wait" and self.state.is_paused and self.fleet.has_begun():
+        if mode == "wait" and self.state.is_paused and self._requests.has_begun():
             raise ValueError(f"{option}='wait': requests that have begun do not end while the engine is paused")
 
     def _load(
@@ -261,7 +257,7 @@ class FleetEngine:
                 yield self._take_unreported()
         except GeneratorExit:
             if CALLS[name].in_flight(options)[1] == "wait":
-                self._enqueue("resume")  # else it would run later, when the requests have ended
+                self._enqueue(self._resume)  # else it would run later, when the requests have ended
             raise
         self._hand_out()
         return pending.result()
@@ -289,18 +285,21 @@ class FleetEngine:
     def resume(self) -> None:
         """See Engine.resume; sent to the engines by the next step."""
         self.state.pause_mode = None
-        self._enqueue("resume")
+        self._enqueue(self._resume)
+
+    def _resume(self) -> None:
+        self.fleet.call("resume", {})
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
     @property
     def computed(self) -> tuple[int, int]:
         """See Engine.computed; as of the engines' last counters."""
-        return self.fleet.computed()
+        return self._requests.computed()
 
     def stats(self) -> EngineStats:
         """See Engine.stats; tokens and ends are counted here."""
-        stats = self.fleet.stats()
+        stats = self._requests.stats()
         waiting = stats.num_waiting + len(self._inbox)
         finished, count = dict(self._rows.num_finished), self._rows.num_generated
         return replace(stats, num_waiting=waiting, generation_tokens=count, finished=finished)

@@ -90,8 +90,10 @@ class FleetHandles:
                 threading.Thread(target=handle.close, kwargs={"patience": 0.0}, daemon=True).start()
             if is_current:
                 self.fleet.lose(handle.number, frame.reason)
-        elif isinstance(frame, wire.Ready) and (room := frame.info["max_model_len"]) < self.fleet.max_total:
-            handle.give_up(f"restarted with room for {room} tokens a request, and {self.fleet.max_total} are served")
+        elif isinstance(frame, wire.Ready) and (
+            (room := frame.info["max_model_len"]) < (most := self.fleet.requests.max_total)
+        ):
+            handle.give_up(f"restarted with room for {room} tokens a request, and {most} are served")
         elif is_current:
             self.fleet.take(handle.number, frame)
 

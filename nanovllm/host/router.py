@@ -92,6 +92,11 @@ class Router:
         self._mean_output: float | None = None
 
     @property
+    def numbers(self) -> list[int]:
+        """Replicas that are there."""
+        return [number for number, replica in enumerate(self._replicas) if replica.is_there]
+
+    @property
     def num_waiting(self) -> int:
         """Number of requests that are not bound to a replica."""
         return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)

@@ -69,10 +69,10 @@ class Engines:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        if self.fleet is None or not self.fleet.out:
+        if self.fleet is None or not self.fleet.requests.out:
             return
         now = self._loop.time()
-        frames, self.fleet.out = self.fleet.out, []
+        frames, self.fleet.requests.out = self.fleet.requests.out, []
         for frame in frames:
             if isinstance(frame, wire.Step):
                 self._streams.take(frame, now)
@@ -115,8 +115,8 @@ class Engines:
     def abort(self, request_id: int) -> None:
         """Ends a request early."""
         if self.fleet is not None:
-            self.fleet.abort(request_id)
-            if self.fleet.out:  # it was with no engine
+            self.fleet.requests.abort(request_id)
+            if self.fleet.requests.out:  # it was with no engine
                 self._loop.call_soon(self._hand_out)
 
     async def call(self, name: str, **options: Any) -> Any:

@@ -125,8 +125,8 @@ class Front:
             own = {**request.params, "max_tokens": most}
             if own.get("min_tokens", 0) > most:
                 own["min_tokens"] = most
-            fleet.add(request_id, prompt, own)
-        fleet.bind()
+            fleet.requests.add(request_id, prompt, own)
+        fleet.requests.bind()
 
     def _sweep(self) -> None:
         now, wait = self.now(), self.admission.weight_wait

@@ -32,13 +32,13 @@ class Engines:
         return sent
 
     def out(self) -> list[wire.Up]:
-        out, self.fleet.out = self.fleet.out, []
+        out, self.fleet.requests.out = self.fleet.requests.out, []
         return out
 
     def add(self, request_id: int, **params: Any) -> int:
         """Returns the engine that gets it."""
-        self.fleet.add(request_id, PROMPT, {"max_tokens": 8, **params})
-        self.fleet.bind()
+        self.fleet.requests.add(request_id, PROMPT, {"max_tokens": 8, **params})
+        self.fleet.requests.bind()
         [(number, add)] = self.take_sent()
         assert add.request_id == request_id
         return number
@@ -46,8 +46,8 @@ class Engines:
     def add_all(self, *request_ids: int) -> list[int]:
         """Returns the engines that get those which need not wait."""
         for request_id in request_ids:
-            self.fleet.add(request_id, PROMPT, {})
-        self.fleet.bind()
+            self.fleet.requests.add(request_id, PROMPT, {})
+        self.fleet.requests.bind()
         return [engine for engine, _ in self.take_sent()]
 
     def call(self, name: str, **options: Any) -> int:

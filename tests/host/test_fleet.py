@@ -18,7 +18,7 @@ def test_a_request_goes_on_behind_its_tokens_when_its_engine_is_lost() -> None:
     engines.fleet.take(second, wire.Step([], [], [wire.Finish(7, 52, "length", None)], [wire.Done(7)]))
     [step] = engines.out()
     assert isinstance(step, wire.Step) and step.finishes[0].token == 52
-    assert step.finishes[0].weight_versions == [(0, 0, 3)] and not engines.fleet.num_live
+    assert step.finishes[0].weight_versions == [(0, 0, 3)] and not engines.fleet.requests.num_live
 
 
 def test_tokens_of_several_completions_are_computed_again_and_left_out() -> None:
@@ -61,9 +61,9 @@ def test_a_step_may_bring_tokens_that_are_known_and_others() -> None:
 def test_a_request_that_takes_every_engine_with_it_is_ended() -> None:
     """The others go on, and so does one that gains tokens on each engine, however many are lost."""
     engines, where = Engines(2), dict[int, int]()
-    engines.fleet.add(3, PROMPT, {"n": 2})
-    engines.fleet.add(7, PROMPT, {})
-    engines.fleet.bind()
+    engines.fleet.requests.add(3, PROMPT, {"n": 2})
+    engines.fleet.requests.add(7, PROMPT, {})
+    engines.fleet.requests.bind()
     for number in range(4):
         where |= {frame.request_id: engine for engine, frame in engines.take_sent()}
         engines.fleet.take(where[7], wire.Step([7], [50 + number]))
@@ -74,20 +74,20 @@ def test_a_request_that_takes_every_engine_with_it_is_ended() -> None:
     ends = [end for step in engines.out() if isinstance(step, wire.Step) for end in step.finishes]
     assert [(end.row, end.reason) for end in ends] == [(3, "length"), (4, "abort")]
     assert ends[1].stop_reason == "3 replicas were lost while they computed this request: crashed"
-    assert engines.fleet.num_live == 1
+    assert engines.fleet.requests.num_live == 1
 
 
 def test_an_abort_ends_a_request_wherever_it_is() -> None:
     engines = Engines(2)
     bound = engines.add(0)
-    engines.fleet.abort(0)
+    engines.fleet.requests.abort(0)
     assert engines.take_sent() == [(bound, wire.Abort(0))] and not engines.out()
     engines.fleet.lose(bound, "died")
     [step] = engines.out()
     assert isinstance(step, wire.Step) and [end.reason for end in step.finishes] == ["abort"]
     for request_id in range(1, 40):
-        engines.fleet.add(request_id, PROMPT, {})
-    engines.fleet.abort(39)
+        engines.fleet.requests.add(request_id, PROMPT, {})
+    engines.fleet.requests.abort(39)
     [step] = engines.out()
     assert isinstance(step, wire.Step) and step.done[0].request_id == 39
     assert not engines.take_sent(), "no engine had it"
@@ -97,12 +97,12 @@ def test_an_engine_gets_the_bound_of_a_request_or_that_of_the_fleet() -> None:
     """The longest text that all engines can hold: another one may have to continue it."""
     engines, most = Engines(2), INFO["max_model_len"] - len(PROMPT)
     for request_id, (asked, sent) in enumerate([(0, 0), (9, 9), (most, most), (most + 1, most), (None, most)]):
-        engines.fleet.add(request_id, PROMPT, {"max_tokens": asked, "min_tokens": 9})
-        engines.fleet.bind()
+        engines.fleet.requests.add(request_id, PROMPT, {"max_tokens": asked, "min_tokens": 9})
+        engines.fleet.requests.bind()
         [(engine, add)] = engines.take_sent()
         assert add.params["max_tokens"] == sent
         engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))
-    engines.fleet.add(9, PROMPT, {})
-    engines.fleet.bind()
+    engines.fleet.requests.add(9, PROMPT, {})
+    engines.fleet.requests.bind()
     [(_, add)] = engines.take_sent()
     assert "max_tokens" not in add.params

@@ -40,8 +40,8 @@ def computing(engines: Engines, first: int = 100) -> set[int]:
     """Engines that get requests, of two with nothing in common: `first` and the next."""
     bound = {}
     for request_id in range(first, first + 2):
-        engines.fleet.add(request_id, Prompt([request_id] * 20), {})
-        engines.fleet.bind()
+        engines.fleet.requests.add(request_id, Prompt([request_id] * 20), {})
+        engines.fleet.requests.bind()
         [(bound[request_id], _)] = engines.take_sent()
     for request_id, engine in bound.items():
         engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))

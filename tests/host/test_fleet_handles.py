@@ -32,9 +32,9 @@ def test_an_engine_may_return_with_less_room(
     handles.take(second, wire.Ready({**INFO, "num_kvcache_blocks": blocks, "max_model_len": longest}))
     if is_given_up:
         second.give_up.assert_called_once_with("restarted with room for 128 tokens a request, and 256 are served")
-    handles.fleet.add(1, PROMPT, {"max_tokens": 8})
-    handles.fleet.add(2, PROMPT, {"max_tokens": 8})
-    handles.fleet.bind()
+    handles.fleet.requests.add(1, PROMPT, {"max_tokens": 8})
+    handles.fleet.requests.add(2, PROMPT, {"max_tokens": 8})
+    handles.fleet.requests.bind()
     assert bool(second.send_packed.called) != is_given_up
 
 

@@ -75,7 +75,7 @@ def own_loop_and_abort(llm: LLM) -> None:
     assert len(ended) == len(set(ended)) == sum(param.n for param in params)
     assert reasons.keys() == set(ids)
     assert reasons[gone] == "abort"
-    assert not llm.engine.fleet.num_live  # type: ignore[attr-defined]
+    assert not llm.engine.fleet.requests.num_live  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -1,0 +1,235 @@
+"""Requests of a fleet: assigns them to engines, keeps their tokens, and moves those of a lost engine to others. Pure.
+
+A request can continue on another engine after the tokens it has, because tokens are sampled by seed and position. If it
+has several completions or wants a sampling_mask, the other engine computes it from its prompt, and the tokens that it
+has already are dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nanovllm.engine.engine_stats import EngineStats
+from nanovllm.engine.prefix_keys import prefix_keys
+from nanovllm.engine.prompt import Prompt
+from nanovllm.host import wire
+from nanovllm.host.fleet_stats import FleetStats
+from nanovllm.host.flight import ENDED, NO_BOUND, Flight, without_repeated
+from nanovllm.host.router import Load, Router
+from nanovllm.wire.state import PageGroup
+
+MOST_LOSSES = 3  # of engines in a row while they compute a request, without a new token: it may be what crashes them
+
+Send = Callable[[int, list[wire.Down]], None]
+"""Sends frames to an engine: (its number, frames)."""
+
+
+class FleetRequests:
+    """Unfinished requests of several engines."""
+
+    def __init__(self, infos: Sequence[dict[str, Any]], send: Send, keeps_tokens: bool) -> None:
+        """`infos`: of each engine (program.describe). `keeps_tokens`: whether requests can move to other engines."""
+        self._send, self._keeps_tokens = send, keeps_tokens
+        self._block_size, count = infos[0]["block_size"] or 1, len(infos)
+        self.max_total = min(info["max_model_len"] for info in infos)
+        """Tokens of the longest text that every engine can hold."""
+        self._is_alone = count == 1
+        self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
+        rows = NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
+        groups = tuple(PageGroup(*group) for group in infos[0]["page_groups"])
+        self._router = Router(count, self._block_size, rows, groups)
+        self._versions = [0] * count
+        """Version of the weights of each engine."""
+        self.out: list[wire.Up] = []
+        """Results for the owner of the requests, who takes them out."""
+        self._live: dict[int, Flight] = {}
+        """Unfinished requests by id."""
+        self._rows: dict[int, list[int]] = {}
+        """Output tokens of each unfinished completion, by row, if tokens are kept."""
+        self._flights: dict[int, Flight] = {}
+        """Unfinished requests by row, if tokens are kept."""
+        self._skips: dict[int, int] = {}
+        """Number of tokens to drop for each row that is computed again."""
+        self._stats = FleetStats(count)
+        for number, info in enumerate(infos):
+            self.join(number, info)
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    def join(self, number: int, info: dict[str, Any]) -> None:
+        """Lets an engine have requests. A single engine has no limit, since its own scheduler knows better."""
+        self._router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
+
+    def leave(self, number: int, reason: str) -> None:
+        """Moves the requests of a lost engine to others, before those that wait."""
+        self._versions[number] = 0
+        self._stats.restart(number)
+        for request_id in reversed(self._router.leave(number)):
+            flight = self._live[request_id]
+            losses = flight.note_loss()
+            if flight.is_aborted:
+                self._drop(flight)
+            elif losses == MOST_LOSSES:
+                self._drop(flight, f"{losses} replicas were lost while they computed this request: {reason}")
+            else:
+                self._queue(flight, first=True)
+
+    def note_version(self, number: int, version: int) -> None:
+        """Notes that the next tokens of an engine come from weights of this version."""
+        if version == self._versions[number]:
+            return
+        self._versions[number] = version
+        for flight in self._live.values() if self._keeps_tokens else ():
+            if flight.engine == number:
+                for index in set(range(flight.n)) - flight.ended:
+                    flight.note_version(index, version)
+
+    def forget_cached(self) -> None:
+        """Notes that the engines' prefix caches were emptied."""
+        self._router.forget_cached()
+
+    def stats(self) -> EngineStats:
+        """Counters of all engines, summed up."""
+        return self._stats.total(self._router.numbers, self._router.num_waiting)
+
+    def computed(self) -> tuple[int, int]:
+        """See FleetStats.computed."""
+        return self._stats.computed()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._live)
+
+    def has_begun(self) -> bool:
+        """Whether any request was sent to an engine."""
+        return any(flight.engine is not None for flight in self._live.values())
+
+    def add(self, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> None:
+        """Queues a request; `bind` sends it."""
+        n = params.get("n", 1)
+        tokens = [list(known) for _ in range(n)]
+        flight = Flight(request_id, prompt, params, len(known), tokens, [[] for _ in range(n)])
+        self._live[request_id] = flight
+        if self._keeps_tokens:
+            for index in range(n):
+                self._rows[request_id + index] = tokens[index]
+                self._flights[request_id + index] = flight
+        self._queue(flight)
+
+    def _queue(self, flight: Flight, first: bool = False) -> None:
+        """Queues a request at the router; `first`: in front of those that wait."""
+        known = len(flight.tokens[0]) if flight.can_continue else flight.num_given
+        length = len(flight.prompt) + known
+        total = min(self.max_total, len(flight.prompt) + flight.most_tokens)
+        hashes = self._hashes(flight, flight.tokens[0][:known])
+        self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
+
+    def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
+        """Prefix keys for the router; empty if it has no use for them."""
+        if not self._hashes_wanted:
+            return []
+        return prefix_keys(flight.prompt.token_ids + output, self._block_size, flight.prompt.extras)
+
+    def bind(self) -> None:
+        """Sends the requests that engines have room for. Those of an engine are sent at once, because requests that
+        arrive one by one would begin in as many small steps."""
+        batches: dict[int, list[wire.Down]] = {}
+        for number, request_id in self._router.bind():
+            batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))
+        for number, batch in batches.items():
+            self._send(number, batch)
+
+    def _bound(self, number: int, flight: Flight) -> wire.Add:
+        flight.engine = number
+        flight.num_engines += 1
+        known = flight.tokens[0] if flight.can_continue else flight.tokens[0][: flight.num_given]
+        for index, tokens in enumerate(flight.tokens):
+            if (count := len(tokens) - len(known)) or index in flight.ended:
+                self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
+            if self._keeps_tokens:
+                flight.note_version(index, self._versions[number])
+        params, most = flight.params, self.max_total - len(flight.prompt)
+        if not self._is_alone and flight.most_tokens > most:
+            # Another engine that may have to continue it may have a smaller KV cache.
+            params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
+        return wire.Add.of(flight.request_id, flight.prompt, params, known)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request early; unknown ones are ignored."""
+        if (flight := self._live.get(request_id)) is None:
+            return
+        flight.is_aborted = True
+        if flight.engine is None:
+            self._router.withdraw(request_id)
+            self._drop(flight)
+        else:
+            self._send(flight.engine, [wire.Abort(request_id)])
+
+    def abort_waiting(self) -> None:
+        """Ends the requests that no engine has."""
+        for flight in [each for each in self._live.values() if each.engine is None]:
+            self.abort(flight.request_id)
+
+    def _drop(self, flight: Flight, why: str | None = None) -> None:
+        """Ends a request's unfinished completions with reason "abort" and stop reason `why`."""
+        step = wire.aborted(flight.request_id, flight.n)
+        step.finishes = [end for end in step.finishes if end.row - flight.request_id not in flight.ended]
+        for end in step.finishes:
+            end.weight_versions, end.stop_reason = flight.spans(end.row - flight.request_id), why
+        self._forget(flight)
+        self.out.append(step)
+
+    def _forget(self, flight: Flight) -> None:
+        del self._live[flight.request_id]
+        for row in range(flight.request_id, flight.request_id + flight.n):
+            self._rows.pop(row, None)
+            self._flights.pop(row, None)
+            self._skips.pop(row, None)
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def refuse(self, number: int, refused: wire.Refused) -> None:
+        """Ends a request that its engine does not take."""
+        if (flight := self._live.get(refused.request_id)) is not None:
+            self._finish(number, flight)
+            self.out.append(refused)
+
+    def take_step(self, number: int, step: wire.Step) -> None:
+        """Takes in results of an engine. A loop over all rows of a step: kept lean."""
+        if step.stats is not None:
+            self._stats.take(number, step.stats, step.computed)
+            step.stats = self.stats()
+        if self._keeps_tokens:
+            if self._skips:
+                step = without_repeated(step, self._skips)
+            known = self._rows
+            for row, token in zip(step.rows, step.tokens, strict=True):
+                if (tokens := known.get(row)) is not None:
+                    tokens.append(token)
+            for end in step.finishes:
+                self._note_end(end)
+        self.out.append(step)
+        if step.done:
+            for done in step.done:
+                if (flight := self._live.get(done.request_id)) is not None:
+                    self._finish(number, flight)
+            self.bind()
+
+    def _note_end(self, end: wire.Finish) -> None:
+        if (tokens := self._rows.get(end.row)) is None:
+            return
+        if end.token is not None:
+            tokens.append(end.token)
+        flight = self._flights[end.row]
+        index = end.row - flight.request_id
+        flight.ended.add(index)
+        if flight.num_engines > 1:
+            end.weight_versions = flight.spans(index)
+
+    def _finish(self, number: int, flight: Flight) -> None:
+        count = sum(map(len, flight.tokens))
+        left = [digest for tokens in flight.tokens for digest in self._hashes(flight, tokens[:-1])]
+        self._router.finish(number, flight.request_id, count, left)
+        self._forget(flight)
