@@ -154,8 +154,10 @@ Some **bold**, *slanted*, ***both*** and `code`, 2*3*4.
    ```
 ---
 | a | b |
-|---|---|
+|--:|---|
 | 1 \| 3 | <i>2</i> |
+
+See [the *docs*](https://example.org/a?b=1#c), [not](javascript:hit=1).
 
 > quoted
 ## Second"""
@@ -165,7 +167,7 @@ Some **bold**, *slanted*, ***both*** and `code`, 2*3*4.
 def test_markdown_becomes_elements_and_never_html(page: Page) -> None:
     page.evaluate(f"globalThis.place = element('div'); place.append(...markdown({json.dumps(MARKDOWN)}))")
     tags = page.evaluate("[...place.children].map((each) => each.tagName.toLowerCase())")
-    assert tags == ["h3", "p", "ul", "div", "hr", "table", "blockquote", "h4"]
+    assert tags == ["h3", "p", "ul", "div", "hr", "table", "p", "blockquote", "h4"]
     assert page.evaluate("place.querySelector('h3').textContent") == "Title <b>"
     assert page.evaluate("['strong', 'em', 'p code'].map((tag) => place.querySelector(tag).textContent)") == [
         *("bold", "slanted", "code")
@@ -175,6 +177,10 @@ def test_markdown_becomes_elements_and_never_html(page: Page) -> None:
     assert page.evaluate("place.querySelector('li').firstChild.textContent") == "one goes on"
     assert page.evaluate("place.querySelector('ul ul li').textContent") == "inner"
     assert page.evaluate("[...place.querySelectorAll('td')].map((each) => each.textContent)") == ["1 | 3", "<i>2</i>"]
+    assert page.evaluate("[...place.querySelectorAll('.number')].map((each) => each.textContent)") == ["a", "1 | 3"]
+    links = page.evaluate("[...place.querySelectorAll('a')].map((each) => [each.textContent, each.href, each.rel])")
+    assert links == [["the *docs*", "https://example.org/a?b=1#c", "noopener noreferrer"]]
+    assert page.evaluate("[...place.querySelectorAll('p')].at(-1).textContent").endswith("[not](javascript:hit=1).")
     assert page.evaluate("place.querySelector('pre').textContent") == "if x:\n    y\n\n# no heading"
     assert page.evaluate("place.querySelector('.code div').firstChild.textContent") == "python"
     assert page.evaluate("place.querySelectorAll('b, i').length") == 0
@@ -185,8 +191,9 @@ def test_no_text_becomes_another_element_or_attribute(page: Page) -> None:
     """Random texts of what Markdown and HTML are made of."""
     found = page.evaluate("""(() => {
       const bits = ["<img src=x onerror=hit=1>", "<script>hit=1</" + "script>", "[a](javascript:hit=1)", "![a](x)",
+        "[a](https://x.y/", "https://",
         "&lt;", ..."`|```|~~~|**|*|- |  - |1) |# |> |a |---|\\u0000|\\ud800|\\\\|\\"|\\n".split("|"), "|", "|---|"];
-      const tags = "H3 H4 H5 H6 P UL OL LI STRONG EM CODE PRE TABLE TR TD TH DIV BUTTON BLOCKQUOTE HR".split(" ");
+      const tags = "H3 H4 H5 H6 P UL OL LI STRONG EM CODE PRE TABLE TR TD TH DIV BUTTON BLOCKQUOTE HR A".split(" ");
       const wrong = [];
       let seed = 1;
       const random = (n) => (seed = (seed * 1103515245 + 12345) & 0x7fffffff) % n;
@@ -196,8 +203,10 @@ def test_no_text_becomes_another_element_or_attribute(page: Page) -> None:
         place.append(...markdown(text));
         for (const each of place.querySelectorAll("*")) {
           const names = [...each.attributes].map(({ name }) => name);
-          const isKnown = tags.includes(each.tagName) && names.every((name) => /^(class|type|start)$/.test(name));
-          if (!isKnown) wrong.push(text);
+          const areKnown = names.every((name) => /^(class|type|start|href|target|rel)$/.test(name));
+          const isKnown = tags.includes(each.tagName) && areKnown;
+          const isSafe = each.tagName !== "A" || /^https?:/.test(each.protocol);
+          if (!isKnown || !isSafe) wrong.push(text);
         }
       }
       return wrong;

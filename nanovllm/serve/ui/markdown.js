@@ -9,14 +9,28 @@ function element(tag, className, text) {
   return made;
 }
 
-// `code`, **bold**, *italic*, ***both***; everything else is text. Returns nodes.
+// `code`, **bold**, *italic*, ***both***, [links](of the web); everything else is text.
+const INLINE = [
+  /`(?<code>[^`\n]+)`/, /\*\*(?<bold>\*[^*\n]+\*|[^*\n]+)\*\*/, /(?<![\w*])\*(?<italic>[^*\s][^*\n]*)\*(?![\w*])/,
+  /\[(?<words>[^[\]\n]+)\]\((?<url>https?:\/\/[^\s()<>"]+)\)/,
+];
+const PATTERN = new RegExp(INLINE.map((each) => each.source).join("|"), "g");
+
+function link(words, url) {
+  const made = element("a", "", words);
+  Object.assign(made, { href: url, target: "_blank", rel: "noopener noreferrer" });
+  return made;
+}
+
+// The nodes of a text without line structure.
 function inline(text) {
-  const nodes = [], pattern = /`([^`\n]+)`|\*\*(\*[^*\n]+\*|[^*\n]+)\*\*|(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])/g;
+  const nodes = [];
   let end = 0;
-  for (const found of text.matchAll(pattern)) {
+  for (const found of text.matchAll(PATTERN)) {
+    const { code, bold, italic, words, url } = found.groups;
     nodes.push(document.createTextNode(text.slice(end, found.index)));
-    const made = element(found[1] !== undefined ? "code" : found[2] !== undefined ? "strong" : "em");
-    made.append(...(found[2] !== undefined ? inline(found[2]) : [found[1] ?? found[3]]));
+    const made = words !== undefined ? link(words, url) : element(code !== undefined ? "code" : bold !== undefined ? "strong" : "em");
+    if (words === undefined) made.append(...(bold !== undefined ? inline(bold) : [code ?? italic]));
     nodes.push(made);
     end = found.index + found[0].length;
   }
@@ -51,12 +65,12 @@ function codeBlock(language, text) {
 const cells = (line) => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 
 function table(lines) {
-  const made = element("table");
+  const made = element("table"), numeric = cells(lines[1]).map((rule) => /^-+:$/.test(rule));
   lines.forEach((line, n) => {
     if (n === 1) return; // the rule below the heading
     const row = element("tr");
-    for (const cell of cells(line)) {
-      const place = element(n ? "td" : "th");
+    for (const [column, cell] of cells(line).entries()) {
+      const place = element(n ? "td" : "th", numeric[column] ? "number" : "");
       place.append(...inline(cell));
       row.append(place);
     }
