@@ -7,6 +7,7 @@ computed. Requests go through a server's HTTP interface, so both take the same b
 
 import argparse
 import asyncio
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -64,7 +65,7 @@ class Line(msgspec.Struct):
 def read_request(line: bytes) -> tuple[str, dict[str, Any]]:
     """(path, body) of a line of the input. Raises ValueError."""
     try:
-        request = msgspec.json.decode(line, type=Line)
+        request = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=Line)
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError as error:

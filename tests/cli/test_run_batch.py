@@ -44,15 +44,16 @@ def texts(path: Path) -> dict[str, Any]:
 
 
 def test_chats_and_completions(server: Server, tmp_path: Path) -> None:
-    file = write(tmp_path / "in", [chat("a"), completion("b"), completion("c", seed=5), completion("d", seed=5), ""])
+    first = "\ufeff" + json.dumps(chat("a")) + "\r"  # as some editors on Windows write it
+    file = write(tmp_path / "in", [first, completion("b"), completion("c", seed=5), completion("d", seed=5), ""])
     done = nanovllm("run-batch", file, str(tmp_path / "out"), "--url", server.url)
     assert done.returncode == 0, done.stderr
     assert "4 of 4 requests" in done.stderr and "tok/s" in done.stderr
     found = records(tmp_path / "out")
     assert [found[f"batch_req_{n}"]["custom_id"] for n in (1, 2, 3, 4)] == ["a", "b", "c", "d"]
     assert all(record["error"] is None for record in found.values())
-    first = found["batch_req_1"]["response"]
-    assert first["status_code"] == 200 and first["body"]["object"] == "chat.completion"
+    answer = found["batch_req_1"]["response"]
+    assert answer["status_code"] == 200 and answer["body"]["object"] == "chat.completion"
     same = texts(tmp_path / "out")
     assert same["batch_req_3"] == same["batch_req_4"]
     again = nanovllm("run-batch", file, str(tmp_path / "out"), "--url", "http://localhost:1")

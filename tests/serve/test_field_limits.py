@@ -114,13 +114,14 @@ def test_prompt_longer_than_the_context(client: httpx.Client) -> None:
         (CHAT, {"messages": user("a b " * 2000)}),
         ("/v1/completions", {"prompt": "a b " * 2000}),
         ("/v1/completions", {"prompt": [5] * 3000}),
+        ("/v1/responses", {"input": "a b " * 2000}),
         (CHAT, {"messages": user("ab " * 1_400_000)}),
         ("/tokenize", {"prompt": "ab " * 1_400_000}),
     ):
         answer = client.post(path, json=body)
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert error["code"] == "context_length_exceeded"
+        assert error["code"] == "context_length_exceeded" and error["param"] in body
         assert "maximum context length is 2048 tokens" in error["message"]
 
 

@@ -226,7 +226,12 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCa
         done.set_result(None)
         request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, size=size)
         request.response.side_effect = ValueError("prompt: a mistake of ours")
-        app = App(front, {("POST", "/"): Operation(lambda _, call: answer(call, request))})
+
+        async def handler(_: Front, call: Call) -> None:
+            request.call = call
+            await answer(request)
+
+        app = App(front, {("POST", "/"): Operation(handler)})
         connection = Connection(Shared(app.answer, Metrics(), 1))
         connection.connection_made(transport := MagicMock(is_closing=lambda: False))
         with patch.object(front, "submit"), patch.object(front.log, "end_request"):

@@ -17,6 +17,7 @@ from nanovllm.serve.api.logprobs import prompt_entries, token_formatter
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call, Client
+from nanovllm.serve.parsers import Plan
 from nanovllm.serve.request import Completion, Request
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.stops import VisibleText
@@ -34,6 +35,8 @@ class Prepared(NamedTuple):
     """Fields of SamplingParams, for all prompts."""
     max_tokens: list[int]
     """Maximum output tokens for each prompt."""
+    plan: Plan | None = None
+    """Plan by which the answer to a chat is held to a form and read."""
 
 
 class Answer(Request):
@@ -45,7 +48,7 @@ class Answer(Request):
 
     def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         """Raises ApiError where more may be said about tokens than an answer holds."""
-        fields, prompts, params, max_tokens = prepared
+        fields, prompts, params, max_tokens, _ = prepared
         check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call, self.call_id, self.key = call, call.request_id, call.key
@@ -214,9 +217,10 @@ def num_numbers(lines: Sequence[bytes | None]) -> int:
     return sum(len(line) // 4 for line in lines if line is not None)
 
 
-async def answer(call: Call, request: Answer) -> None:
+async def answer(request: Answer) -> None:
     """Sends a request to the engine and its answer to the client."""
-    front, connection = request.front, call.connection
+    front, call = request.front, request.call
+    connection = call.connection
     call.require_client()  # who may have left while the prompt was tokenized
     front.submit(request)
     connection.on_disconnect = lambda: front.streams.leave(request)

@@ -15,7 +15,7 @@ from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.parsers import Delta, Plan, check_tools, joined
+from nanovllm.serve.parsers import Delta, check_tools, joined
 from nanovllm.serve.parsers.tags import MarkedDetokenizer
 from nanovllm.serve.request import Completion
 from nanovllm.serve.served_model import ServedModel
@@ -28,14 +28,14 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl-"
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def __init__(self, front: Front, call: Call, prepared: Prepared, plan: Plan) -> None:
-        """`plan`: how reasoning and tool calls are read."""
-        self.plan = plan
+    def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
+        assert prepared.plan is not None
+        self.plan = prepared.plan
         self.texts: list[MarkedDetokenizer] = []
         """Detokenizers that count the tokens of reasoning."""
         super().__init__(front, call, prepared)
         for completion in self.completions:
-            completion.reader = plan.reader()
+            completion.reader = self.plan.reader()
 
     def explain(self, error: ApiError) -> None:
         super().explain(error)
@@ -192,7 +192,7 @@ async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]]
 
 def prepare(
     model: ServedModel, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
-) -> tuple[Prepared, Plan]:
+) -> Prepared:
     """Checks and tokenizes a request; what `ChatAnswer` is made of. Raises ApiError. `text_grammars`: see
     check_tools."""
     fields = read(model, call, api.ChatFields, body)
@@ -209,10 +209,10 @@ def prepare(
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
-    return Prepared(fields, [prompt], params, [room]), plan
+    return Prepared(fields, [prompt], params, [room], plan)
 
 
 async def chat(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     prepared = await work_on_chat(front, call, lambda body: prepare(front.model, call, body), "messages")
-    await answer(call, ChatAnswer(front, call, *prepared))
+    await answer(ChatAnswer(front, call, prepared))

@@ -166,7 +166,7 @@ async def completions(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
     prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body), _is_short)
-    await answer(call, CompletionAnswer(front, call, prepared))
+    await answer(CompletionAnswer(front, call, prepared))
 
 
 def _as_list(given: Any) -> list[Any]:

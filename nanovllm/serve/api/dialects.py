@@ -16,7 +16,6 @@ from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.parsers import Plan
 from nanovllm.serve.request import Completion
 
 
@@ -73,30 +72,35 @@ class MessagesAnswer(DialectAnswer):
 async def create_response(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
-    def work(body: dict[str, Any]) -> tuple[Prepared, Plan, dict[str, Any], ResponsesTools]:
+    def work(body: dict[str, Any]) -> tuple[Prepared, dict[str, Any], ResponsesTools]:
         fields = read(front.model, call, responses.ResponsesFields, body)
         tools = ResponsesTools(fields.tools or ())
         note_ignored(front.options, call, tools.ignored)
         request = responses.chat_request(fields, tools)
-        return *prepare(front.model, call, request, tools.text_grammars), body, tools
+        try:
+            return prepare(front.model, call, request, tools.text_grammars), body, tools
+        except ApiError as error:
+            if error.param == "messages":
+                error.param = "input"
+            raise
 
-    prepared, plan, body, tools = await work_on_chat(front, call, work, "input")
-    request = ResponsesAnswer(front, call, prepared, plan)
+    prepared, body, tools = await work_on_chat(front, call, work, "input")
+    request = ResponsesAnswer(front, call, prepared)
     about = request.id, request.model, request.created
     request.writer = responses.ResponseWriter(*about, body, request.params, tools)
-    await answer(call, request)
+    await answer(request)
 
 
 async def create_message(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
 
-    def work(body: dict[str, Any]) -> tuple[Prepared, Plan]:
+    def work(body: dict[str, Any]) -> Prepared:
         fields = read(front.model, call, anthropic.MessagesFields, body)
         return prepare(front.model, call, anthropic.chat_request(fields))
 
-    request = MessagesAnswer(front, call, *await work_on_chat(front, call, work, "messages"))
+    request = MessagesAnswer(front, call, await work_on_chat(front, call, work, "messages"))
     request.writer = anthropic.MessageWriter(request.id, request.model)
-    await answer(call, request)
+    await answer(request)
 
 
 async def count_tokens(front: Front, call: Call) -> None:

@@ -88,4 +88,4 @@ async def generate(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
     prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body))
-    await answer(call, GenerateAnswer(front, call, prepared))
+    await answer(GenerateAnswer(front, call, prepared))
