@@ -203,10 +203,9 @@ class LLM:
             with self._turns.turn() as engine:
                 engine.notice_new_weights()
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self.engine.add_request(
-            as_prompt(prompt, params, self.engine.tokenizer), params,
-            output_token_ids=None if output_token_ids is None else as_token_ids(list(output_token_ids)),
-        )  # fmt: skip
+        known = None if output_token_ids is None else as_token_ids(list(output_token_ids), "output_token_ids")
+        given = as_prompt(prompt, params, self.engine.tokenizer)
+        return self.engine.add_request(given, params, output_token_ids=known)
 
     def step(self) -> list[StepOutput]:
         """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the

@@ -90,6 +90,10 @@ def test_prompts_up_to_the_bound_are_served() -> None:
         assert len(output.token_ids) == 1
         with pytest.raises(ValueError, match=r"prompt of 64 tokens: must be shorter than max_model_len=64"):
             llm.generate([[5] * 64], PARAMS, use_tqdm=False)
+        only_prompt = SamplingParams(max_tokens=0)
+        assert llm.generate([[5] * 64], only_prompt, use_tqdm=False)[0].token_ids == []
+        with pytest.raises(ValueError, match=r"prompt of 65 tokens: must be at most max_model_len=64$"):
+            llm.generate([[5] * 65], only_prompt, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

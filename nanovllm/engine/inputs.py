@@ -34,18 +34,18 @@ def as_prompt(given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, 
     return Prompt(as_token_ids(given), extras)
 
 
-def as_token_ids(prompt: list[int]) -> list[int]:
-    """A prompt of token ids as plain integers."""
-    if not isinstance(prompt, (list, tuple)):
-        raise TypeError(f"prompt: must be a str or a list of token ids, found {type(prompt).__name__}")
-    kinds = set(map(type, prompt))
+def as_token_ids(given: list[int], name: str = "prompt") -> list[int]:
+    """Token ids as plain integers. Raises ValueError and TypeError that name the argument, `name`."""
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name}: must be a str or a list of token ids, found {type(given).__name__}")
+    kinds = set(map(type, given))
     if kinds <= {int}:
-        return list(prompt)
+        return list(given)
     for kind in kinds:
         if not issubclass(kind, (int, np.integer)) or kind is bool:
-            bad = next(token_id for token_id in prompt if type(token_id) is kind)
-            raise ValueError(f"prompt: token id {shown(bad)} must be an integer, found {kind.__name__}")
-    return [int(token_id) for token_id in prompt]
+            bad = next(token_id for token_id in given if type(token_id) is kind)
+            raise ValueError(f"{name}: token id {shown(bad)} must be an integer, found {kind.__name__}")
+    return [int(token_id) for token_id in given]
 
 
 def as_batch(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[GivenPrompt]:

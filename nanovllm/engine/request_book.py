@@ -65,7 +65,10 @@ class RequestBook:
             raise ValueError("prompt: must have at least one token")
         if length + min(1, params.most_tokens) > limit:
             name, value = self._length_limit()
-            raise ValueError(f"prompt of {length} tokens: must be shorter than {name}={value} (one token is generated)")
+            bound = f"must be shorter than {name}={value} (one token is generated)"
+            if params.max_tokens == 0:
+                bound = f"must be at most {name}={value}"
+            raise ValueError(f"prompt of {length} tokens: {bound}")
         vocab = self.model_config.vocab_size
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= vocab:
