@@ -21,7 +21,6 @@ from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.decoder import ModelContext, Place
 from nanovllm.models.family import Family, Fields, read_decoder
-from nanovllm.models.names import PRE_NORMS, CheckpointNames
 
 
 class PowerGate(WeightedModule):
@@ -49,7 +48,7 @@ def read(config: ConfigReader, generation: Fields) -> Fields:
     return {**fields, "layers": tuple(replace(layer, mlp="power_gate", options=power) for layer in fields["layers"])}
 
 
-register_model("PowerGateForCausalLM", Family(read, CheckpointNames(PRE_NORMS), mlps={"power_gate": PowerGate}))
+register_model("PowerGateForCausalLM", Family(read, mlps={"power_gate": PowerGate}))
 
 if __name__ == "__main__":
     config = {"architectures": ["PowerGateForCausalLM"], "vocab_size": 150, "hidden_size": 32, "intermediate_size": 44}

@@ -8,14 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-SANDWICH_NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
+_PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+SANDWICH_NORMS = {**POST_NORMS, "mlp_norm": "pre_feedforward_layernorm"}
 
 GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -33,8 +28,8 @@ Tensor = TypeVar("Tensor")
 class CheckpointNames:
     """Parts of a name are what its dots separate."""
 
-    parts: Mapping[str, str] = field(default_factory=lambda: dict(PRE_NORMS))
-    """Canonical part -> the checkpoint's."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Canonical part -> the checkpoint's, where it is none of Llama's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The checkpoint's part -> the canonical ones that it holds as one tensor, one after the other by rows."""
     stripped: str = ""
@@ -50,7 +45,8 @@ class CheckpointNames:
         """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
         for ours, theirs in self.paths.items():
             name = f".{name}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
-        return ".".join(self.parts.get(part, part) for part in name.split("."))
+        spelt = {**_PRE_NORMS, **self.parts}
+        return ".".join(spelt.get(part, part) for part in name.split("."))
 
     def module(self, path: str) -> str:
         """The checkpoint's module, without what is stripped, that has the weight of the one that our layers call

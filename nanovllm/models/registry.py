@@ -57,10 +57,6 @@ def family(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
-def _is_ours(architecture: Any) -> bool:
-    return architecture in [*FAMILIES, *WRAPPERS]
-
-
 def parse_config(
     raw: dict[str, Any], generation: dict[str, Any] | None = None, quantization: str | None = None,
     overrides: dict[str, Any] | None = None,
@@ -122,7 +118,6 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         raw = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
-    _refuse_unserved(raw, config)
     if _is_for_transformers(raw, config):
         if config.quantization is not None:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
@@ -147,35 +142,24 @@ def _head_precision(found: ModelConfig) -> Quantization:
     return Quantization("fp8", scales="block", while_loading=True)
 
 
-def _refuse_unserved(raw: dict[str, Any], config: EngineConfig) -> None:
-    """Raises ValueError for an architecture that neither we nor transformers' module can compute here, and says why."""
-    whole = {**raw, **config.hf_overrides}
-    raw, architectures = _text_config(whole), whole.get("architectures")
-    if not isinstance(architectures, list) or not architectures or _is_ours(architectures[0]):
-        return
-    parts = unserved_parts(raw)
-    if not parts and takes_more_than_text(raw):
-        from nanovllm.models.transformers_model import is_known
-
-        parts = "" if is_known(whole) else "takes images or sound, and there is no reader of its text"
-    if parts:
-        refuse_unserved(architectures[0], parts)
-
-
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
     """Whether transformers' own module computes the model: where it is asked for, and for an architecture that is not
-    here but there."""
-    if config.model_impl != "auto":
-        return config.model_impl == "transformers"
-    found = config.hf_overrides.get("architectures", raw.get("architectures"))
-    if not isinstance(found, list) or len(found) != 1 or _is_ours(found[0]):
-        return False
-    from nanovllm.models.transformers_model import is_known
+    here but there. Raises ValueError for one that neither can compute here, and says why."""
+    whole = {**raw, **config.hf_overrides}
+    names = whole.get("architectures")
+    if isinstance(names, list) and names and names[0] not in [*FAMILIES, *WRAPPERS]:  # which takes what has no hash
+        text = _text_config(whole)
+        if parts := unserved_parts(text):
+            refuse_unserved(names[0], parts)
+        from nanovllm.models.transformers_model import is_known
 
-    if is_known({**raw, **config.hf_overrides}):
-        logger.warning("%s is unknown here: transformers computes it, which is slow (model_impl)", found[0])
-        return True
-    return False
+        if is_known(whole):
+            if config.model_impl == "auto":
+                logger.warning("%s is unknown here: transformers computes it, which is slow (model_impl)", names[0])
+                return True
+        elif takes_more_than_text(text):
+            refuse_unserved(names[0], "takes images or sound, and there is no reader of its text")
+    return config.model_impl == "transformers"
 
 
 def override(

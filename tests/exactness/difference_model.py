@@ -19,7 +19,7 @@ from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.decoder import ModelContext, Place, PositionTables, attention
 from nanovllm.models.family import Family, Fields
-from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.names import CheckpointNames
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_model.py"))
 
@@ -55,7 +55,7 @@ def read(config: ConfigReader, generation: Fields) -> Fields:
     return {**fields, "layers": tuple(replace(layer, mixer="difference") for layer in fields["layers"])}
 
 
-NAMES = CheckpointNames({**PRE_NORMS, "self_attn": "mixer", "mlp": "ffn"})
+NAMES = CheckpointNames({"self_attn": "mixer", "mlp": "ffn"})
 """The checkpoint says mixer and ffn where nanovllm's layers say self_attn and mlp."""
 
 register_model(

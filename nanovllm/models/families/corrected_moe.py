@@ -8,10 +8,10 @@ from nanovllm.errors import is_integer, refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_ernie4_5, read_llama
-from nanovllm.models.families.moe import read_experts, with_moe
+from nanovllm.models.families.moe import MIXTRAL_NAMES, read_experts, with_moe
 from nanovllm.models.families.others import exaone_layers
 from nanovllm.models.family import Family, Fields, full_every, read_decoder
-from nanovllm.models.names import PRE_NORMS, SANDWICH_NORMS, CheckpointNames
+from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
 
@@ -151,16 +151,13 @@ def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 _CORRECTION = "mlp.gate.e_score_correction_bias"
-_GLM4_NAMES = CheckpointNames(PRE_NORMS, skipped=("model.layers.46.", "model.layers.92."))
+_GLM4_NAMES = CheckpointNames(skipped=("model.layers.46.", "model.layers.92."))
 """Names of GLM-4.5-Air and GLM-4.5 without the layers after the last one, which draft tokens (multi-token
 prediction)."""
 _GLM4 = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
 }  # fmt: skip
-_MINIMAX_NAMES = CheckpointNames(
-    {**PRE_NORMS, "mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-    paths={_CORRECTION: "block_sparse_moe.e_score_correction_bias"},
-)
+_MINIMAX_NAMES = CheckpointNames(MIXTRAL_NAMES, paths={_CORRECTION: "block_sparse_moe.e_score_correction_bias"})
 _MINIMAX = {
     "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5e6, "num_key_value_heads": 8,
 }  # fmt: skip
@@ -170,36 +167,34 @@ _SOLAR = {
     "num_key_value_heads": 8,
 }  # fmt: skip
 _HY3_NAMES = CheckpointNames(
-    {**PRE_NORMS, "gate": "router.gate", "shared_experts": "shared_mlp"}, skipped=("model.layers.80.",),
+    {"gate": "router.gate", "shared_experts": "shared_mlp"}, skipped=("model.layers.80.",),
     paths={_CORRECTION: "mlp.expert_bias"},
 )  # fmt: skip
 _HY3 = {
     "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "rope_theta": 11158840.0, "rms_norm_eps": 1e-5,
     "router_scaling_factor": 2.826, "num_key_value_heads": 8,
 }  # fmt: skip
-_LAGUNA_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.experts.e_score_correction_bias"})
+_LAGUNA_NAMES = CheckpointNames(paths={_CORRECTION: "mlp.experts.e_score_correction_bias"})
 _LAGUNA = {
     "head_dim": 128, "num_key_value_heads": 8, "num_experts": 256, "num_experts_per_tok": 8, "sliding_window": 512,
     "shared_expert_intermediate_size": 512,
     "rope_parameters": {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"rope_theta": 1e4}},
 }  # fmt: skip
 _AFMOE_NAMES = CheckpointNames(
-    {
-        **SANDWICH_NORMS, "mlp_norm": "pre_mlp_layernorm", "mlp_out_norm": "post_mlp_layernorm", "gate": "router.gate",
-    },
+    {**POST_NORMS, "mlp_norm": "pre_mlp_layernorm", "mlp_out_norm": "post_mlp_layernorm", "gate": "router.gate"},
     paths={_CORRECTION: "mlp.expert_bias", "self_attn.g_proj": "self_attn.gate_proj"},
-)  # fmt: skip
+)
 _AFMOE = {
     "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "rms_norm_eps": 1e-5,
     "sliding_window": 1024,
 }  # fmt: skip
-_EXAONE_NAMES = CheckpointNames(PRE_NORMS, paths={_CORRECTION: "mlp.e_score_correction_bias"}, skipped=("mtp.",))
+_EXAONE_NAMES = CheckpointNames(paths={_CORRECTION: "mlp.e_score_correction_bias"}, skipped=("mtp.",))
 _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
     "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5, "num_key_value_heads": 32,
 }  # fmt: skip
 _ERNIE_NAMES = CheckpointNames(
-    PRE_NORMS, paths={_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, skipped=("model.mtp_",)
+    paths={_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, skipped=("model.mtp_",)
 )
 _ERNIE = {
     "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,

@@ -1,4 +1,6 @@
-"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) and the families that differ from it by a switch or two."""
+"""Llama (arXiv 2302.13971, 2307.09288, 2407.21783) and the families that differ from it by a switch or two, among them
+Qwen2 (arXiv 2407.10671; Qwen2.5 has its architecture), Qwen3 (arXiv 2505.09388) and Phi-3 to Phi-4 (arXiv 2404.14219,
+2412.08905, 2503.01743)."""
 
 import math
 from typing import Any
@@ -7,7 +9,7 @@ from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, Fields, read_decoder
-from nanovllm.models.names import PRE_NORMS, SANDWICH_NORMS, CheckpointNames
+from nanovllm.models.names import GATE_UP, QKV, SANDWICH_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_rope, rope_entries
 from nanovllm.models.unserved import refuse_unserved, unserved_parts
 
@@ -30,6 +32,31 @@ def windows_everywhere(config: ConfigReader, mixed: bool = False) -> Fields:
 
 def read_mistral(config: ConfigReader, generation: Fields) -> Fields:
     return read_decoder(config, generation, **windows_everywhere(config, mixed=True))
+
+
+def read_qwen2(config: ConfigReader, generation: Fields) -> Fields:
+    return read_decoder(config, generation, qkv_bias=True, **_late_windows(config))
+
+
+def read_qwen3(config: ConfigReader, generation: Fields) -> Fields:
+    return read_decoder(config, generation, qk_norm="head", biases="attention_bias", **_late_windows(config))
+
+
+def _late_windows(config: ConfigReader) -> Fields:
+    """Fields of windows: with `use_sliding_window`, layers from `max_window_layers` on see one."""
+    size, first = config.get("sliding_window", 4096), config.integer("max_window_layers", 28, low=0)
+    window = size if config.flag("use_sliding_window") else None
+    count = config.integer("num_hidden_layers")
+    return {"kinds": [SLIDING if window and i >= first else FULL for i in range(count)], "window": window}
+
+
+def read_phi3(config: ConfigReader, generation: Fields) -> Fields:
+    """Reads Phi-3, whose older checkpoints call LongRoPE "su" or "yarn"."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.raw.get(name)
+        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            config = config.replaced(**{name: {**rope, "rope_type": "longrope"}})
+    return read_decoder(config, generation, partial_rope=True, **windows_everywhere(config))
 
 
 def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
@@ -153,13 +180,16 @@ _MUSE = {
     "final_logit_softcapping": 20.0,
 }  # fmt: skip
 _GRANITE4_NAMES = CheckpointNames(
-    {**PRE_NORMS, "mlp": "shared_mlp", "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")}
+    {"mlp": "shared_mlp", "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")}
 )
-HUNYUAN_NAMES = CheckpointNames({**PRE_NORMS, "q_norm": "query_layernorm", "k_norm": "key_layernorm"})
+HUNYUAN_NAMES = CheckpointNames({"q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 
 FAMILIES = {
     "LlamaForCausalLM": Family(read_llama),
     "MistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family(read_qwen2),
+    "Qwen3ForCausalLM": Family(read_qwen3, defaults={"head_dim": 128}),
+    "Phi3ForCausalLM": Family(read_phi3, CheckpointNames(fused={**QKV, **GATE_UP}), {"rms_norm_eps": 1e-5}),
     "MinistralForCausalLM": Family(read_mistral, defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "CwmForCausalLM": Family(read_cwm, defaults=_CWM),
     "Ministral3ForCausalLM": Family(read_ministral3, defaults=_MINISTRAL3),

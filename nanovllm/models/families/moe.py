@@ -10,7 +10,7 @@ from nanovllm.model_config import FULL, SLIDING, MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import HUNYUAN_NAMES, read_granite, read_hunyuan, windows_everywhere
 from nanovllm.models.family import Family, Fields, full_every, read_decoder
-from nanovllm.models.names import PRE_NORMS, CheckpointNames
+from nanovllm.models.names import CheckpointNames
 
 
 def with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) -> Fields:
@@ -116,11 +116,9 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
     return with_moe(fields, read_experts(config, "num_local_experts", "intermediate_size", bias=True, **switches))
 
 
-_MIXTRAL_NAMES = CheckpointNames(
-    {**PRE_NORMS, "mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-)
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
-_GRANITE_NAMES = CheckpointNames({**PRE_NORMS, "mlp": "block_sparse_moe", "gate": "router.layer"})
+_GRANITE_NAMES = CheckpointNames({"mlp": "block_sparse_moe", "gate": "router.layer"})
 _GRANITE_SHARED_NAMES = CheckpointNames(
     {**_GRANITE_NAMES.parts, "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")},
     paths={"mlp.shared_experts": "shared_mlp"},
@@ -143,7 +141,7 @@ FAMILIES = {
     "Qwen3VLMoeTextModel": Family(
         read_qwen3_vl_moe, defaults={"num_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5}
     ),
-    "MixtralForCausalLM": Family(read_mixtral, _MIXTRAL_NAMES, _MIXTRAL),
+    "MixtralForCausalLM": Family(read_mixtral, CheckpointNames(MIXTRAL_NAMES), _MIXTRAL),
     "GraniteMoeForCausalLM": Family(
         read_granite_moe, _GRANITE_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}
     ),
@@ -154,5 +152,5 @@ FAMILIES = {
     "HunYuanMoEV1ForCausalLM": Family(
         read_hunyuan_moe, CheckpointNames({**HUNYUAN_NAMES.parts, "gate": "gate.wg"}), _HUNYUAN
     ),
-    "GptOssForCausalLM": Family(read_gpt_oss, CheckpointNames({**PRE_NORMS, "gate": "router"}), _GPT_OSS),
+    "GptOssForCausalLM": Family(read_gpt_oss, CheckpointNames({"gate": "router"}), _GPT_OSS),
 }
