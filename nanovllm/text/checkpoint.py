@@ -6,7 +6,7 @@ Its ids and rendered chats equal those of transformers' AutoTokenizer. From any 
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,9 @@ class _Guard:
         first, last = chr(_STAND_IN), chr(_STAND_IN + len(names))
         self._private = re.compile(f"[{first}-{last}]")
         escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in self._names}
-        self._escapes, self._escape_of = _any_of(list(escapes)), escapes
+        self._escapes, self._escape_of = _any_of(escapes), escapes
+        self._plain_ids: dict[str, list[int]] = {}
+        """Ids of control tokens' names as plain text, once they have been asked for."""
 
     def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         return (
@@ -221,13 +223,16 @@ class _Guard:
 
     def _as_text(self, name: str) -> list[int]:
         """Ids of a control token's name as plain text: the tokenizer's parts without its search for added tokens."""
-        parts = self._tokenizer.backend_tokenizer
-        text = parts.normalizer.normalize_str(name) if parts.normalizer is not None else name
-        splits = [text] if parts.pre_tokenizer is None else [s for s, _ in parts.pre_tokenizer.pre_tokenize_str(text)]
-        ids = [token.id for split in splits for token in parts.model.tokenize(split)]
-        if parts.token_to_id(name) not in ids:
-            return ids
-        return [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
+        if name not in self._plain_ids:
+            parts = self._tokenizer.backend_tokenizer
+            text = name if parts.normalizer is None else parts.normalizer.normalize_str(name)
+            before = parts.pre_tokenizer
+            splits = [text] if before is None else [split for split, _ in before.pre_tokenize_str(text)]
+            ids = [token.id for split in splits for token in parts.model.tokenize(split)]
+            if parts.token_to_id(name) in ids:
+                ids = [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
+            self._plain_ids[name] = ids
+        return self._plain_ids[name]
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path | None) -> dict[str, str]:
@@ -262,6 +267,23 @@ def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Pattern of any of the texts, the longest first; without texts it matches nothing."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Pattern of any of the texts, the longest that is there; without texts it matches nothing. A vocabulary may have a
+    thousand that begin alike (<SPECIAL_1> ...): one after the other would take them seconds for a text of beginnings,
+    in which no other thread runs."""
+    return re.compile(_alternatives({*texts}) if texts else "(?!)")
+
+
+def _alternatives(texts: Collection[str]) -> str:
+    """Expression for any of the texts that looks at each character once."""
+    groups: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        groups.setdefault(text[0], []).append(text)
+    choices = []
+    for group in groups.values():
+        begin = min(group, key=len)
+        while not all(text.startswith(begin) for text in group):
+            begin = begin[:-1]
+        rest = [text[len(begin) :] for text in group]
+        choices.append(re.escape(begin) + (_alternatives(rest) if len(rest) > 1 else ""))
+    return f"(?:{'|'.join(choices)})" + ("?" if "" in texts else "")
