@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepOutput
-from nanovllm.attention import select_backend
+from nanovllm.attention import AttentionSetup, select_backend
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
@@ -301,7 +301,7 @@ def test_options_as_settled_and_engine_info(llm: LLM) -> None:
 def test_the_attention_backend_and_why_is_logged_once(
     is_fallback: bool, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = select_backend("auto", (), device="cpu", dtype=torch.float32, block_size=16)
+    chosen = select_backend("auto", AttentionSetup((), 16, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(model_runner, "select_backend", lambda *_, **__: chosen._replace(is_fallback=is_fallback))
     with caplog.at_level(logging.INFO), LLM(str(DEMO), **OPTIONS):
         [record] = [record for record in caplog.records if "attention backend" in record.getMessage()]

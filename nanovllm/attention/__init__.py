@@ -1,16 +1,16 @@
 """Attention backends and the choice among them."""
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.errors import refuse
 
 __all__ = [
-    "BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSpec", "KVCache", "Selection", "select_backend",
+    "BACKENDS", "AttentionBackend", "AttentionMetadata", "AttentionSetup", "AttentionSpec", "KVCache", "Selection",
+    "select_backend",
 ]  # fmt: skip
 
 # Imported on demand: Triton and FlashAttention need not be installed where they are not used.
@@ -41,31 +41,28 @@ class Selection(NamedTuple):
     """Something faster could not be used; `reason` says why."""
 
 
-def select_backend(name: str, specs: Sequence[AttentionSpec], *, device: torch.device | str, dtype: torch.dtype,
-                   block_size: int, kv_dtype: torch.dtype | None = None) -> Selection:
-    """The backend called `name`, or for "auto" the fastest one that is installed and that can serve all `specs`.
-    kv_dtype: of the KV cache, where it is not dtype.
+def select_backend(name: str, setup: AttentionSetup) -> Selection:
+    """The backend called `name`, or for "auto" the fastest one that is installed and that can serve all layers.
 
     A backend asked for by name is used or refused with ValueError, never replaced.
     """
-    is_cuda = torch.device(device).type == "cuda"
-    has_fp8 = kv_dtype == torch.float8_e4m3fn
+    is_cuda, has_fp8 = setup.device.type == "cuda", setup.has_fp8_cache
     if has_fp8 and is_cuda:
-        check_fp8_cache(torch.cuda.get_device_capability(device))
+        check_fp8_cache(torch.cuda.get_device_capability(setup.device))
     if name != "auto":
         backend = _load(name)
-        backend.check(specs, block_size, dtype, device, kv_dtype)
+        backend.check(setup)
         return Selection(backend, "asked for")
     refusals = []
     candidates = (("triton", "torch") if has_fp8 else ("flash", "triton", "torch")) if is_cuda else ("torch",)
     for candidate in candidates:
         try:
             backend = _load(candidate)
-            backend.check(specs, block_size, dtype, device, kv_dtype)
+            backend.check(setup)
         except ValueError as error:
             refusals.append(str(error))
             continue
-        reason = "; ".join(refusals) or f"the fastest on {torch.device(device).type}"
+        reason = "; ".join(refusals) or f"the fastest on {setup.device.type}"
         return Selection(backend, reason, is_fallback=bool(refusals))
     raise ValueError("attention_backend='auto': none can serve this model: " + "; ".join(refusals))
 

@@ -1,7 +1,6 @@
 """The contract between layers and attention backends: what a step's attention needs to know, and who computes it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.fp8.operands import FP8Rows
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSpec", "KVCache"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSetup", "AttentionSpec", "KVCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,26 @@ class KVCache:
         """All memory, each tensor once."""
         values = [] if self.v is self.k else [self.v]
         return [self.k, *values, *([] if self.scales is None else [self.scales])]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """Work of a backend: the model's kinds of layers, and the engine's sizes and types."""
+
+    specs: tuple[AttentionSpec, ...]
+    """Kinds of the model's layers, each once."""
+    block_size: int
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype | None = None
+    """Dtype of the caches, where it is not `dtype`."""
+    max_num_seqs: int = 1
+    max_model_len: int = 1
+    """Tokens."""
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        return self.kv_dtype == torch.float8_e4m3fn
 
 
 @dataclass
@@ -102,20 +121,14 @@ class AttentionBackend(ABC):
     fallen_back_from: str = ""
     """Report of a backend that could not be used after all, and why; else ""."""
 
-    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
-        """specs: the kinds of the model's layers, each once; max_model_len in tokens; kv_dtype: of the caches, where it
-        is not dtype."""
-        self.check(specs, block_size, dtype, device, kv_dtype)
-        self.specs = tuple(dict.fromkeys(specs))
-        self.block_size, self.max_num_seqs, self.max_model_len = block_size, max_num_seqs, max_model_len
-        self.device, self.dtype, self.kv_dtype = torch.device(device), dtype, kv_dtype or dtype
+    def __init__(self, setup: AttentionSetup) -> None:
+        self.check(setup)
+        self.setup, self.block_size, self.device = setup, setup.block_size, setup.device
 
     @classmethod
     @abstractmethod
-    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
-        """Raises ValueError naming option, value and bound where this backend cannot serve them."""
+    def check(cls, setup: AttentionSetup) -> None:
+        """Raises ValueError naming option, value and bound where this backend cannot serve it."""
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata) -> None:

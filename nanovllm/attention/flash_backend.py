@@ -2,13 +2,12 @@
 the paged cache through a table of the prefill rows' blocks."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.attention import flash_import
-from nanovllm.attention.base import AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.attention.triton_backend import PrefillRows, TritonBackend
 from nanovllm.errors import refuse
 
@@ -35,19 +34,18 @@ class FlashBackend(TritonBackend):
     name = "flash"
     prefers_eager_prompts = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, setup: AttentionSetup) -> None:
+        super().__init__(setup)
         self._is_loaded = False
         flash_import.start()
 
     @classmethod
-    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
-        super().check(specs, block_size, dtype, device, kv_dtype)
-        where = f"attention_backend={cls.name!r}"
-        if kv_dtype not in (None, dtype):
+    def check(cls, setup: AttentionSetup) -> None:
+        super().check(setup)
+        where, device, dtype = f"attention_backend={cls.name!r}", setup.device, setup.dtype
+        if setup.kv_dtype not in (None, dtype):
             refuse("kv_cache_dtype", "fp8", f"'auto' with {where}")
-        if torch.device(device).type != "cuda":
+        if device.type != "cuda":
             raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16 or float16")
@@ -55,7 +53,7 @@ class FlashBackend(TritonBackend):
         if major not in (9, 10):
             needed = f"compute capability 9.x or 10.x, not {major}.{minor}"
             raise ValueError(f"device={str(device)!r}: {where} needs {needed}")
-        for spec in specs:
+        for spec in setup.specs:
             if major == 9:  # others do not compile for pages, or read outside them (version 4.0.0b)
                 fits, taken = spec.head_dim in (*range(16, 129, 16), 192, 256), "multiples of 16 up to 128, 192 and 256"
             else:

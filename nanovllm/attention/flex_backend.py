@@ -7,14 +7,14 @@ are. What it calls a key's index is a place in the cache; `_Tiles.logical` turns
 finds out whether the place is the row's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.errors import refuse
 
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
@@ -81,25 +81,22 @@ class FlexBackend(AttentionBackend):
     can_capture = False
     takes_functions = token_major_cache = True
 
-    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
-                 score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
+    def __init__(self, setup: AttentionSetup, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
         """score_mod(score, slot, head, query position, key position) -> score, after the model's own soft-cap;
         mask_mod(slot, head, query position, key position) -> bool, together with what the model itself can see. Both
         are of tensors without dimensions, as flex_attention has them."""
-        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype, kv_dtype)
+        super().__init__(setup)
         self._score_mod, self._mask_mod = score_mod, mask_mod
         self._on_cpu = self.device.type == "cpu"
 
     @classmethod
-    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
+    def check(cls, setup: AttentionSetup) -> None:
         where = "attention_backend='flex'"
-        if kv_dtype not in (None, dtype):
+        if setup.kv_dtype not in (None, setup.dtype):
             refuse("kv_cache_dtype", "fp8", f"'auto' with {where}")
-        if torch.device(device).type == "cuda" and block_size % 128:
-            raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 128 on a GPU")
-        for spec in specs:
+        if setup.device.type == "cuda" and setup.block_size % 128:
+            raise ValueError(f"kvcache_block_size={setup.block_size}: {where} takes multiples of 128 on a GPU")
+        for spec in setup.specs:
             if spec.has_sinks:
                 raise ValueError(f"{where}: must go with a model without attention sinks")
             if spec.head_dim < 16:

@@ -1,13 +1,12 @@
 """Attention in plain PyTorch: the reference the other backends are held to, and what a CPU runs."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
 
 
@@ -32,17 +31,16 @@ class TorchBackend(AttentionBackend):
     can_capture = False
 
     @classmethod
-    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
-        if block_size < 1:
-            raise ValueError(f"kvcache_block_size={block_size}: must be >= 1")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype}: attention_backend='torch' needs a floating-point type")
+    def check(cls, setup: AttentionSetup) -> None:
+        if setup.block_size < 1:
+            raise ValueError(f"kvcache_block_size={setup.block_size}: must be >= 1")
+        if not setup.dtype.is_floating_point:
+            raise ValueError(f"dtype={setup.dtype}: attention_backend='torch' needs a floating-point type")
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         slots, lens = metadata.row_slot.tolist(), metadata.context_lens.tolist()
         starts = metadata.cu_seqlens_q.tolist()
-        rows: dict[tuple[int | None, int], list[_Row]] = {(s.window, s.group_size): [] for s in self.specs}
+        rows: dict[tuple[int | None, int], list[_Row]] = {(s.window, s.group_size): [] for s in self.setup.specs}
         for r, (slot, context) in enumerate(zip(slots, lens, strict=True)):
             if slot < 0 or context == 0 or starts[r] == starts[r + 1]:
                 continue

@@ -1,13 +1,12 @@
 """Attention by the project's own Triton kernels: split-KV decode, causal prefill. Capturable whole in CUDA graphs."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
@@ -35,38 +34,34 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     _plan = DecodePlan
 
-    def __init__(self, specs: Sequence[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device | str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
-        super().__init__(specs, block_size, max_num_seqs, max_model_len, device, dtype, kv_dtype)
-        if max_num_seqs > MAX_NUM_SEQS:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
-        fp8 = self.kv_dtype == torch.float8_e4m3fn
+    def __init__(self, setup: AttentionSetup) -> None:
+        super().__init__(setup)
+        rows, block_size, device = setup.max_num_seqs, setup.block_size, setup.device
+        if rows > MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs={rows}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
+        sizes, fp8 = (rows, setup.max_model_len, device), setup.has_fp8_cache
         plans: dict[tuple[int, int, int | None], DecodePlan] = {}
-        for spec in self.specs:
+        self.plans: dict[AttentionSpec, DecodePlan] = {}
+        self.prefill: dict[AttentionSpec, PrefillAttention] = {}
+        for spec in setup.specs:
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            plans.setdefault(kind, self._plan(*kind, max_num_seqs, max_model_len, self.device, fp8=fp8))
-        self.plans = {spec: plans[spec.num_kv_heads, spec.head_dim, spec.window] for spec in self.specs}
-        scratch = DecodeScratch.for_specs(self.plans, self.device)
-        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
-        self.prefill = {}
-        for spec in self.specs:
+            self.plans[spec] = plans.setdefault(kind, self._plan(*kind, *sizes, fp8=fp8))
             config = self._prefill_config(spec.head_dim)
-            self.prefill[spec] = PrefillAttention(spec, block_size, max_num_seqs, self.device, config)
+            self.prefill[spec] = PrefillAttention(spec, block_size, rows, device, config)
+        scratch = DecodeScratch.for_specs(self.plans, device)
+        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
 
     def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        fp8 = self.kv_dtype == torch.float8_e4m3fn
-        return prefill_config(head_dim, self.dtype, fp8, shared_bytes(self.device))
+        return prefill_config(head_dim, self.setup.dtype, self.setup.has_fp8_cache, shared_bytes(self.device))
 
     @classmethod
-    def check(cls, specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype,
-              device: torch.device | str, kv_dtype: torch.dtype | None = None) -> None:
-        where = f"attention_backend={cls.name!r}"
-        if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(f"device={str(device)!r}: {where} needs a CUDA device")
+    def check(cls, setup: AttentionSetup) -> None:
+        where, block_size, dtype = f"attention_backend={cls.name!r}", setup.block_size, setup.dtype
+        if setup.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"device={str(setup.device)!r}: {where} needs a CUDA device")
         if block_size < 16 or block_size % 16:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
-        for spec in specs:
+        for spec in setup.specs:
             if spec.head_dim % 8 or not 8 <= spec.head_dim <= 256:
                 raise ValueError(f"head_dim={spec.head_dim}: {where} takes multiples of 8 up to 256")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -120,19 +115,19 @@ class TritonBackend(AttentionBackend):
     def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int) -> None:
         rows = num_decode + num_prefill
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        max_blocks = -(-self.max_model_len // self.block_size)
+        max_blocks = -(-self.setup.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
-            block_tables=(torch.zeros(self.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
-            max_context_len=self.max_model_len, num_tokens=rows)
+            block_tables=(torch.zeros(self.setup.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
+            max_context_len=self.setup.max_model_len, num_tokens=rows)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
-        narrow = cache.scales is not None and self.dtype == torch.bfloat16
-        q_dtype = torch.float16 if narrow else self.dtype
+        dtype = self.setup.dtype
+        q_dtype = torch.float16 if cache.scales is not None and dtype == torch.bfloat16 else dtype
         qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
-        out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=self.dtype, device=self.device)
-        sinks = torch.zeros(spec.num_heads, dtype=self.dtype, device=self.device) if spec.has_sinks else None
+        out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=dtype, device=self.device)
+        sinks = torch.zeros(spec.num_heads, dtype=dtype, device=self.device) if spec.has_sinks else None
         self.prepare(metadata)
         self.forward(qkv[:, : spec.num_heads], replace(cache, table=0), metadata, out, spec, sinks)
 
@@ -143,4 +138,4 @@ class FixedOrderTritonBackend(TritonBackend):
     _plan = FixedOrderPlan
 
     def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        return fixed_order_config(head_dim, self.dtype)
+        return fixed_order_config(head_dim, self.setup.dtype)

@@ -66,15 +66,14 @@ def _attention() -> dict[str, str]:
     """The backend for a model of common shape, and why it is the one."""
     import torch
 
-    from nanovllm.attention import select_backend
-    from nanovllm.attention.base import AttentionSpec
+    from nanovllm.attention import AttentionSetup, AttentionSpec, select_backend
 
     cuda = torch.cuda.is_available()
     spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
     dtype = torch.bfloat16 if cuda else torch.float32
-    device = "cuda" if cuda else "cpu"
+    device = torch.device("cuda" if cuda else "cpu")
     try:
-        chosen = select_backend("auto", (spec,), device=device, dtype=dtype, block_size=_BLOCK_SIZE)
+        chosen = select_backend("auto", AttentionSetup((spec,), _BLOCK_SIZE, device, dtype))
     except ValueError as error:
         return {"backend": "none", "reason": str(error)}
     return {"backend": chosen.backend.__name__.removesuffix("Backend").lower(), "reason": chosen.reason}

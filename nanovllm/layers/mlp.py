@@ -23,8 +23,8 @@ class MLP(WeightedModule):
         adds_parts: bool = True,
     ) -> None:  # fmt: skip
         """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down. fuses:
-        only an RMSNorm of the residual stream is before it, and an addition to that after it. adds_parts: see Product.
-        """
+        nothing but an RMSNorm stands before the MLP and nothing but the addition to the residual stream behind it, so
+        its kernels may compute both. adds_parts: see Product."""
         super().__init__()
         self.kernels, self.activation, self.gated = context.kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)

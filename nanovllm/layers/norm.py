@@ -44,9 +44,9 @@ class ReduceAddNorm(WeightedModule):
         self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
         rounds: bool = False,
     ) -> None:  # fmt: skip
-        """norm: applied to the new residual (None: identity). after: applied to the complete partial before
-        multiplier * it is added; its weights belong to the block that the partial comes from. rounds: what takes the
-        normalised rows would round them to e4m3, so that may happen here."""
+        """norm: of the new residual; None leaves it as it is. after: norm of the complete partial sum, before it is
+        multiplied and added; its weights belong to the block that the sum comes from. rounds: the consumer takes
+        normalised rows in e4m3, so this may round them."""
         super().__init__()
         self.norm, self.after, self.multiplier, self.rounds = norm, after, multiplier, rounds
         self.group, self.kernels = context.group, context.kernels

@@ -99,7 +99,8 @@ def check_overrides(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def end_of_text(generation: Any, config: Any, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json's ids win over config.json's."""
+    """Ids that end a text: those of generation_config.json where it has any, else config.json's; each may be one
+    number or a list. Raises ValueError for what is no id of the vocabulary."""
     found = config if generation is None else generation
     ids = () if found is None else tuple(found) if isinstance(found, (list, tuple)) else (found,)
     for token_id in ids:

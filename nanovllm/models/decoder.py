@@ -44,7 +44,7 @@ class ModelContext(LayerContext):
     max_model_len: int
 
     def norm(self, is_after: bool = False, is_last: bool = False) -> RowNorm:
-        """is_after: of a block's result; is_last: before the head."""
+        """A norm over the hidden size. is_after: it is of a block's result; is_last: it is the one before the head."""
         config = self.config
         eps = config.out_norm_eps if is_after and config.out_norm_eps is not None else config.norm_eps
         adds_one = config.norm_adds_one and not (is_last and config.last_norm_is_whole)
@@ -89,7 +89,7 @@ def has_plain_joints(config: ModelConfig) -> bool:
 
 
 def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
-    """Kernels for few rows compute all that is between this layer's products and beside them."""
+    """Whether kernels for few rows can compute everything around and between this layer's products."""
     if spec.mixer != "attention" or spec.mlp not in OWN_MLPS or config.attention_gate is not None:
         return False
     if spec.mlp == "moe":
@@ -138,7 +138,7 @@ partial sum. A Family may have more."""
 
 
 def builder(kind: str, name: str, of_all: Mapping[str, Builder], of_family: Mapping[str, Builder]) -> Builder:
-    """The builder of that name. Raises ValueError where neither all families nor this one have it."""
+    """Returns the builder of that name, of the family or of all. Raises ValueError where neither has one."""
     known = {**of_all, **of_family}
     if name not in known:
         refuse(kind, name, "one of " + ", ".join(map(repr, known)))

@@ -40,10 +40,13 @@ def read_decoder(
     kinds: list[str] | None = None, window: int | None = None, nope: Iterable[int] = (), nope_full: bool = False,
     **switches: Any,
 ) -> Fields:  # fmt: skip
-    """The fields of ModelConfig, of which `switches` are some. eps, hidden_act: names of entries. biases: of the entry
-    that gives all projections of attention a bias. ropes: the tables, where there is not one for all layers;
-    partial_rope: see read_rope. kinds: of each layer, FULL or SLIDING, unless `layer_types` says otherwise; None: all
-    are FULL. window: of sliding layers. nope: layers without rotary embedding; nope_full: those that are FULL."""
+    """Reads the fields of ModelConfig that nearly all families have, and adds `switches`, which are some of the others.
+
+    Names of entries: `eps` has the norms' epsilon, `hidden_act` the activation, and `biases`, where given, says whether
+    attention's projections have a bias. `ropes` are the rotary tables, where one for all layers is not enough;
+    `partial_rope` allows that a part of a head is rotated. `kinds` has FULL or SLIDING for each layer (None: all are
+    FULL) and gives way to the entry `layer_types`; `window` is what sliding layers see. Layers in `nope`, and with
+    `nope_full` the FULL ones, have no rotary embedding."""
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:

@@ -117,12 +117,13 @@ def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: A
 
 
 METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq}
-"""quant_method -> what reads the entry: how weights are held, and the names of modules that are not."""
+"""Readers of a quantization_config by its quant_method: each returns how the weights are quantised, and the names of
+modules that are not."""
 
 
 def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Quantization | None, list[str]]:
-    """(how weights are held, names of modules that are not). raw: config.json's quantization_config; wanted:
-    EngineConfig.quantization. Raises ValueError for what is not served."""
+    """Returns how the weights are quantised (None: not at all), and the names of modules that are not. raw:
+    config.json's quantization_config; wanted: EngineConfig.quantization. Raises ValueError for what is not served."""
     if raw is None:
         group = _INT4_GROUP if wanted == "int4" else 0
         return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
@@ -155,7 +156,7 @@ class _Named:
 
 
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
-    """(part of LayerSpec.wide, its modules) of the layer with this path."""
+    """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
         if spec.mlp == "dense" or part in ("qkv", "o"):
             yield part, [f"{layer}.{module}" for module in modules]

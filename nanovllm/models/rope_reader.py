@@ -23,7 +23,7 @@ def rope_entries(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_rope(config: ConfigReader, partial: bool = False) -> RopeConfig:
-    """The model's one table. `partial`: a part of a head may be rotated."""
+    """Reads the model's one table. `partial`: the family may rotate a part of each head; others refuse that."""
     plain = {"rope_theta": config.get("rope_theta", 1e4), "partial_rotary_factor": config.get("partial_rotary_factor")}
     return _table({**plain, **rope_entries(config)}, config, partial)
 

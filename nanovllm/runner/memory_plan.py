@@ -260,6 +260,6 @@ def _token_bytes(operations: Sequence[Operation], dtype: torch.dtype) -> int:
 
 
 def _graph_bytes(layers: DecoderForCausalLM, rules: Rules, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of all graphs: their pool is that of the largest."""
+    """Bytes of all graphs: they share a pool, which the largest fills."""
     [largest, *_] = captured_shapes(config.max_num_seqs, config.max_num_batched_tokens)
     return _step_bytes(layers, rules, sum(largest), config.max_num_seqs, dtype)

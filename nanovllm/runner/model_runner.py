@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanovllm.attention import AttentionBackend, AttentionSpec, select_backend
+from nanovllm.attention import AttentionBackend, AttentionSetup, AttentionSpec, select_backend
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels import select_kernels
@@ -141,17 +141,16 @@ class ModelRunner:
         name = config.attention_backend
         if mode is not None:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
-        found, self.backend_reason, is_fallback = select_backend(
-            name, specs, device=self.device, dtype=self.dtype, block_size=self.block_size, kv_dtype=self.kv_dtype
-        )
+        types, sizes = (self.device, self.dtype, self.kv_dtype), (config.max_num_seqs, self.max_model_len)
+        setup = AttentionSetup(specs, self.block_size, *types, *sizes)
+        found, self.backend_reason, is_fallback = select_backend(name, setup)
         if mode is not None:
             self.backend_reason = f"exact_bits={mode!r}"
         if self.group.rank == 0:
             level = logging.WARNING if is_fallback else logging.INFO
             logger.log(level, "attention backend: %s (%s)", found.name, self.backend_reason)
         functions: Any = {"score_mod": config.score_mod, "mask_mod": config.mask_mod} if found.takes_functions else {}
-        sizes = (self.block_size, config.max_num_seqs, self.max_model_len)
-        backend = found(specs, *sizes, self.device, self.dtype, self.kv_dtype, **functions)
+        backend = found(setup, **functions)
         backend.is_required = config.attention_backend != "auto"
         return backend
 

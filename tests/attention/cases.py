@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanovllm.attention import AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 
@@ -43,6 +43,14 @@ class Case:
             return float("inf")
         difference = out[real].double() - self.expected[real]
         return float(difference.norm() / self.expected[real].norm())
+
+
+def setup_of(case: Case, more: tuple[AttentionSpec, ...] = ()) -> AttentionSetup:
+    """Setup of a backend that serves this case, and layers of `more` kinds."""
+    (slots, max_blocks), block_size = case.metadata.block_tables[0].shape, case.k_cache.shape[2]
+    specs = tuple(dict.fromkeys((case.spec, *more)))
+    types = (torch.device(DEVICE), DTYPE, None if case.kv_scales is None else case.k_cache.dtype)
+    return AttentionSetup(specs, block_size, *types, slots, max_blocks * block_size)
 
 
 def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: int, *, num_q_heads: int,

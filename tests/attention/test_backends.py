@@ -3,28 +3,26 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like, setup_of
 from interpreting import fewer, nightly
 
-from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSpec, KVCache, select_backend
+from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSetup, AttentionSpec, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 
 # Decode rows (one of them padding), then chunks with and without a prefix, then a padding chunk.
 QUERIES = [1, 1, 1, 20, 37, 1, 0]
 CONTEXTS = [50, 0, 300, 20, 90, 65, 0]
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
+ON_CPU = AttentionSetup((SPEC,), 16, torch.device("cpu"), torch.float32)
 by_name = pytest.mark.parametrize("name", list(BACKENDS))
 
 
 def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -> AttentionBackend:
-    specs, block_size = (case.spec, *specs), case.k_cache.shape[2]
-    kv_dtype = None if case.kv_scales is None else case.k_cache.dtype
+    setup = setup_of(case, specs)
     try:
-        found = select_backend(name, specs, device=DEVICE, dtype=DTYPE, block_size=block_size, kv_dtype=kv_dtype)
+        return select_backend(name, setup).backend(setup)
     except ValueError as error:
         pytest.skip(str(error))
-    slots, max_blocks = case.metadata.block_tables[0].shape
-    return found.backend(specs, block_size, slots, max_blocks * block_size, DEVICE, DTYPE, kv_dtype)
 
 
 def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
@@ -135,7 +133,7 @@ def test_torch_rows_do_not_depend_on_neighbours() -> None:
 
 
 def test_auto_on_a_cpu_is_torch() -> None:
-    selection = select_backend("auto", [SPEC], device="cpu", dtype=torch.float32, block_size=16)
+    selection = select_backend("auto", ON_CPU)
     assert selection.backend is TorchBackend
     assert "cpu" in selection.reason
 
@@ -146,10 +144,11 @@ def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(TritonBackend, "check", classmethod(lambda *_: None))
     monkeypatch.setitem(BACKENDS, "flash", ("no_such_module", "FlashBackend"))
-    selection = select_backend("auto", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128)
+    on_gpu = AttentionSetup((SPEC,), 128, torch.device("cuda"), torch.bfloat16)
+    selection = select_backend("auto", on_gpu)
     assert selection.backend is TritonBackend and selection.is_fallback
     assert "no_such_module" in selection.reason
-    by_name = select_backend("triton", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128)
+    by_name = select_backend("triton", on_gpu)
     assert not by_name.is_fallback
 
 
@@ -161,17 +160,17 @@ def test_a_fallback_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
     ("triton", {"dtype": torch.float64}, "dtype=torch.float64"),
 ])
 def test_refusals_name_option_and_value(name: str, change: dict[str, object], message: str) -> None:
-    options: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE, "block_size": 16, "head_dim": 64} | change
-    specs = [SPEC, replace(SPEC, head_dim=options.pop("head_dim"))]
+    options: dict[str, Any] = {"device": torch.device(DEVICE), "dtype": DTYPE, "head_dim": 64} | change
+    setup = replace(ON_CPU, specs=(SPEC, replace(SPEC, head_dim=options.pop("head_dim"))), **options)
     with pytest.raises(ValueError, match=message):
-        select_backend(name, specs, **options)
+        select_backend(name, setup)
 
 
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="device='cpu'"):
-        select_backend("triton", [SPEC], device="cpu", dtype=torch.float32, block_size=16)
+        select_backend("triton", ON_CPU)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -8,7 +8,7 @@ import torch
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case
 from test_backends import make_backend, run
 
-from nanovllm.attention import AttentionSpec, select_backend
+from nanovllm.attention import AttentionSetup, AttentionSpec, select_backend
 
 FP8 = torch.float8_e4m3fn
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
@@ -74,10 +74,10 @@ def test_backends_without_it_say_so(name: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(flash_import, "installed", lambda: True)
         monkeypatch.setattr("nanovllm.attention.triton_backend.TritonBackend.check", classmethod(lambda *_: None))
     with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8': must be 'auto' with attention_backend='{name}'"):
-        select_backend(name, [SPEC], device=DEVICE, dtype=DTYPE, block_size=128, kv_dtype=FP8)
+        select_backend(name, AttentionSetup((SPEC,), 128, torch.device(DEVICE), DTYPE, FP8))
 
 
 def test_a_device_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': .* compute capability 8\.0; FP8 needs 8\.9"):
-        select_backend("auto", [SPEC], device="cuda", dtype=torch.bfloat16, block_size=128, kv_dtype=FP8)
+        select_backend("auto", AttentionSetup((SPEC,), 128, torch.device("cuda"), torch.bfloat16, FP8))

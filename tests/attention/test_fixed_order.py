@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, DTYPE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
+from cases import DEVICE, DTYPE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length, setup_of
 
 from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
@@ -68,9 +68,8 @@ def test_prefill_matches_float64(options: dict[str, Any]) -> None:
 
 def test_the_backend_serves_decodes_beside_prompts() -> None:
     case = case_of([1, 1, 40], [30, 200, 90], 2)
-    m = case.metadata
-    found = select_backend("fixed-order triton", [case.spec], device=DEVICE, dtype=DTYPE, block_size=16).backend
-    backend = found([case.spec], 16, m.block_tables[0].shape[0], m.block_tables[0].shape[1] * 16, DEVICE, DTYPE)
+    m, setup = case.metadata, setup_of(case)
+    backend = select_backend("fixed-order triton", setup).backend(setup)
     backend.prepare(m)
     out = backend.forward(case.q, case.cache, m, nan_like(case.q), case.spec)
     assert case.error_of(out) < TOLERANCE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.attention import flash_import, select_backend
+from nanovllm.attention import AttentionSetup, flash_import, select_backend
 from nanovllm.attention.base import AttentionSpec
 
 Install = Callable[..., None]
@@ -87,7 +87,7 @@ def test_not_installed_at_all_is_found_out_at_once(install: Install) -> None:
     sys.modules.pop("nanovllm.attention.flash_backend", None)
     install()
     with pytest.raises(ValueError, match="attention_backend='flash': must be installed"):
-        select_backend("flash", (), device="cuda", dtype=torch.bfloat16, block_size=128)
+        select_backend("flash", AttentionSetup((), 128, torch.device("cuda"), torch.bfloat16))
 
 
 @pytest.mark.parametrize("capability, takes", [((9, 0), {64, 80, 96, 128, 192, 256}), ((10, 0), {64, 128})])
@@ -101,8 +101,9 @@ def test_head_sizes_by_device(
 
     for head_dim in (64, 72, 80, 96, 128, 160, 176, 192, 248, 256):
         specs = (AttentionSpec(4, 2, head_dim, head_dim**-0.5),)
+        setup = AttentionSetup(specs, 128, torch.device("cuda"), torch.bfloat16)
         if head_dim in takes:
-            FlashBackend.check(specs, 128, torch.bfloat16, "cuda")
+            FlashBackend.check(setup)
         else:
             with pytest.raises(ValueError, match=f"head_dim={head_dim}: attention_backend='flash'"):
-                FlashBackend.check(specs, 128, torch.bfloat16, "cuda")
+                FlashBackend.check(setup)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, DTYPE, TOLERANCE, make_case
+from cases import TOLERANCE, make_case, setup_of
 from test_backends import CONTEXTS, QUERIES, run
 
 from nanovllm import LLM, SamplingParams
@@ -17,9 +17,7 @@ SHAPE: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "b
 
 
 def backend(case: Any, **functions: Any) -> FlexBackend:
-    slots, max_blocks = case.metadata.block_tables[0].shape
-    block_size = case.k_cache.shape[2]
-    return FlexBackend([case.spec], block_size, slots, max_blocks * block_size, DEVICE, DTYPE, **functions)
+    return FlexBackend(setup_of(case), **functions)
 
 
 def test_a_window_and_a_softcap_given_as_functions_equal_the_models_own() -> None:
@@ -53,9 +51,7 @@ def test_pages_that_rows_share_and_that_are_elsewhere_in_the_cache() -> None:
     for name in ("k_cache", "v_cache"):
         cache = getattr(case, name)
         setattr(case, name, cache.transpose(1, 2).contiguous().transpose(1, 2))
-    num_slots, max_blocks = table.shape
-    reference = TorchBackend([case.spec], 128, num_slots, max_blocks * 128, DEVICE, DTYPE)
-    found, expected = (run(case, each).double() for each in (backend(case), reference))
+    found, expected = (run(case, each).double() for each in (backend(case), TorchBackend(setup_of(case))))
     assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, DTYPE, make_case
 
+from nanovllm.attention.base import AttentionSetup
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
@@ -50,7 +51,7 @@ def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
             return case.q.new_zeros(rows, 128)
 
         monkeypatch.setattr(attention.o_proj.matrix, "multiply", multiply)
-        backend = TritonBackend((case.spec,), 128, 4, 512, device, DTYPE)
+        backend = TritonBackend(AttentionSetup((case.spec,), 128, device, DTYPE, None, 4, 512))
         backend.prepare(case.metadata)
         nowhere = torch.full((rows,), -1, dtype=torch.int32, device=device)
         step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)

@@ -16,8 +16,8 @@ from nanovllm.models.rope_reader import read_ropes
 
 
 def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_scaling_factor") -> MoEConfig:
-    """name, shared, scale: of the entries with the number of experts, of those that every token goes to, and with the
-    factor on their sum."""
+    """Reads a mixture with sigmoid scores. The arguments name entries of config.json: `name` the number of experts,
+    `shared` the number of experts that every token goes to, `scale` the factor on the weights of the chosen ones."""
     width = config.integer("moe_intermediate_size")
     moe = read_experts(
         config, name, "moe_intermediate_size", scoring="sigmoid", renormalise=config.flag("norm_topk_prob", True),
@@ -31,7 +31,8 @@ def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_
 
 
 def _dense_first(config: ConfigReader, default: int) -> set[int]:
-    """The layers with experts, where the first ones have none."""
+    """Indices of the layers with experts: all but the first `first_k_dense_replace` (of which `default` is the number
+    where config.json has none), unless `mlp_layer_types` says otherwise."""
     count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
     kinds = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
     if not isinstance(kinds, list) or len(kinds) < count or any(kind not in ("dense", "sparse") for kind in kinds):

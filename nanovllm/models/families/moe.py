@@ -23,7 +23,8 @@ def with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) -> 
 def read_experts(
     config: ConfigReader, name: str, size: str, top_k: str = "num_experts_per_tok", **more: Any
 ) -> MoEConfig:
-    """name, size, top_k: of the entries with the number of experts, the width of one, and how many a token has."""
+    """Reads a mixture. Three arguments name entries of config.json: `name` the number of experts, `size` the width of
+    one, `top_k` the number of experts of a token. more: other fields of MoEConfig."""
     config.choice("hidden_act", ("silu",), "silu")
     count, of_token = config.integer(name), config.integer(top_k)
     if of_token > count:
