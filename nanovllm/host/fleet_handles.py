@@ -36,10 +36,10 @@ class FleetHandles:
             self._start_all()
 
     def start(self) -> None:
-        """Connects to the Ray cluster if there is one, which may take a minute. Raises as ray_start.reserve does."""
+        """Connects to the Ray cluster if there is one, which may take a minute. Raises as ray_cluster.reserve does."""
         if self._on_ray:
             from nanovllm.config import EngineConfig
-            from nanovllm.host.ray_start import reserve
+            from nanovllm.host.ray_cluster import reserve
 
             self._make, self._close_cluster = reserve(EngineConfig.from_options(self._model, **self._options))
             self._start_all()
@@ -72,7 +72,7 @@ class FleetHandles:
         return self.fleet
 
     def _send(self, number: int, frames: list[wire.Down]) -> None:
-        self.all[number].send_packed(b"".join(map(wire.pack, frames)))
+        self.all[number].send(*frames)
 
     def _restart(self, number: int) -> None:
         self.all[number] = handle = self._make(wire.Start(self._model, self._options, number))

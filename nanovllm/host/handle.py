@@ -57,13 +57,12 @@ class Handle(ABC):
         """Monotonic time of the last sign of life."""
         self._closes = threading.Lock()
 
-    def send(self, frame: wire.Down) -> None:
-        """Queues a frame and sends as much as possible without waiting. Frames to a lost engine are dropped."""
-        self.send_packed(wire.pack(frame))
+    def send(self, *frames: wire.Down) -> None:
+        """Queues frames and sends as much as possible without waiting. Frames to a lost engine are dropped."""
+        self._send(b"".join(map(wire.pack, frames)))
 
     @abstractmethod
-    def send_packed(self, packed: bytes) -> None:
-        """Sends frames that are packed already; see `send`."""
+    def _send(self, packed: bytes) -> None: ...
 
     def rouse(self) -> None:  # noqa: B027 (optional)
         """Wakes an idle engine before a request is sent, if that is faster than the request itself. From any thread."""
@@ -153,7 +152,7 @@ class ChildHandle(Handle):
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send_packed(self, packed: bytes) -> None:
+    def _send(self, packed: bytes) -> None:
         with self._sends:
             if not self._is_there:
                 return

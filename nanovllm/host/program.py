@@ -115,7 +115,6 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
     config, model = engine.config, engine.model_config
     return {
         "model": config.model,
-        "tokenizer": config.tokenizer or config.model,
         "max_model_len": engine.book.max_total_tokens,
         "max_num_seqs": config.max_num_seqs,
         "vocab_size": model.vocab_size,
@@ -130,7 +129,6 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "logprobs_mode": config.logprobs_mode,
         "prefix_caching": config.enable_prefix_caching,
-        "pid": os.getpid(),
     }
 
 

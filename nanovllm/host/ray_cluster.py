@@ -6,11 +6,16 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
+from nanovllm.host import wire
+from nanovllm.host.handle import Handle
 from nanovllm.version import __version__
 
 _ANSWER_SECONDS = 20.0  # for a cluster to answer
@@ -22,6 +27,35 @@ _num_users = 0
 """Number of engines that use the connection, if this module made it; the last one to close ends it."""
 
 
+def reserve(config: EngineConfig) -> tuple[Callable[[wire.Start], Handle], Callable[[], None]]:
+    """Reserves the cluster; returns a function that starts an engine in an actor, and one that releases the cluster.
+    Raises ImportError without Ray; ValueError, before anything starts, if the cluster does not answer or lacks GPUs or
+    the model."""
+    model, tokenizer = _absolute(config.model), _absolute(config.tokenizer)
+    assert model is not None
+    config = replace(config, model=model, tokenizer=tokenizer)
+    with ExitStack() as reserved:
+        reserved.enter_context(connected(config.ray_address))
+        placement = Placement(config)
+        reserved.callback(placement.close)
+        placement.check_nodes(config)
+        from nanovllm.host.ray_handle import RayHandle
+
+        held = reserved.pop_all()
+
+    def make(start: wire.Start) -> Handle:
+        options = start.options if tokenizer is None else {**start.options, "tokenizer": tokenizer}
+        placed = placement.options(start.number, **placement.share())
+        return RayHandle(wire.Start(model, options, start.number), placed)
+
+    return make, held.close
+
+
+def _absolute(path: str | None) -> str | None:
+    """Makes the path of a folder absolute, because actors have other working folders."""
+    return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
+
+
 def import_ray() -> Any:
     """Imports Ray. Raises an ImportError that says what to install."""
     try:
@@ -31,31 +65,27 @@ def import_ray() -> Any:
     return ray
 
 
-class Connection:
-    """Connection of this process to Ray: an existing one, or a new one, which `close` ends."""
-
-    def __init__(self, address: str | None) -> None:
-        """Raises ImportError without Ray, ValueError if `address` (EngineConfig.ray_address) does not answer."""
-        global _num_users
-        self._ray = ray = import_ray()
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connection of this process to Ray: an existing one, or a new one, which ends with the context. Raises ImportError
+    without Ray, ValueError if `address` (EngineConfig.ray_address) does not answer."""
+    global _num_users
+    ray = import_ray()
+    with _lock:
+        is_ours = _num_users > 0 or not ray.is_initialized()
+        if not ray.is_initialized():
+            _connect(ray, address)
+        elif address not in (None, "auto") and _resolved(address) != ray.get_runtime_context().gcs_address:
+            there = ray.get_runtime_context().gcs_address
+            refuse("ray_address", address, f"that of the cluster that this program is connected to: {there}")
+        _num_users += is_ours
+    try:
+        yield
+    finally:
         with _lock:
-            self._is_ours = _num_users > 0 or not ray.is_initialized()
-            if not ray.is_initialized():
-                _connect(ray, address)
-            elif address not in (None, "auto") and _resolved(address) != ray.get_runtime_context().gcs_address:
-                there = ray.get_runtime_context().gcs_address
-                refuse("ray_address", address, f"that of the cluster that this program is connected to: {there}")
-            _num_users += self._is_ours
-
-    def close(self) -> None:
-        """Does nothing the second time."""
-        global _num_users
-        with _lock:
-            if self._is_ours:
-                self._is_ours = False
-                _num_users -= 1
-                if not _num_users:
-                    self._ray.shutdown()
+            _num_users -= is_ours
+            if is_ours and not _num_users:
+                ray.shutdown()
 
 
 def _connect(ray: Any, address: str | None) -> None:

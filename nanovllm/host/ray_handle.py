@@ -13,7 +13,6 @@ import ray
 from nanovllm.host import wire
 from nanovllm.host.handle import SILENCE, Handle, Lost
 from nanovllm.host.program import run
-from nanovllm.host.ray_cluster import Placement
 from nanovllm.processes.framing import FrameBuffer
 
 _LARGE = 1 << 16  # bytes; larger messages go through Ray's object store
@@ -90,10 +89,10 @@ class RayHandle(Handle):
     """An engine in an actor, on the node of its bundle. Calls of Ray may block, so one thread polls the actor and
     another one sends to it."""
 
-    def __init__(self, start: wire.Start, placement: Placement) -> None:
+    def __init__(self, start: wire.Start, placed: dict[str, Any]) -> None:
+        """`placed`: options of the actor that place it on its node."""
         super().__init__(start.number)
         options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
-        placed = placement.options(start.number, **placement.share())
         actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
         self._actor = actor.remote()
         self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -113,7 +112,7 @@ class RayHandle(Handle):
     def fileno(self) -> int:
         return self._rings.fileno()
 
-    def send_packed(self, packed: bytes) -> None:
+    def _send(self, packed: bytes) -> None:
         if not self._ended.is_set():
             self._count_unsent(len(packed))
             self._to_send.put(packed)

@@ -168,14 +168,14 @@ def test_more_than_a_cluster_has_is_refused(cluster: Any) -> None:
 
 
 def test_a_node_without_the_folder_is_named(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = ray_cluster.Connection(cluster.address)
     config = EngineConfig("/no/such/folder", device="cpu", data_parallel_size=2, data_parallel_backend="ray")
-    placement = ray_cluster.Placement(config)
-    monkeypatch.setattr(ray_cluster, "Path", lambda path: SimpleNamespace(is_dir=lambda: True))  # as if it were here
-    with pytest.raises(ValueError, match=r"model='/no/such/folder': must be a folder on every node, .* \(replica 0\)"):
-        placement.check_nodes(config)
-    placement.close()
-    connection.close()
+    with ray_cluster.connected(cluster.address):
+        placement = ray_cluster.Placement(config)
+        monkeypatch.setattr(ray_cluster, "Path", lambda _: SimpleNamespace(is_dir=lambda: True))  # as if it were here
+        bound = r"model='/no/such/folder': must be a folder on every node, .* \(replica 0\)"
+        with pytest.raises(ValueError, match=bound):
+            placement.check_nodes(config)
+        placement.close()
 
 
 def test_kinds_of_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
