@@ -165,13 +165,15 @@ def test_a_second_request_computes_only_what_is_not_cached(length: int, is_cachi
     simulation.run_to_end()
 
 
-def test_outputs_are_hits_too() -> None:
+@pytest.mark.parametrize(("num_output", "cached"), [(10, 12), (9, 8)], ids=["whole blocks", "but for the last token"])
+def test_outputs_are_hits_too(num_output: int, cached: int) -> None:
+    """But for the last token, which is never computed, and so no block that it fills."""
     simulation = Simulation(block_size=4)
-    first = simulation.add([1, 2, 3], max_tokens=10)
+    first = simulation.add([1, 2, 3], max_tokens=num_output)
     simulation.run_to_end()
     followup = simulation.add([1, 2, 3, *first.gained, 0])
     simulation.run_to_end()
-    assert followup.seq.num_prompt_cached_tokens == 12
+    assert followup.seq.num_prompt_cached_tokens == cached
 
 
 def test_output_that_a_request_comes_with_is_no_hit_of_its_prompt() -> None:

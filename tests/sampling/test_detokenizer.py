@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sampling_engines import DEMO
 from transformers import AutoTokenizer
@@ -81,6 +81,7 @@ PIECES = st.lists(st.text("ab.", max_size=5) | st.just("ab" * 40), max_size=30)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+@example(pieces=[*"aab"], stops=["aab"], include=False, first=0)
 @given(pieces=PIECES, stops=STOPS, include=st.booleans(), first=st.integers(0, 4))
 def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str], include: bool, first: int) -> None:
     """Stops count from token `first` on; the token that completes one ends the text, at the one that begins first."""
