@@ -183,13 +183,6 @@ def test_template_variables_and_misspelt_keywords_of_a_chat(llm: LLM) -> None:
         llm.chat(chat, GREEDY, **options, polit=True)
 
 
-def test_an_output_without_a_bound_ends_with_the_context(llm: LLM) -> None:
-    limit = llm.engine.book.max_total_tokens
-    params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
-    [output] = llm.generate([[5] * (limit - 6)], params, use_tqdm=False)
-    assert (len(output.token_ids), output.finish_reason) == (6, "length")
-
-
 def test_the_bar_goes_to_stderr_or_nowhere(
     llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,12 +282,6 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so() -> None:
     assert why_no_graphs(gpu, True, fused, able, []) == "enforce_eager=True"
     assert "plain kernels" in str(why_no_graphs(gpu, False, select_kernels("cuda", fused=False), able, []))
     assert "cpu" in str(why_no_graphs(torch.device("cpu"), False, fused, able, []))
-
-
-def test_options_as_settled_and_engine_info(llm: LLM) -> None:
-    assert (llm.config.max_model_len, llm.config.dtype, llm.config.device) == (128, "float32", "cpu")
-    info = llm.engine_info()
-    assert info["device"] == "cpu" and info["tensor_parallel_size"] == 1 and info["num_kvcache_blocks"] == 64
 
 
 @pytest.mark.parametrize(("is_fallback", "level"), [(False, logging.INFO), (True, logging.WARNING)])

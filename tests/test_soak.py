@@ -9,7 +9,6 @@ from programs import ROOT, run
 
 from nanovllm import SamplingParams
 from nanovllm.engine import prefix_keys
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import StepColumns
 
 SECONDS = 10
@@ -53,21 +52,6 @@ def test_wrong_sharing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_keys, "_digest", key_of_another_text)
     found = violations()
     assert any("alone it was" in text for text in found), found
-
-
-@pytest.mark.slow
-def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fiftieth turn of the engine keeps what it has to report to itself."""
-    step, turns = LLMEngine.step, iter(range(10**9))
-
-    def forgetful(engine: LLMEngine) -> StepColumns:
-        outputs = step(engine)
-        return outputs if next(turns) % 50 else StepColumns()
-
-    changes: Any = monkeypatch
-    changes.setattr(LLMEngine, "step", forgetful)
-    changes.setattr(soak, "DRAIN_SECONDS", 3.0)
-    assert violations()
 
 
 def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
