@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import SMALL, make_model, save
 
 from nanovllm import LLM, SamplingParams
 
-VOCAB = 301
+VOCAB = SMALL["vocab_size"]
 OPTIONS: dict[str, Any] = {
     "max_logprobs": -1,
     "skip_tokenizer_init": True,
@@ -24,27 +25,9 @@ class Policy:
     """A model of transformers, the folder that it was saved to, and its weights."""
 
     def __init__(self, folder: Path, seed: int, **changes: Any) -> None:
-        from transformers import Qwen3Config, Qwen3ForCausalLM  # here, as it may import triton: see conftest.py
-
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            **{"tie_word_embeddings": False, **changes},
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=2048,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-            initializer_range=0.2,
-        )
-        self.model = Qwen3ForCausalLM(config).eval()
-        self.model.save_pretrained(folder)
-        self.folder = str(folder)
+        shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+        self.model = make_model(seed, 0.2, max_position_embeddings=2048, **shape, **changes)
+        self.folder = str(save(self.model, folder))
         self.weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
