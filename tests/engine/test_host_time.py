@@ -4,6 +4,7 @@ import time
 from collections import deque
 from statistics import median
 
+import pytest
 from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
@@ -41,3 +42,32 @@ def schedule_seconds(num_waiting: int) -> float:
 def test_a_step_takes_as_long_however_many_wait() -> None:
     """CPU time of this thread; a run may be repeated, as others on the machine take of its caches."""
     assert any(schedule_seconds(8 * NUM_ROWS) < 2 * schedule_seconds(NUM_ROWS) for _ in range(3))
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_long_row_that_waits_is_looked_up_at_once_in_later_steps(block_size: int) -> None:
+    """Memory lacks for the rest of a row of which 100,000 tokens are cached, and every step asks whether it fits."""
+    prompt = [number % 1000 for number in range(100_000)]
+    config = EngineConfig("model", max_num_seqs=64, max_model_len=1 << 18, disable=("lookahead",))
+    scheduler = Scheduler(config, StateSize(160_000 // block_size, block_size))
+
+    def step() -> float:
+        begin = time.thread_time()
+        plan = scheduler.schedule()
+        seconds = time.thread_time() - begin
+        assert plan is not None
+        scheduler.apply(plan, [17] * plan.num_sample_rows)
+        return seconds
+
+    scheduler.add(make_sequence(0, [*prompt, 5], 1))
+    while scheduler.has_unfinished():
+        step()
+    for number in range(1, 9):
+        scheduler.add(make_sequence(number, [number] * 3000, 3000))
+    while scheduler.waiting or not all(seq.last_token_on_device for seq in scheduler.running):
+        step()
+    num_left = scheduler.memory.num_free_blocks * block_size - len(prompt)
+    scheduler.add(make_sequence(9, [*prompt, *[9] * (num_left + block_size)], 100))
+    first, *later = [step() for _ in range(101)]
+    assert len(scheduler.waiting) == 1, "it waits"
+    assert median(later) < first / 20
