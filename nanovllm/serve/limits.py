@@ -41,6 +41,8 @@ PREPARING_BYTES = 64 << 20
 """Maximum bytes of all texts that wait for the threads that render and tokenize."""
 COMPLETIONS = 1024
 """Prompts times n."""
+PARAMS_BYTES = 8 << 20
+"""Bytes of the sampling fields of all prompts of a request on their way to an engine."""
 PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of prompts in one answer; each takes some 100 bytes of it."""
 LOGPROBS = 8 << 20

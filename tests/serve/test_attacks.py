@@ -247,8 +247,11 @@ ATTACKS = {
     "60 slow schemas": Attack(slow_schemas),
     # lists of words and ids
     "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
-    "stop strings": post(COMPLETIONS, 200, prompt=["a"] * 1000, max_tokens=2, stop=[c + "b" * 255 for c in LETTERS]),
+    "stop strings": post(COMPLETIONS, 200, prompt=["a"] * 300, max_tokens=2, stop=[c + "b" * 255 for c in LETTERS]),
     "allowed ids": post(COMPLETIONS, 400, prompt="a", allowed_token_ids=[*range(262_144)]),
+    "ids that each of many prompts may have": post(
+        COMPLETIONS, 400, prompt=["a"] * 1000, max_tokens=1, allowed_token_ids=[5] * 100_000
+    ),
     # text
     "content": chat(messages=user(LONG)),
     "messages": chat(messages=user("a") * 60_000),

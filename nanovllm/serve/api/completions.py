@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from nanovllm.engine.prompt import Prompt
@@ -135,7 +136,16 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     if fields.echo:
         prompts = [*map(partial(_with_text, model, fields), _as_list(fields.prompt), prompts)]
     check_repeats(fields, prompts)
+    _check_params(params, len(prompts))
     return Prepared(fields, prompts, params, counts)
+
+
+def _check_params(params: dict[str, Any], num_prompts: int) -> None:
+    """Raises ApiError where sampling fields take too much, which each prompt brings to an engine anew."""
+    size = len(msgspec.msgpack.encode(params))
+    if num_prompts > 1 and size * num_prompts > limits.PARAMS_BYTES:
+        what = f"{num_prompts} prompts with {size} bytes of sampling fields each are {num_prompts * size}"
+        raise bad_request(f"prompt: {what}, at most {limits.PARAMS_BYTES} are taken; send fewer at once")
 
 
 def check_repeats(fields: api.CompletionFields, prompts: Sequence[Prompt]) -> None:
