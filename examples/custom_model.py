@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from nanovllm import LLM, SamplingParams, register_model
+from nanovllm.layers.context import ModelContext, Place
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.decoder import ModelContext, Place
 from nanovllm.models.family import Family, Fields, read_decoder
 
 

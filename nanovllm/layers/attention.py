@@ -12,11 +12,12 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.pointwise.rope import QKNormRope
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import ModelContext, Place
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Pages
 from nanovllm.layers.quantized import takes_fp8
+from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
 
@@ -69,9 +70,8 @@ def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNor
 class GateParallelLinear(ParallelLinear):
     """Gates of this rank's heads: [T, hidden] -> [T, gates, and padding to a multiple of 8]. Always wide."""
 
-    def __init__(
-        self, context: LayerContext, activation: str, config: ModelConfig, heads: HeadSplit, head_dim: int
-    ) -> None:
+    def __init__(self, context: ModelContext, activation: str, heads: HeadSplit, head_dim: int) -> None:
+        config = context.config
         each = 1 if config.gate_per_head else head_dim
         pieces = (Piece("g_proj", (heads.num_heads * each, config.hidden_size), heads.query_cuts(each)),)
         rows = -(-heads.local_heads * each // 8) * 8
@@ -106,34 +106,31 @@ class PagedAttention:
 class Attention(WeightedModule, PagedAttention):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
-    def __init__(
-        self, context: LayerContext, config: ModelConfig, layer: LayerSpec, cos_sin: torch.Tensor | None,
-        query_scale: torch.Tensor | None, fuses: bool = False, adds_parts: bool = True,
-    ) -> None:  # fmt: skip
-        """cos_sin: see cos_sin_table, one table for all layers that rotate alike; None where nothing is rotated.
-        query_scale float32 [max_position]: factor on the queries by position. fuses, adds_parts: as in MLP."""
+    def __init__(self, context: ModelContext, layer: LayerSpec, tables: PositionTables, place: Place) -> None:
         super().__init__()
+        config = context.config
         self.group, self.kernels = context.group, context.kernels
         self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
-        self.cos_sin, self.query_scale = cos_sin, query_scale
+        self.cos_sin = None if layer.rope is None else tables.cos_sin[layer.rope, layer.head_dim]
+        self.query_scale = tables.query_scale
         dtype, device = context.dtype, context.device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         self.qkv_proj = QKVParallelLinear(
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
-            before="norm" if fuses else "",
+            before="norm" if place.fuses else "",
         )  # fmt: skip
         rounds = head_dim == GROUP and config.attention_gate is None
         rounds = rounds and takes_fp8(layer.precision("o"), context.planner.rules.device)
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
-            precision=layer.precision("o"), before="attention" if rounds else "", after="residual" if fuses else "",
-            adds_parts=adds_parts,
+            precision=layer.precision("o"), before="attention" if rounds else "",
+            after="residual" if place.fuses else "", adds_parts=place.adds_parts,
         )  # fmt: skip
         self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.g_proj = None
         if (gate := config.attention_gate) is not None:
-            self.g_proj = GateParallelLinear(context, gate, config, heads, head_dim)
+            self.g_proj = GateParallelLinear(context, gate, heads, head_dim)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """Number that the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in

@@ -1,4 +1,4 @@
-"""Context that every layer of one rank is built with, and the stream that passes between a layer's blocks."""
+"""Context that the layers and the model of one rank are built with, and the stream that passes between their blocks."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.matrix import DenseMatrix, Matrix
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.weights import Piece
-from nanovllm.model_config import Quantization
+from nanovllm.model_config import ModelConfig, Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
@@ -34,6 +34,24 @@ class LayerContext:
         if precision.method == "int4":
             return Int4Matrix(precision, rows, columns, self.dtype, self.device)
         return FP8Matrix(precision, rows, columns, pieces, self.device)
+
+
+@dataclass(frozen=True)
+class ModelContext(LayerContext):
+    """Context that a model is built with on one rank."""
+
+    config: ModelConfig
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Surroundings of a block that decide what it may leave to its neighbours."""
+
+    fuses: bool = False
+    """Kernels for few rows may compute the norm before it, and the addition after it."""
+    adds_parts: bool = True
+    """A ReduceAddNorm takes its result, and adds up sums over parts of K."""
 
 
 class Stream(NamedTuple):

@@ -20,13 +20,13 @@ from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch
 from nanovllm.kernels.plan.rules import FEW_ROUTER
 from nanovllm.kernels.pointwise.norm import MOST_PARTS, Norm
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import LayerContext, ModelContext, Place
 from nanovllm.layers.linear import part_of
 from nanovllm.layers.matrix import experts_of
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
-from nanovllm.model_config import MoEConfig, Quantization
+from nanovllm.model_config import LayerSpec, MoEConfig
 
 
 class Router(WeightedModule):
@@ -68,17 +68,14 @@ class MoE(WeightedModule):
     width, padded with zeros to a multiple of 8.
     """
 
-    def __init__(
-        self, context: LayerContext, hidden_size: int, config: MoEConfig,
-        precision: Callable[[str], Quantization | None], fuses: bool = False,
-    ) -> None:  # fmt: skip
-        """precision: of "experts", "shared_gate_up" and "shared_down". fuses: as in MLP."""
+    def __init__(self, context: ModelContext, spec: LayerSpec, place: Place) -> None:
         super().__init__()
-        group = context.group
+        group, config, hidden_size = context.group, context.config.moe, context.config.hidden_size
+        assert config is not None
         self.config, self.kernels, self.group_size = config, context.kernels, group.size
         self.hidden_size = hidden_size
         self.router = Router(context, hidden_size, config)
-        how, device = precision("experts"), context.planner.rules.device
+        how, device = spec.precision("experts"), context.planner.rules.device
         if how is not None and device.is_cuda and not device.has_tma:
             raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
@@ -94,7 +91,7 @@ class MoE(WeightedModule):
         self.adds_bias = group.rank == 0
         self.shared: MLP | None = None
         if config.shared_size:
-            precisions = (precision("shared_gate_up"), precision("shared_down"))
+            precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
             self.shared = MLP(
                 context, hidden_size, config.shared_size, precisions=precisions, adds_parts=False  # combine adds it
             )
@@ -103,7 +100,7 @@ class MoE(WeightedModule):
             config.top_groups, config.scale,
         )  # fmt: skip
         self.activation = ExpertActivation(config.activation_limit, config.activation_alpha)
-        self.experts = self._experts(context, fuses)
+        self.experts = self._experts(context, place.fuses)
         self.launches = context.planner.launches(self.experts)
         self.operations = (self.experts, *(() if self.shared is None else self.shared.operations))
 

@@ -1,10 +1,39 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864): the table of angles, with its scaled variants."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
+from nanovllm.layers.context import ModelContext
 from nanovllm.model_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class PositionTables:
+    """Tables by position, shared by all layers; as long as the engine's longest context."""
+
+    cos_sin: dict[tuple[str, int], torch.Tensor]
+    """Tables of cos and sin by the name of the rope and head_dim; see cos_sin_table."""
+    query_scale: torch.Tensor | None
+    """float32 [max_position]: factor on queries."""
+
+    @classmethod
+    def of(cls, context: ModelContext) -> "PositionTables":
+        config, length, device = context.config, context.max_model_len, context.device
+        scale = None
+        if config.query_scaling is not None:
+            beta, original = config.query_scaling
+            positions = torch.arange(length, dtype=torch.float32, device="cpu")
+            scale = (1 + beta * torch.log1p(torch.floor(positions / original))).to(device)
+        kinds = {(spec.rope, spec.head_dim) for spec in config.layers if spec.rope is not None}
+        tables = {
+            (name, head_dim): cos_sin_table(
+                config.ropes[name], head_dim, length, config.max_position_embeddings, device
+            )
+            for name, head_dim in sorted(kinds)
+        }
+        return cls(tables, scale)
 
 
 def cos_sin_table(

@@ -20,13 +20,13 @@ from nanovllm.errors import refuse
 from nanovllm.kernels.plan.plan import LayerPlan, Operation
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.attention import Attention, ForwardStep, PagedAttention, wanted_rows
-from nanovllm.layers.context import LayerContext, Stream
+from nanovllm.layers.context import ModelContext, Place, Stream
 from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.layers.quantized import takes_fp8
-from nanovllm.layers.rotary import cos_sin_table
+from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
@@ -36,51 +36,14 @@ from nanovllm.models.renaming import in_checkpoint
 from nanovllm.parallel.two_batch import run_micro_batches
 
 
-@dataclass(frozen=True)
-class ModelContext(LayerContext):
-    """Context that a model is built with on one rank."""
-
-    config: ModelConfig
-    max_model_len: int
-
-    def norm(self, is_after: bool = False, is_last: bool = False) -> RowNorm:
-        """A norm over the hidden size. is_after: it is of a block's result; is_last: it is the one before the head."""
-        config = self.config
-        eps = config.out_norm_eps if is_after and config.out_norm_eps is not None else config.norm_eps
-        adds_one = config.norm_adds_one and not (is_last and config.last_norm_is_whole)
-        return RowNorm(
-            self, config.hidden_size, eps, kind=config.norm_kind, adds_one=adds_one, has_bias=config.norm_bias
-        )
-
-    def reduce_norm(self, norm: RowNorm | None, after: RowNorm | None, rounds: bool = False) -> ReduceAddNorm:
-        return ReduceAddNorm(self, norm, after, self.config.residual_multiplier, rounds)
-
-
-@dataclass(frozen=True)
-class PositionTables:
-    """Tables by position, shared by all layers; as long as the engine's longest context."""
-
-    cos_sin: dict[tuple[str, int], torch.Tensor]
-    """Tables of cos and sin by the name of the rope and head_dim; see cos_sin_table."""
-    query_scale: torch.Tensor | None
-    """float32 [max_position]: factor on queries."""
-
-    @classmethod
-    def of(cls, context: ModelContext) -> "PositionTables":
-        config, length, device = context.config, context.max_model_len, context.device
-        scale = None
-        if config.query_scaling is not None:
-            beta, original = config.query_scaling
-            positions = torch.arange(length, dtype=torch.float32, device="cpu")
-            scale = (1 + beta * torch.log1p(torch.floor(positions / original))).to(device)
-        kinds = {(spec.rope, spec.head_dim) for spec in config.layers if spec.rope is not None}
-        tables = {
-            (name, head_dim): cos_sin_table(
-                config.ropes[name], head_dim, length, config.max_position_embeddings, device
-            )
-            for name, head_dim in sorted(kinds)
-        }
-        return cls(tables, scale)
+def make_norm(context: ModelContext, is_after: bool = False, is_last: bool = False) -> RowNorm:
+    """A norm over the hidden size. is_after: it is of a block's result; is_last: it is the one before the head."""
+    config = context.config
+    eps = config.out_norm_eps if is_after and config.out_norm_eps is not None else config.norm_eps
+    adds_one = config.norm_adds_one and not (is_last and config.last_norm_is_whole)
+    return RowNorm(
+        context, config.hidden_size, eps, kind=config.norm_kind, adds_one=adds_one, has_bias=config.norm_bias
+    )
 
 
 def has_plain_joints(config: ModelConfig) -> bool:
@@ -98,22 +61,7 @@ def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     return config.gated_mlp and config.activation == "silu"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Surroundings of a block that decide what it may leave to its neighbours."""
-
-    fuses: bool = False
-    """Kernels for few rows may compute the norm before it, and the addition after it."""
-    adds_parts: bool = True
-    """A ReduceAddNorm takes its result, and adds up sums over parts of K."""
-
-
-def attention(context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> Attention:
-    cos_sin = None if spec.rope is None else tables.cos_sin[spec.rope, spec.head_dim]
-    return Attention(context, context.config, spec, cos_sin, tables.query_scale, place.fuses, place.adds_parts)
-
-
-OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": attention}
+OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": Attention}
 """Builders of a layer's mixer by LayerSpec.mixer. A mixer is a module with `operations`, (rows [T, hidden], step) ->
 [wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have more."""
 
@@ -127,12 +75,7 @@ def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
     )  # fmt: skip
 
 
-def moe_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MoE:
-    assert context.config.moe is not None
-    return MoE(context, context.config.hidden_size, context.config.moe, spec.precision, place.fuses)
-
-
-OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": moe_mlp}
+OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": MoE}
 """Builders of a layer's MLP by LayerSpec.mlp. An MLP is a module with `operations`, [T, hidden] -> [T, hidden], a
 partial sum. A Family may have more."""
 
@@ -191,27 +134,28 @@ class DecoderLayer(WeightedModule):
         self.signature: Hashable = spec.signature
         self.norms: dict[str, RowNorm] = {}
         if place != "post":
-            self.norms["attention_norm"] = context.norm()
+            self.norms["attention_norm"] = make_norm(context)
         if place in ("post", "sandwich"):
             for name in ("attention_out_norm", "mlp_out_norm"):
-                self.norms[name] = context.norm(is_after=True)
+                self.norms[name] = make_norm(context, is_after=True)
         if place in ("pre", "sandwich"):
-            self.norms["mlp_norm"] = context.norm()
-        get, is_parallel = self.norms.get, place == "parallel"
+            self.norms["mlp_norm"] = make_norm(context)
+        get, is_parallel, factor = self.norms.get, place == "parallel", config.residual_multiplier
         fuses = has_plain_joints(config) and can_fuse(config, spec)
         around, own = Place(fuses, adds_parts=not is_parallel), family(config.architecture)
         self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, own.mixers)(context, spec, tables, around)
         self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, own.mlps)(context, spec, around)
         rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
         rounds = rounds and takes_fp8(spec.precision("qkv"), device)
-        self.input_layernorm = context.reduce_norm(get("attention_norm"), incoming, rounds)
+        self.input_layernorm = ReduceAddNorm(context, get("attention_norm"), incoming, factor, rounds)
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if is_parallel:
             self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
         else:
             rounds = spec.mlp == "dense" and takes_fp8(spec.precision("gate_up"), device)
-            self.post_attention_layernorm = context.reduce_norm(get("mlp_norm"), get("attention_out_norm"), rounds)
+            after = get("attention_out_norm")
+            self.post_attention_layernorm = ReduceAddNorm(context, get("mlp_norm"), after, factor, rounds)
             self.blocks = (
                 Block(self.input_layernorm, self.self_attn, self.self_attn.operations),
                 Block(self.post_attention_layernorm, without_step(self.mlp), self.mlp.operations),
@@ -262,7 +206,7 @@ class DecoderForCausalLM(WeightedModule):
         for spec in config.layers:
             self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
             incoming = layer.norms.get("mlp_out_norm")
-        self.norm = context.reduce_norm(context.norm(is_last=True), incoming)
+        self.norm = ReduceAddNorm(context, make_norm(context, is_last=True), incoming, config.residual_multiplier)
         self.group = context.group
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:

@@ -11,8 +11,9 @@ import torch
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.plan.plan import ExpertsLaunch, Launch, LayerPlan, Operation, Planner, Product, Rules
+from nanovllm.layers.context import ModelContext
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.models.decoder import DecoderForCausalLM
 
 INSIDE = ("rounded", "norm", "gate", "residual")
 

@@ -204,7 +204,7 @@ def _weights(layers: DecoderForCausalLM, counts: list[int]) -> int:
 
 
 def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout) -> int:
-    """Bytes of PositionTables (models/decoder.py), DeviceState and StepBuffers (kernels/step/input.py)."""
+    """Bytes of PositionTables (layers/rotary.py), DeviceState and StepBuffers (kernels/step/input.py)."""
     assert config.kvcache_block_size and config.max_model_len
     kinds = {(spec.rope, spec.head_dim) for spec in model.layers if spec.rope is not None}
     width = sum(model.ropes[name].rotary_dim(head_dim) for name, head_dim in kinds)

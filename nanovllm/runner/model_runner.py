@@ -20,10 +20,11 @@ from nanovllm.kernels.plan.config import Choices
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.context import ModelContext
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs

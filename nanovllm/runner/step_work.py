@@ -10,7 +10,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.attention import ForwardStep, wanted_rows
-from nanovllm.models.decoder import ModelContext
+from nanovllm.layers.context import ModelContext
 from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape

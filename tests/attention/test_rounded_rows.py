@@ -20,7 +20,8 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.plan.device import KNOWN
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.layers.attention import ForwardStep
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.layers.context import ModelContext
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import read_model_config
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,

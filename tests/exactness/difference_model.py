@@ -13,11 +13,12 @@ import torch
 
 from nanovllm import register_model
 from nanovllm.attention.base import KVCache
-from nanovllm.layers.attention import ForwardStep
+from nanovllm.layers.attention import Attention, ForwardStep
+from nanovllm.layers.context import ModelContext, Place
+from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.decoder import ModelContext, Place, PositionTables, attention
 from nanovllm.models.family import Family, Fields
 from nanovllm.models.names import CheckpointNames
 
@@ -31,7 +32,7 @@ class DifferentialAttention(WeightedModule):
 
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
         super().__init__()
-        self.first, self.second = (attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
+        self.first, self.second = (Attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
         self.share = parameter(1, dtype=context.dtype, device=context.device)
         self.operations = (*self.first.operations, *self.second.operations)
         self.memory = (*self.first.memory, *self.second.memory)

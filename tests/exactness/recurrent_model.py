@@ -9,12 +9,13 @@ import torch
 
 from nanovllm import register_model
 from nanovllm.layers.attention import ForwardStep, wanted_rows
+from nanovllm.layers.context import ModelContext, Place
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
+from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.decoder import ModelContext, Place, PositionTables
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import CheckpointNames
 

@@ -17,11 +17,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
+from nanovllm.layers.context import ModelContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
-from nanovllm.models.decoder import DecoderForCausalLM, ModelContext
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import parse_config, read_model_config
 
 CPU = torch.device("cpu")

@@ -15,9 +15,10 @@ from threads import run_in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels import select_kernels
-from nanovllm.layers.context import LayerContext, Stream
+from nanovllm.layers.context import LayerContext, ModelContext, Stream
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
-from nanovllm.models.decoder import Block, DecoderLayer, ModelContext, PositionTables
+from nanovllm.layers.rotary import PositionTables
+from nanovllm.models.decoder import Block, DecoderLayer
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel import two_batch
