@@ -238,22 +238,19 @@ class FleetEngine:
             ("update", {}, weights),
             ("finish_update", {"weight_version": weight_version}, None),
         ):
-            for _ in self._call(name, options, given):
-                pass  # not yielded: no other thread may step in between
+            pending = self._begin(name, options, given)
+            while pending.waiting:  # without a yield: no other thread may step in between
+                self._advance()
+            pending.result()
         return {}
 
     def _call(
         self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
     ) -> Generator[StepColumns, None, Any]:
-        options = {key: list(value) if isinstance(value, (set, tuple)) else value for key, value in options.items()}
-        pending = self.fleet.call(name, options, weights is not None)
-        if weights is not None:
-            self._send_weights(pending, weights)
+        pending = self._begin(name, options, weights)
         try:
             while pending.waiting:
-                self._take_in(_LOOK_SECONDS)
-                self._drain_inbox()
-                self._hand_out()
+                self._advance()
                 yield self._take_unreported()
         except GeneratorExit:
             if CALLS[name].in_flight(options)[1] == "wait":
@@ -261,6 +258,21 @@ class FleetEngine:
             raise
         self._hand_out()
         return pending.result()
+
+    def _begin(
+        self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
+    ) -> PendingCall:
+        options = {key: list(value) if isinstance(value, (set, tuple)) else value for key, value in options.items()}
+        pending = self.fleet.call(name, options, weights is not None)
+        if weights is not None:
+            self._send_weights(pending, weights)
+        return pending
+
+    def _advance(self) -> None:
+        """Waits a moment for the engines; the next step, or who runs a call, hands out what they have computed."""
+        self._take_in(_LOOK_SECONDS)
+        self._drain_inbox()
+        self._hand_out()
 
     def _send_weights(self, pending: PendingCall, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         from nanovllm.host.weights import sent

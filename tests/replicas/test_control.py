@@ -66,6 +66,23 @@ def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
                 assert alone.token_ids[:end] == tokens[:end]
 
 
+def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:
+    ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
+    step_until_tokens(llm)
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        for number, pair in enumerate(load_file(f"{DEMO}/model.safetensors").items()):
+            if number == 3:
+                llm.abort(ids[2])
+            yield pair
+
+    llm.load_weights(weights())
+    ends: dict[int, Any] = {}
+    while llm.has_unfinished_requests():
+        ends |= {output.request_id: output.finish_reason for output in llm.step() if output.finished}
+    assert ends == {number: "abort" if number == ids[2] else "length" for number in ids}
+
+
 def test_replicas_hold_what_one_engine_does(llm: LLM) -> None:
     with LLM(DEMO, **OPTIONS) as one:
         assert one.checksum() == llm.checksum()
