@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.chunk_size import Chunk, ChunkSize, is_partial
+from nanovllm.engine.chunk_size import Chunk, is_partial, most_prompt_tokens
 from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
@@ -33,7 +33,7 @@ class Scheduler:
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
         row gains in one step."""
-        self.config, self._chunk_size = config, ChunkSize(config, is_dense)
+        self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self._tokens_per_step = tokens_per_step
         self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
@@ -173,7 +173,8 @@ class Scheduler:
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> None:
         """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
         if plan.num_decode_rows:
-            budget = min(budget, self._chunk_size.most(plan.num_decode_rows, self.waiting.num_tokens, prompts))
+            num_decodes, num_waiting = plan.num_decode_rows, self.waiting.num_tokens
+            budget = min(budget, most_prompt_tokens(self.config, self._is_dense, num_decodes, num_waiting, prompts))
         chunks, budget = self._continue_prompts(plan, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         self._admit(plan, prompts, budget, chunks)
