@@ -11,8 +11,8 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
-from nanovllm.kernels.base.device import shared_bytes
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.plan.device import Device
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -52,7 +52,7 @@ class TritonBackend(AttentionBackend):
         self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
 
     def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        return prefill_config(head_dim, self.setup.dtype, self.setup.has_fp8_cache, shared_bytes(self.device))
+        return prefill_config(head_dim, self.setup.dtype, self.setup.has_fp8_cache, Device.of(self.device).shared_bytes)
 
     @classmethod
     def check(cls, setup: AttentionSetup) -> None:

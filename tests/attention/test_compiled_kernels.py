@@ -7,12 +7,12 @@ from compiling import SHARED_BYTES, compile_only, run_alone
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention import decode, prefill
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.plan.device import Device
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype))
 
-    decode.supports_tma = prefill.supports_tma = lambda device: capability // 10 in (9, 10)
+    Device.of = lambda _: Device("", divmod(capability, 10))
     compile_only(most_spilled=256 if capability == 90 else None, capability=capability)
     spec, rows, page, slots = AttentionSpec(*shape), 8, 128, 32
     q = made(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)[:, : spec.num_heads]

@@ -22,6 +22,7 @@ from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, max_tiles, route, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
+from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -120,7 +121,7 @@ def test_grouped_gemms_are_those_of_their_twins(
 ) -> None:
     """Widths that no tile divides, with biases and both activations; weights by descriptors or not."""
     config, tma = how
-    monkeypatch.setattr("nanovllm.kernels.moe.experts.supports_tma", lambda device: tma)
+    monkeypatch.setattr(Device, "has_tma", tma)
     experts, hidden, width, top_k = 7, 72, 40, 3
     routing = route_reference(logits_of(kind, rows, experts), TopK(experts, top_k), config.block_m)
     x = rand(rows, hidden)

@@ -9,12 +9,11 @@ from compiling import SHARED_BYTES, compile_only, run_alone
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.base import device
-from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.routing import TopK, route
+from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.rules import FEW_TOKENS, expert_configs
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -37,8 +36,7 @@ def compile_mixture(shape: Shape, rows: int, capability: int = 90, dtype_name: s
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    device.supports_pdl = lambda device: capability >= 90
-    experts.supports_tma = lambda device: capability // 10 in (9, 10)
+    Device.of = lambda _: Device("", divmod(capability, 10))
     compile_only(check, most_spilled=0 if capability == 90 else None, capability=capability)
     x, logits, options = made(rows, hidden), torch.empty(1, rows, num_experts), TopK(num_experts, top_k)
     gate_up, down = made(num_experts, 2 * width, hidden), made(num_experts, hidden, width)

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from nanovllm.kernels.base import device
 from nanovllm.kernels.base.device import ordinary_launch, pdl_options
+from nanovllm.kernels.plan.device import Device
 from nanovllm.runner.device_io import DeviceIO
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -15,7 +15,7 @@ DEPENDENT, ORDINARY = {"PDL": True, "launch_pdl": True}, {"PDL": False}
 
 @pytest.fixture
 def one_gpu_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "supports_pdl", lambda asked: asked == GPU)
+    monkeypatch.setattr(Device, "of", lambda asked: Device("", (9, 0) if asked == GPU else (0, 0)))
 
 
 def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu_can: None) -> None:
@@ -37,5 +37,5 @@ def test_ordinary_launches_end_with_their_block_and_stay_in_their_thread(one_gpu
 @pytest.mark.parametrize("enabled", [True, False])
 def test_an_engine_launches_as_it_was_told(enabled: bool) -> None:
     with DeviceIO(GPU, enabled).stream_context():
-        expected = DEPENDENT if enabled and device.supports_pdl(GPU) else ORDINARY
+        expected = DEPENDENT if enabled and Device.of(GPU).has_pdl else ORDINARY
         assert pdl_options(GPU) == expected

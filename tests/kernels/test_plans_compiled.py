@@ -9,11 +9,10 @@ from compiling import compile_only, empty, empty_fp8, run_alone
 pytest.importorskip("triton")
 
 from nanovllm.config import EngineConfig
-from nanovllm.kernels.base import device as base
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
-from nanovllm.kernels.moe import experts, few_rows
+from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, INT4
@@ -30,8 +29,7 @@ OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
 def compile_for(device: Device) -> None:
     from triton.runtime.jit import JITFunction
 
-    base.supports_pdl = lambda _: device.capability >= (9, 0)
-    experts.supports_tma = lambda _: device.has_tma
+    Device.of = lambda _: device
     compile_only(most_spilled=None, capability=10 * device.capability[0] + device.capability[1])
     compiled = JITFunction.run
     JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise

@@ -123,8 +123,8 @@ assert launched[0] == launched[1] and len(launched[0]) > 20 and runner.model.lay
 BEHIND_A_PLAN = """
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
-from nanovllm.kernels.base import device as kernels_device
-kernels_device.supports_pdl = lambda device: True
+from nanovllm.kernels.plan.device import Device
+Device.has_pdl = True
 launches = []
 class Embeddings(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):

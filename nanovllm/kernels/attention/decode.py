@@ -21,9 +21,10 @@ from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, emp
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
-from nanovllm.kernels.base.device import multiprocessors, paged_descriptor, pdl_options, supports_tma
+from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
+from nanovllm.kernels.plan.device import Device
 
 _NOTHING = tl.constexpr(NOTHING)
 
@@ -260,9 +261,9 @@ class DecodeAttention:
 
     def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
         self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
-        device = scratch.lse.device
-        self.num_sms = multiprocessors(device)
-        self.has_tma = supports_tma(device) and spec.head_dim == padded_dims(spec.head_dim)
+        device = Device.of(scratch.lse.device)
+        self.num_sms = device.processors
+        self.has_tma = device.has_tma and spec.head_dim == padded_dims(spec.head_dim)
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,

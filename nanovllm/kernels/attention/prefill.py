@@ -17,8 +17,9 @@ from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.base.device import paged_descriptor, supports_tma
+from nanovllm.kernels.base.device import paged_descriptor
 from nanovllm.kernels.plan.config import SHARED_BYTES
+from nanovllm.kernels.plan.device import Device
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class PrefillAttention:
                  config: PrefillConfig) -> None:
         self.spec, self.block_size, self.config = spec, block_size, config
         self.search_steps = max(1, max_num_seqs.bit_length())
-        self.use_tma = supports_tma(device) and block_size % config.block_n == 0
+        self.use_tma = Device.of(device).has_tma and block_size % config.block_n == 0
         self.use_tma &= spec.head_dim == padded_dims(spec.head_dim)
 
     def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:

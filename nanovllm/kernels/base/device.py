@@ -1,5 +1,5 @@
-"""Features that not every GPU has: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2,
-numbers of multiprocessors and their shared memory.
+"""Features that not every GPU has: programmatic dependent launch (PDL), tensor descriptors (TMA), prefetches into L2.
+kernels/plan/device.py says which GPUs have them.
 
 PDL lets a kernel start before the one ahead of it has ended. A kernel launched so must call `gdc_wait` in every program
 before it touches anything that an earlier kernel writes; then such kernels and ordinary ones may follow each other.
@@ -8,47 +8,25 @@ before it touches anything that an earlier kernel writes; then such kernels and 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.plan.config import SHARED_BYTES
+from nanovllm.kernels.plan.device import Device
 
 _pdl_allowed: ContextVar[bool] = ContextVar("pdl_allowed", default=True)
 
 
-@cache  # it is asked at every launch
-def supports_pdl(device: torch.device) -> bool:
-    """Whether it can start a kernel early: a GPU of compute capability 9.0 or more."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def supports_tma(device: torch.device) -> bool:
-    """Whether it has the bulk tensor copy engine, and the 227 KB of shared memory that our tiles for it take: GPUs of
-    compute capability 9.x and 10.x. (12.x has the engine and 99 KB.)"""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Maximum shared memory of one program. Where there is no GPU: that of the largest."""
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-@cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU. Where there is none: 1."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return Device.of(device).processors
 
 
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Launch options of a kernel that takes PDL as a constant: that constant, and Triton's own option where it is
     on."""
-    dependent = wanted and _pdl_allowed.get() and supports_pdl(device)
+    dependent = wanted and _pdl_allowed.get() and Device.of(device).has_pdl
     return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
 
 

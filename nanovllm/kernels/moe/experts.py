@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetched_columns, supports_tma
+from nanovllm.kernels.base.device import pdl_options, prefetched_columns
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import quantize_rows
@@ -22,6 +22,7 @@ from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_row
 from nanovllm.kernels.gemm import tile
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GroupedConfig
+from nanovllm.kernels.plan.device import Device
 
 PREFETCH_BYTES = 32 << 10
 """Bytes of a program's weights to bring into L2 while the kernel before still runs."""
@@ -62,7 +63,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
     values, x_scale = values_of(weight), None
-    k, span, tma = values.shape[2], config.block_k, supports_tma(x.device)
+    k, span, tma = values.shape[2], config.block_k, Device.of(x.device).has_tma
     if isinstance(weight, FP8Weight):
         x, x_scale, _ = quantize_rows(x)
         tma, span = True, GROUP

@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nanovllm.kernels.base.device import multiprocessors, shared_bytes
 from nanovllm.kernels.plan.config import SHARED_BYTES
 
 _KIB = 1 << 10
@@ -33,9 +34,14 @@ class Device:
 
     @property
     def has_tma(self) -> bool:
-        """Whether it has tensor copy engines, and the shared memory that our tiles for them take (12.x has the engine
-        alone). On the same GPUs our kernels multiply e4m3."""
+        """Whether it has bulk tensor copy engines, and the 227 KB of shared memory that our tiles for them take (12.x
+        has the engines and 99 KB). On the same GPUs our kernels multiply e4m3."""
         return self.capability[0] in (9, 10)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether it can start a kernel before the one ahead of it has ended (kernels/base/device.py)."""
+        return self.capability >= (9, 0)
 
     @property
     def has_roles(self) -> bool:
@@ -43,15 +49,16 @@ class Device:
         return self.capability == (9, 0)
 
     @classmethod
+    @cache  # it is asked at every launch
     def of(cls, device: torch.device) -> "Device":
         """The facts of a device of this machine."""
         if device.type != "cuda":
             return CPU
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)
         capability = (found.major, found.minor)
         version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
         scaled = capability == (9, 0) and version >= (12, 9)
-        return cls(found.name, capability, multiprocessors(device), shared_bytes(device), scaled)
+        return cls(found.name, capability, found.multi_processor_count, found.shared_memory_per_block_optin, scaled)
 
     @classmethod
     def named(cls, name: str) -> "Device":
