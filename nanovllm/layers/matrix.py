@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm import skinny, stream, tile
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm import dense
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, parameter
@@ -69,10 +68,7 @@ class DenseMatrix(nn.Module):
 
     def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
         """See Matrix."""
-        if config.is_skinny:
-            kernel = stream if config.kernel == "stream" else skinny
-            return kernel.linear(x, self.weight, config, gated=gated, **around)
-        return tile.linear(x, self.weight, config, gated=True) if gated else matmul(x, self.weight, config)
+        return dense.linear(x, self.weight, config, gated=gated, **around)
 
     def for_kernel(self) -> torch.Tensor:
         return self.weight

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm import dense
 from nanovllm.kernels.plan.config import Gemm, GemmConfig, Ranges
 from nanovllm.kernels.plan.plan import Planner, fixed_order
 from nanovllm.kernels.pointwise.norm import add_up
@@ -47,5 +47,5 @@ def rows_that_differ(weight: torch.Tensor, by_rows: Ranges, most_rows: int) -> l
 
 
 def _whole(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
-    y = matmul(x, weight, config)
+    y = dense.linear(x, weight, config)
     return y if y.dim() == 2 else add_up(y, x.dtype)

@@ -20,8 +20,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm import dense, int4, int4_row
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -93,25 +92,25 @@ class Projection:
         elif isinstance(weight, Int4Weight):
             call = int4_row.linear if config.kernel == "stream" else int4.linear
         else:
-            call = tile.linear if gated and config.kernel == "tile" else matmul
-        if gated and config.is_our_kernel and call is not matmul:
+            call = dense.linear
+        if gated and config.is_our_kernel:
             return call(self.x, weight, config, gated=True)
         return self._followed(call(self.x, weight, config))
 
     def _fused(self, config: GemmConfig, weight: torch.Tensor) -> torch.Tensor:
         """norm + GEMM (+ activation), or GEMM + residual."""
-        kind, few = self.gemm.kind, stream if config.kernel == "stream" else skinny
+        kind = self.gemm.kind
         if config.is_skinny and kind in SUMMED:
-            return few.linear(self.x, weight, config, residual=self.residual)
+            return dense.linear(self.x, weight, config, residual=self.residual)
         if config.is_skinny:
-            return few.linear(self.x, weight, config, norm=Norm(self.gain_in, EPS), gated=kind == "gate_up")
+            return dense.linear(self.x, weight, config, norm=Norm(self.gain_in, EPS), gated=kind == "gate_up")
         if kind in SUMMED:
-            product = matmul(self.x, weight, config)
+            product = dense.linear(self.x, weight, config)
             return self.residual.add_(product.sum(0) if product.ndim == 3 else product)
         x, _ = self.kernels.add_norms(self.x, None, Norm(self.gain_in, EPS))
         if kind == "gate_up" and config.kernel == "tile":
-            return tile.linear(x, weight, config, gated=True)
-        return self._followed(matmul(x, weight, config))
+            return dense.linear(x, weight, config, gated=True)
+        return self._followed(dense.linear(x, weight, config))
 
     def _followed(self, product: torch.Tensor) -> torch.Tensor:
         """The product after the kernel that takes its result."""

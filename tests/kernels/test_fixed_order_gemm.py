@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.gemm import fixed_order, tile
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm import dense, fixed_order, tile
 from nanovllm.kernels.gemm.fixed_order import linear_in_blocks
 from nanovllm.kernels.plan.config import LIBRARY, Gemm, GemmConfig
 from nanovllm.kernels.plan.order import ANY_ROWS, LEAVES, fixed_ranges, leaves_of, without_library
@@ -50,7 +49,7 @@ def test_parts_of_the_decode_kernel_are_rounded() -> None:
     x, weight = (torch.randn(rows, 512).to(DEVICE, dtype) for rows in (5, 64))
     for kernel in ("tile", "split"):
         config = GemmConfig(kernel, 64, 16, 32, 3, split_k=4, round_sums=True)
-        got, want = matmul(x, weight, config), tile.linear_reference(x, weight, config)
+        got, want = dense.linear(x, weight, config), tile.linear_reference(x, weight, config)
         assert got.dtype == want.dtype == dtype
         torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-2)
 

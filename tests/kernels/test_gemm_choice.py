@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.gemm.dispatch import matmul
+from nanovllm.kernels.gemm import dense
 from nanovllm.kernels.plan.config import (
     FP8,
     INT4,
@@ -200,6 +200,6 @@ def test_every_entry_multiplies_on_gpu() -> None:
                 continue
             for rows in {max(1, most - 3), most}:
                 x = torch.randn(rows, gemm.k, device="cuda", dtype=torch.bfloat16)
-                got, want = matmul(x, weight, config), x.float() @ weight.float().T
+                got, want = dense.linear(x, weight, config), x.float() @ weight.float().T
                 got = got.sum(0) if config.parts > 1 else got.float()
                 assert (got - want).norm() < 4e-3 * want.norm(), (gemm, rows, config)

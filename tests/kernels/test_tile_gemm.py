@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.base.padded_rows import empty_rows, padded_rows, rows_in_memory
-from nanovllm.kernels.gemm import parts, tile
+from nanovllm.kernels.gemm import dense, tile
 from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
@@ -95,7 +95,7 @@ def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None
     if torch.cuda.is_available() != (dtype == torch.bfloat16):
         pytest.skip("the other device's")
     x, weight = inputs(40, 72, 256, dtype)
-    got, want = parts.split_linear(x, weight, split(splits)), parts.split_linear_reference(x, weight, splits)
+    got, want = dense.split_linear(x, weight, split(splits)), dense.split_linear_reference(x, weight, splits)
     assert got.shape == (splits, 40, 72) and got.dtype == torch.float32
     assert relative_error(got, want) < 1e-5
     assert relative_error(got.sum(0), exact(x, weight)) < 1e-5
@@ -105,7 +105,7 @@ def test_norm_adds_up_the_parts() -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     x, weight = inputs(20, 96, 256, dtype)
     residual, gain = torch.randn_like(x[:, :96]), torch.rand_like(weight[:, 0])
-    for sums in (parts.split_linear(x, weight, split(2)), parts.split_linear(x, weight, split(4))):
+    for sums in (dense.split_linear(x, weight, split(2)), dense.split_linear(x, weight, split(4))):
         ours, twin = residual.clone(), residual.clone()
         want, _ = add_norms_reference(sums, twin, Norm(gain, EPS))
         got, _ = add_norms(sums, ours, Norm(gain, EPS))

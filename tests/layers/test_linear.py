@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.gemm import dispatch, parts, skinny
+from nanovllm.kernels.gemm import dense, skinny
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.layers.context import LayerContext
@@ -70,7 +70,7 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
     """On each of several ranks, where the norm before it is another kernel."""
     chosen: list[GemmConfig] = []
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, **_: None) -> torch.Tensor:
         chosen.append(config)
         return skinny.linear_reference(x, weight, gated=gated)
 
@@ -122,15 +122,15 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
 
     def by_halves(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         done.append(config.kernel)
-        return parts.split_linear_reference(x, weight, config.split_k)
+        return dense.split_linear_reference(x, weight, config.split_k)
 
     def fused(
-        x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, residual: torch.Tensor
+        x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None, residual: torch.Tensor
     ) -> torch.Tensor:
         done.append(config.kernel)
         return skinny.linear_reference(x, weight, residual=residual)
 
-    monkeypatch.setitem(dispatch._BY_KERNEL, "split", by_halves)
+    monkeypatch.setattr(dense, "split_linear", by_halves)
     monkeypatch.setattr(skinny, "linear", fused)
     ranks = context()
     layer = RowParallelLinear(ranks, 16, 24, bias=bias, after="residual")

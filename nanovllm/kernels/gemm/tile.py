@@ -12,6 +12,7 @@ A row's sum over K goes in an order that the tiles' sizes alone decide: it does 
 program's first weights are on their way into L2 before earlier kernels end.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.parts import sums_over_parts
 from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
@@ -368,6 +368,11 @@ def launch(
         BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
         EVEN_K=k % span == 0, TMA=tma, num_warps=config.num_warps, **constants,
     )  # fmt: skip
+
+
+def sums_over_parts(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    """x [M, K] @ weight [N, K]^T over the columns between each two of `ends`, float32 [parts, M, N]."""
+    return torch.stack([x[:, a:b].float() @ weight[:, a:b].float().T for a, b in pairwise(ends)])
 
 
 def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:

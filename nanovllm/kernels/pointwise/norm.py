@@ -175,7 +175,7 @@ def add_norms(
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
-    the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/parts.py) or
+    the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/dense.py) or
     the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with
     `round_sums` so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are
     contiguous as residual is.

@@ -8,7 +8,7 @@ any order that all ranks share, and a kernel that is launched with PDL waits for
 ahead of its first look at a slot.
 
 Rounding is that of `norm.py`, with one rounding for sum and residual together. An addend may come as sums over parts of
-K (kernels/gemm/parts.py): a rank adds up its own, in pairs, and rounds once before it sends. Sums are float32 in a
+K (kernels/gemm/dense.py): a rank adds up its own, in pairs, and rounds once before it sends. Sums are float32 in a
 fixed order, so all ranks hold the same bits. Where they are to be those of other numbers of ranks too (`round_sums`),
 a sum of any two addends is rounded.
 

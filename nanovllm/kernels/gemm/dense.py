@@ -1,0 +1,54 @@
+"""x @ W^T in 16 or 32 bits by what a GemmConfig names.
+
+cuBLAS leaves most of the chip idle where a weight has few rows: of N = 4096 it makes 32 tiles for 132
+multiprocessors. Then "split" cuts K into parts, computed side by side, and hands their float32 sums on as [parts, M, N]
+to add + RMSNorm (pointwise/norm.py), which adds them up, in pairs, on its way at next to no cost. No kernel waits for
+another's part, so no fence is needed.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.gemm import fixed_order, skinny, stream, tile
+from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.pointwise.norm import Norm
+
+
+def linear(
+    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
+    float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
+    * up, [M, N / 2]; not by the library. norm, residual: as in skinny.linear, by kernels for few rows alone."""
+    if config.is_skinny:
+        few = stream if config.kernel == "stream" else skinny
+        return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual)
+    assert norm is residual is None, config
+    if config.kernel == "tile":
+        return tile.linear(x, weight, config, gated=gated)
+    if config.kernel == "blocks":
+        return fixed_order.linear_in_blocks(x, weight, config)
+    if config.kernel == "split":
+        return split_linear(x, weight, config)
+    assert config.kernel == "library" and not gated, config
+    return F.linear(x, weight)
+
+
+def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], with config.round_sums in x's dtype, a sum over each of
+    config.split_k equal parts of K, by cuBLAS."""
+    (rows, k), n, splits = x.shape, weight.shape[0], config.split_k
+    x_parts = x.view(rows, splits, k // splits).transpose(0, 1)
+    weight_parts = weight.view(n, splits, k // splits).permute(1, 2, 0)
+    if config.round_sums:
+        return torch.bmm(x_parts, weight_parts)
+    if x.is_cuda:
+        return torch.bmm(x_parts, weight_parts, out_dtype=torch.float32)
+    return torch.bmm(x_parts.float(), weight_parts.float())
+
+
+def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    """Plain twin of `split_linear`."""
+    return tile.sums_over_parts(x, weight, [x.shape[1] // splits * part for part in range(splits + 1)])
