@@ -51,10 +51,10 @@ def expert_weights(experts: int, n: int, k: int, rows_each: int, in_blocks: bool
     return FP8Weight(torch.stack([one.values] * experts), torch.stack(scales), rows_each)
 
 
-def exact(xq: torch.Tensor, x_scale: torch.Tensor, weight: FP8Weight) -> torch.Tensor:
+def exact(rows: FP8Rows, weight: FP8Weight) -> torch.Tensor:
     """Widened by their scales, multiplied in float64."""
     n, k = weight.values.shape
-    x = xq.double() * x_scale.double().repeat_interleave(128, 1)[:, :k]
+    x = rows.values.double() * rows.scales.double().repeat_interleave(128, 1)[:, :k]
     scale = weight.scale.double().repeat_interleave(weight.rows_each, 0)[:n]
     scale = scale.repeat_interleave(128, 1)[:, :k] if scale.shape[1] > 1 else scale
     return x @ (weight.values.double() * scale).T
@@ -70,10 +70,10 @@ def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[
     static = None if input_scale is None else torch.tensor(input_scale, device=DEVICE)
     x = inputs(5, k)
     if DEVICE == "cpu":
-        values, scale = quantize_rows_reference(x, static)
+        values, scale, _ = quantize_rows_reference(x, static)
         x = values.float() * scale.repeat_interleave(128, 1)[:, :k]
     got, scale, _ = quantize_rows(x, static)
-    want, want_scale = quantize_rows_reference(x, static)
+    want, want_scale, _ = quantize_rows_reference(x, static)
     torch.testing.assert_close(scale, want_scale, rtol=1e-7, atol=0)
     assert torch.equal(got.float(), want.float())
     if DEVICE == "cuda" and static is None:
@@ -83,7 +83,7 @@ def test_activations_are_quantised_by_token_and_group(k: int, input_scale: list[
 
 def already_rounded(x: torch.Tensor) -> torch.Tensor:
     """Numbers that e4m3 holds, times their scales: the interpreter does not round to e4m3 as a GPU does."""
-    values, scale = quantize_rows_reference(x)
+    values, scale, _ = quantize_rows_reference(x)
     return values.float() * scale.repeat_interleave(128, 1)[:, : x.shape[1]]
 
 
@@ -97,16 +97,16 @@ def already_rounded(x: torch.Tensor) -> torch.Tensor:
 def test_products_times_both_scales(config: GemmConfig, n: int, k: int, rows_each: int, in_blocks: bool) -> None:
     """By the kernel, in parts of K, and by the twin; of activations that it rounds itself, and that come rounded."""
     weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(19, k))
-    want = exact(*quantize_rows_reference(x), weight)
-    assert_close(gemm.linear_twin(x, weight), want)
-    assert_close(gemm.linear_widened(x, weight), want)
+    want = exact(quantize_rows_reference(x), weight)
+    assert_close(gemm.linear(x, weight, GemmConfig("twin")), want)
+    assert_close(gemm.linear(x, weight, GemmConfig("widened")), want)
     out = gemm.linear(x, weight, config)
     assert_close(out, want)
     assert_close(gemm.linear(x, weight, replace(config, split_k=2)).sum(0), want)
     assert torch.equal(gemm.linear(x[:1].clone(), weight, config)[0], out[0]), "alone as among others"
     static = weight._replace(input_scale=torch.tensor([0.5, 0.25], device=DEVICE))
     if DEVICE == "cuda":
-        assert_close(gemm.linear(x, static, config), exact(*quantize_rows_reference(x, static.input_scale), static))
+        assert_close(gemm.linear(x, static, config), exact(quantize_rows_reference(x, static.input_scale), static))
     if DEVICE == "cuda" and Device.of(x.device).scaled_library and n % 16 == k % 16 == 0 and rows_each != 128:
         assert_close(gemm.linear(x, weight, GemmConfig("scaled")), want)
 
@@ -131,7 +131,7 @@ def test_products_of_many_rows(
         weight, x = weights(n, k, rows_each, in_blocks), inputs(rows, k)
         rounded = quantize_rows(x)
         out = gemm.linear(rounded, weight, config)
-        assert_close(out.sum(0) if parts > 1 else out, exact(rounded.values, rounded.scales, weight))
+        assert_close(out.sum(0) if parts > 1 else out, exact(rounded, weight))
         alone = gemm.linear(quantize_rows(x[-1:].clone()), weight, config)
         assert torch.equal(alone[..., 0, :], out[..., -1, :])
         if block_n == 128 and block_m < 256 and parts == 1 and not (in_blocks and n % 256):
@@ -147,14 +147,14 @@ def test_products_of_few_rows(gated: bool, rows: int) -> None:
     config = GemmConfig("stream", 16, block_k=256, stages=2, num_warps=2)
     for n, k, rows_each, in_blocks in ((64, 528, 16, True), (80, 2320, 1, False)):
         weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(rows, k) / 1000)
-        rounded = FP8Rows(*quantize_rows_reference(x), x.dtype)
-        want = exact(rounded.values, rounded.scales, weight)
+        rounded = quantize_rows_reference(x)
+        want = exact(rounded, weight)
         if gated:
             gate, up = want.chunk(2, 1)
             assert_close(gemm.linear(rounded, weight, config, gated=True), silu(gate) * up)
             ones = torch.ones(k, device=DEVICE)
             normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
-            gate, up = exact(*quantize_rows_reference(normed), weight).chunk(2, 1)
+            gate, up = exact(quantize_rows_reference(normed), weight).chunk(2, 1)
             if DEVICE == "cuda":
                 got = stream.linear(x, weight, config, norm=norm.Norm(ones, 0.0), gated=True)
                 assert_close(got, silu(gate) * up)
@@ -185,7 +185,7 @@ def test_products_of_experts(block_m: int) -> None:
     for expert, first, end in grouped.experts_of(routing):
         choices = routing.order[first:end].long()
         one = FP8Weight(down.values[expert], down.scale[expert])
-        exactly = exact(*quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
+        exactly = exact(quantize_rows_reference(h[first:end]), one) * routing.weights.flatten()[choices, None]
         assert_close(want[choices % 2, choices // 2], exactly)
 
 
@@ -198,7 +198,7 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # the interpreter does not round to e4m3 as a GPU does
 
         def rounded(x: torch.Tensor) -> FP8Rows:
-            values, scales = quantize_rows_reference(x)
+            values, scales, _ = quantize_rows_reference(x)
             return FP8Rows(values, scales.t().contiguous().t(), x.dtype)
 
         monkeypatch.setattr(few_experts, "quantize_rows", rounded)
@@ -222,7 +222,7 @@ def test_norm_and_activation_round_what_they_make() -> None:
     assert torch.equal(after, kept)
     pairs = [(got, wide), (silu_mul_fp8(torch.cat([x, residual], 1) / 100), silu(x / 100) * (residual / 100))]
     for got, wide in pairs:
-        values, scale = quantize_rows_reference(wide)
+        values, scale, _ = quantize_rows_reference(wide)
         torch.testing.assert_close(got.scales, scale, rtol=1e-5, atol=0)
         if DEVICE == "cuda":  # the interpreter does not round to e4m3 as a GPU does
             assert (got.values.float() == values.float()).float().mean() > 0.99
@@ -230,7 +230,7 @@ def test_norm_and_activation_round_what_they_make() -> None:
 
 def test_gate_and_up() -> None:
     weight, x = weights(256, 320, 128, True), already_rounded(inputs(3, 320) / 1000)
-    gate, up = exact(*quantize_rows_reference(x), weight).chunk(2, 1)
+    gate, up = exact(quantize_rows_reference(x), weight).chunk(2, 1)
     assert_close(gemm.linear(x, weight, WEIGHTS_LEFT, gated=True), silu(gate) * up)
 
 

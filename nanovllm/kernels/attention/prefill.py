@@ -187,15 +187,12 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
         state = (m, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DIMS], tl.float32))
     kv_head = head // G
     first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, BLOCK_N, WINDOWED)
-    if WINDOWED:
-        state = _walk(q, state, begin, tl.minimum(begin_full, end), K, V, KV_SCALES, TABLE_ROW, kv_head, first, end,
-                      position, scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
-                      FIXED, True)
-    state = _walk(q, state, begin_full, end_full, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2,
-                  window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED, False)
-    state = _walk(q, state, tl.maximum(begin_full, end_full), end, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end,
-                  position, scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED,
-                  FIXED, True)
+    begins = (begin, begin_full, tl.maximum(begin_full, end_full))
+    stops = (tl.minimum(begin_full, end), end_full, end)
+    for part in tl.static_range(0 if WINDOWED else 1, 3):  # the tiles of part 1 need no mask
+        state = _walk(q, state, begins[part], stops[part], K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position,
+                      scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED,
+                      part != 1)
     if FIXED:
         chunk, before = state
         m, sums, acc = fold(chunk[0], chunk[1], chunk[2], before[0], before[1], before[2])

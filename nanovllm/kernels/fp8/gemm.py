@@ -8,10 +8,9 @@ from torch import Tensor
 from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
-from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, rounded_reference, widened_products
+from nanovllm.kernels.fp8.reference import BLOCK, GROUP, linear_reference, quantize_rows_reference, widened_products
 from nanovllm.kernels.gemm import roles, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 
 def linear(
@@ -24,13 +23,16 @@ def linear(
         return stream.linear(x, weight, config, gated=gated, **around)
     if config.kernel == "roles":
         return roles.linear(_rounded(x, weight), weight, config, gated=gated)
-    if config.kernel == "twin":
-        return linear_twin(x, weight, gated=gated)
-    if config.kernel == "widened":
-        return linear_widened(x, weight, gated=gated)
+    if config.kernel == "tile":
+        return _by_tiles(x, weight, config, gated=gated)
+    assert not gated, config
     if config.kernel == "scaled":
         return library_linear(_rounded(x, weight), weight)
-    return _by_tiles(x, weight, config, gated=gated)
+    rows = quantize_rows_reference(x, weight.input_scale) if isinstance(x, Tensor) else x
+    if config.kernel == "widened":  # slow
+        return widened_products(rows, weight)
+    assert config.kernel == "twin", config
+    return linear_reference(rows, weight).to(x.dtype)
 
 
 def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool) -> Tensor:
@@ -38,8 +40,8 @@ def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gat
     n_out = values.shape[0] // 2 if gated else values.shape[0]
     if values.shape[1] != k or k % 16 or not values.is_contiguous():
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16")
-    if config.block_k % GROUP or config.split_k > -(-k // config.block_k):
-        raise ValueError(f"{config}: must take steps of {GROUP} columns, and some for each of its parts, K = {k}")
+    if config.block_k % GROUP:
+        raise ValueError(f"{config}: must take steps of {GROUP} columns")
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, values.device)
     operand, scales, _ = _rounded(x, weight)
     x_left = config.block_n < 64 or config.block_m >= 128
@@ -67,20 +69,3 @@ def _scales_of_rows(weight: FP8Weight, groups: int) -> Tensor:
     if weight.rows_each > 1:
         of_rows = of_rows.repeat_interleave(weight.rows_each, 1)[:, : weight.values.shape[0]]
     return of_rows.expand(groups, -1).contiguous()
-
-
-def linear_widened(x: Tensor | FP8Rows, weight: FP8Weight, *, gated: bool = False) -> Tensor:
-    """x [T, K] -> [T, N], gated [T, N / 2]: `linear` on a GPU that cannot multiply e4m3; slow."""
-    y = widened_products(_rounded_plainly(x, weight), weight)
-    return silu_mul_reference(y) if gated else y
-
-
-def linear_twin(x: Tensor | FP8Rows, weight: FP8Weight, *, gated: bool = False) -> Tensor:
-    """Plain twin of `linear`, but for parts of K."""
-    x = _rounded_plainly(x, weight)
-    y = linear_reference(x.values, x.scales, weight.values, weight.scale, weight.rows_each).to(x.dtype)
-    return silu_mul_reference(y) if gated else y
-
-
-def _rounded_plainly(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:
-    return rounded_reference(x, weight.input_scale) if isinstance(x, Tensor) else x

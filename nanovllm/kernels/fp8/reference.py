@@ -57,21 +57,16 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values.contiguous(), scale[:, 0, :, 0]
 
 
-def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> e4m3 [T, K], float32 scales [T, groups of 128]. input_scale float32 [any]: the largest of them is the
-    scale of every group."""
+def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
+    """x [T, K], rounded to e4m3. input_scale float32 [count]: the largest of them is the scale of every group."""
     wide = x.float()
     grouped = _groups(wide)
     if input_scale is None:
         scale = _scale(grouped.abs(), (2,))
     else:
         scale = input_scale.max().expand(*grouped.shape[:2], 1)
-    return _rounded(grouped, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale[..., 0].contiguous()
-
-
-def rounded_reference(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
-    """quantize_rows_reference of x [T, K] and input_scale float32 [count], as kernels hand it on."""
-    return FP8Rows(*quantize_rows_reference(x, input_scale), x.dtype)
+    values = _rounded(grouped, scale).flatten(1)[:, : x.shape[1]]
+    return FP8Rows(values.contiguous(), scale[..., 0].contiguous(), x.dtype)
 
 
 def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
@@ -92,16 +87,15 @@ def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
     return (total if weight.in_blocks else total * weight.scale[:, 0]).to(x.dtype)
 
 
-def linear_reference(xq: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, rows_each: int = 1) -> Tensor:
-    """xq e4m3 [T, K] with scales [T, groups], weight e4m3 [N, K] with scale float32 [N / rows_each, groups or 1] ->
-    float32 [T, N]; see the head of this file.
+def linear_reference(x: FP8Rows, weight: FP8Weight) -> Tensor:
+    """x [T, K] @ weight [N, K]^T -> float32 [T, N]; see the head of this file.
 
     A group's sum of products is exact in float64, so the number of rows does not change how it is rounded.
     """
-    exact = torch.einsum("tgk,ngk->gtn", _groups(xq.double()), _groups(weight.double())).float()
-    of_rows = scale.repeat_interleave(rows_each, 0)[: weight.shape[0]]
-    total = torch.zeros(xq.shape[0], weight.shape[0], dtype=torch.float32, device=xq.device)
+    exact = torch.einsum("tgk,ngk->gtn", _groups(x.values.double()), _groups(weight.values.double())).float()
+    of_rows = weight.scale.repeat_interleave(weight.rows_each, 0)[: weight.values.shape[0]]
+    total = torch.zeros_like(exact[0])
     for group, products in enumerate(exact):
-        factor = x_scale[:, group, None]
-        total += products * (factor if scale.shape[1] == 1 else factor * of_rows[:, group])
-    return total * of_rows[:, 0] if scale.shape[1] == 1 else total
+        factor = x.scales[:, group, None]
+        total += products * (factor * of_rows[:, group] if weight.scale.shape[1] > 1 else factor)
+    return total if weight.scale.shape[1] > 1 else total * of_rows[:, 0]

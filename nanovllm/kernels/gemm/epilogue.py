@@ -1,4 +1,4 @@
-"""Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, split-K."""
+"""Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue."""
 
 from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -44,14 +44,3 @@ def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.co
         col = pid * BLOCK_N + lane
     live = (row < rows) & (col < n_out)
     tl.store(out_ptr + row * n_out + col, (y + residual).to(out_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def arrive_last(counter_ptr, splits):
-    """True in the last of `splits` programs to get here, which also resets the counter for the next launch."""
-    tl.debug_barrier()  # all threads' partial sums are written before the one atomic publishes them
-    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1
-    tl.debug_barrier()
-    if last:
-        tl.store(counter_ptr, 0)
-    return last

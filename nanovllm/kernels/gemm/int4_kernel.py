@@ -11,7 +11,7 @@ depend on the other rows.
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import arrive_last, store_tile, weight_rows
+from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
 
 SPAN: tl.constexpr = tl.constexpr(128)
 """Columns of a block: 32 words of 16 bits for each weight row, of which word i has the columns i, i + 32, i + 64 and
@@ -187,7 +187,12 @@ def _finish(
         at = (tile * ROWS + tl.arange(0, ROWS)[:, None]) * width + pid * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slab = tl.num_programs(0) * ROWS * width
         tl.store(scratch_ptr + split * slab + at, y)
-        if arrive_last(counter_ptr + tile * tl.num_programs(1) + pid, splits):
+        counter_ptr += tile * tl.num_programs(1) + pid
+        tl.debug_barrier()  # all threads' partial sums are written before the one atomic publishes them
+        is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1
+        tl.debug_barrier()
+        if is_last:
+            tl.store(counter_ptr, 0)  # for the next launch
             y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
             for part in tl.range(0, splits):
                 # .cg, because L1 may hold a line as it was before another program wrote it

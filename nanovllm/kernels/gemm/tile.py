@@ -82,28 +82,6 @@ def _enter_tile(
 
 
 @triton.jit
-def _load_rows(
-    X, first_row, live, col, k, SPAN: tl.constexpr, EVEN_K: tl.constexpr, BY_EXPERT: tl.constexpr
-):  # fmt: skip
-    """Loads SPAN columns of x from `col` on: by pointers to an expert's rows, or by a descriptor from first_row on."""
-    if BY_EXPERT:
-        cols = col + tl.arange(0, SPAN)
-        mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
-        return tl.load(X + cols[None, :], mask=mask, other=0.0)
-    else:
-        return X.load([first_row, col])
-
-
-@triton.jit
-def _load_scales(scale_ptrs, scale_stride, group, row, live, col, k, BY_EXPERT: tl.constexpr):
-    """Loads the scales of x for a group of columns, from `col` on: by pointers to an expert's rows, or to the first."""
-    if BY_EXPERT:
-        return tl.load(scale_ptrs + group * scale_stride, mask=live, other=0.0)
-    else:
-        return tl.load(scale_ptrs + group * scale_stride + row, mask=live & (col < k), other=0.0)
-
-
-@triton.jit
 def _weight_tile(
     W, first_row, end_row, col, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 ):
@@ -128,10 +106,19 @@ def _add_step(
     EVEN: tl.constexpr, TMA: tl.constexpr, BY_EXPERT: tl.constexpr,
 ):  # fmt: skip
     """Adds to accs the products of x and the weights in the SPAN columns of `group`, as _add_products does. Of one of
-    accs the weights are rows `first_w` to `end_w` of W; of two, each of n_out rows, they are the gates and the ups."""
-    col = group * SPAN
-    x = _load_rows(X, first_row, live, col, k, SPAN, EVEN, BY_EXPERT)
-    x_scale = None if X_SCALE is None else _load_scales(X_SCALE, scale_stride, group, row, live, col, k, BY_EXPERT)
+    accs the weights are rows `first_w` to `end_w` of W; of two, each of n_out rows, they are the gates and the ups.
+    BY_EXPERT: X and X_SCALE are pointers to rows; else a descriptor, of rows from first_row on, and a pointer."""
+    col, x_scale = group * SPAN, None
+    if BY_EXPERT:
+        cols = col + tl.arange(0, SPAN)
+        mask = live[:, None] if EVEN else live[:, None] & (cols < k)[None, :]
+        x = tl.load(X + cols[None, :], mask=mask, other=0.0)
+        if X_SCALE is not None:
+            x_scale = tl.load(X_SCALE + group * scale_stride, mask=live, other=0.0)
+    else:
+        x = X.load([first_row, col])
+        if X_SCALE is not None:
+            x_scale = tl.load(X_SCALE + group * scale_stride + row, mask=live & (col < k), other=0.0)
     added = ()
     for half in tl.static_range(len(accs)):
         w = _weight_tile(W, half * n_out + first_w, half * n_out + end_w, col, k, BLOCK_N, SPAN, EVEN, TMA)
@@ -183,27 +170,21 @@ def _finish(
 
 
 @triton.jit
-def _activated(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """float32 sums -> float32; sums and activation are rounded as by themselves."""
-    if LIMIT is None:
-        return silu_mul(gate, up, dtype)
-    else:
-        gate = tl.minimum(gate.to(dtype).to(tl.float32), LIMIT)
-        up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-
-
-@triton.jit
 def _result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Finished sums of accs; of gates and ups their activation."""
+    """Finished sums of accs; of gates and ups their activation, float32, for which the sums are rounded to dtype."""
     acc = _finish(accs[0], SCALE, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
                      IN_BLOCKS, X_LEFT)  # fmt: skip
-        acc = _activated(acc, up, dtype, ALPHA, LIMIT)
+        if LIMIT is None:
+            acc = silu_mul(acc, up, dtype)
+        else:
+            gate = tl.minimum(acc.to(dtype).to(tl.float32), LIMIT)
+            up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
+            acc = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
     return acc
 
 

@@ -94,8 +94,8 @@ def _products(x: Tensor, weight: Tensor | FP8Weight, expert: int) -> Tensor:
     """x times the weights of one expert, in float32."""
     if isinstance(weight, Tensor):
         return x.float() @ weight[expert].float().T
-    rounded, values, scale = quantize_rows_reference(x), weight.values[expert], weight.scale[expert]
-    return linear_reference(*rounded, values, scale, weight.rows_each)
+    own = weight._replace(values=weight.values[expert], scale=weight.scale[expert])
+    return linear_reference(quantize_rows_reference(x), own)
 
 
 def expert_gate_up_reference(

@@ -10,7 +10,7 @@ from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
-from nanovllm.kernels.fp8.reference import GROUP, rounded_reference
+from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
 
 KINDS = ("silu", "gelu_tanh", "relu2")
 
@@ -113,4 +113,4 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 def silu_mul_fp8_reference(gate_up: torch.Tensor) -> FP8Rows:
     """Plain twin of `silu_mul_fp8`."""
-    return rounded_reference(silu_mul_reference(gate_up))
+    return quantize_rows_reference(silu_mul_reference(gate_up))

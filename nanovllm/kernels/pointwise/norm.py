@@ -14,7 +14,7 @@ from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
-from nanovllm.kernels.fp8.reference import GROUP, rounded_reference
+from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
 
 PDL_ROWS = 128
 PDL_ROWS_SMALL = 256
@@ -238,4 +238,4 @@ def add_norms_fp8_reference(
 ) -> tuple[FP8Rows, torch.Tensor]:
     """Plain twin of `add_norms_fp8`."""
     normed, residual = add_norms_reference(x, residual, norm, after, multiplier)
-    return rounded_reference(normed), residual
+    return quantize_rows_reference(normed), residual
