@@ -138,4 +138,4 @@ class FixedOrderTritonBackend(TritonBackend):
     _plan = FixedOrderPlan
 
     def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        return fixed_order_config(head_dim, self.setup.dtype)
+        return fixed_order_config(head_dim)

@@ -53,7 +53,7 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
         q = made(rows, spec.num_heads, spec.head_dim)
         plan.make(zeros(rows), zeros(rows), rows)
         DecodeAttention(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, made(*q.shape), sinks)
-    attention = PrefillAttention(spec, page, slots, CPU, fixed_order_config(spec.head_dim, q.dtype))
+    attention = PrefillAttention(spec, page, slots, CPU, fixed_order_config(spec.head_dim))
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), attention.plan(zeros(3), zeros(2), rows), q, sinks)
 
 

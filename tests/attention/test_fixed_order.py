@@ -44,7 +44,7 @@ def decode(case: Case, first_unit: int) -> torch.Tensor:
 
 
 def prefill(case: Case) -> torch.Tensor:
-    m, config = case.metadata, fixed_order_config(case.spec.head_dim, DTYPE)
+    m, config = case.metadata, fixed_order_config(case.spec.head_dim)
     attention = PrefillAttention(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)

@@ -278,7 +278,7 @@ class DecodeAttention:
         scales = None
         if kv_scales is not None:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
-        block_n = tile_keys(spec.head_dim, q.element_size()) if plan.fixed_order else c.block_n
+        block_n = tile_keys(spec.head_dim) if plan.fixed_order else c.block_n
         use_tma = self.has_tma and self.block_size % block_n == 0
         k, v = (paged_descriptor(x, block_n) if use_tma else x for x in (k_cache, v_cache))
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)

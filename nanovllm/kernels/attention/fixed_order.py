@@ -30,9 +30,9 @@ _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK),
 _NOTHING, _ONES = tl.constexpr(NOTHING), tl.constexpr(ONES)
 
 
-def tile_keys(head_dim: int, item_size: int) -> int:
+def tile_keys(head_dim: int) -> int:
     """Keys of a tile; divides CHUNK."""
-    return 32 if head_dim > 128 or (item_size > 2 and head_dim > 64) else 64
+    return 32 if head_dim > 128 else 64
 
 
 @triton.jit

@@ -50,10 +50,10 @@ def prefill_config(
     return config if nbytes <= most_shared else replace(config, block_n=config.block_n // 2)
 
 
-def fixed_order_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+def fixed_order_config(head_dim: int) -> PrefillConfig:
     """Two accumulators leave room for tiles of 64 queries, by 4 warps where nothing else is in registers."""
-    wide = head_dim > 128 or head_dim != padded_dims(head_dim) or dtype.itemsize > 2
-    return PrefillConfig(64, tile_keys(head_dim, dtype.itemsize), num_warps=8 if wide else 4, fixed_order=True)
+    wide = head_dim > 128 or head_dim != padded_dims(head_dim)
+    return PrefillConfig(64, tile_keys(head_dim), num_warps=8 if wide else 4, fixed_order=True)
 
 
 @triton.jit

@@ -238,37 +238,27 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in the dtype that x was rounded from; with config.parts > 1 float32 [parts, T, N].
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], rounded to e4m3."""
-    rows, n, device = x.shape[0], weight.values.shape[0], weight.values.device
-    if gated:
-        found = empty_rows_for(rows, n // 2, x.dtype, device)
-        _launch(x, weight, config, found.values, found.scales, n // 2)
-        return found
-    out = empty_product(rows, n, config.parts, False, x.dtype, device)
-    _launch(x, weight, config, out, None, n)
-    return out
-
-
-def _launch(
-    x: FP8Rows, weight: FP8Weight, config: GemmConfig, out: Tensor, out_scales: Tensor | None, n_out: int
-) -> None:
-    """Fills `out`; where there are out_scales too, with silu(gate) * up, rounded."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    (rows, k), values, scales = x.shape, weight.values, x.scales.t()
-    if values.shape[1] != k or k % 16 or (out_scales is not None and weight.in_blocks and n_out % GROUP):
+    (rows, k), values, scales, device = x.shape, weight.values, x.scales.t(), weight.values.device
+    n_out = values.shape[0] // 2 if gated else values.shape[0]
+    if values.shape[1] != k or k % 16 or (gated and weight.in_blocks and n_out % GROUP):
         raise ValueError(f"weight {list(values.shape)} does not fit x {list(x.shape)}, or has ragged blocks or groups")
+    activated = empty_rows_for(rows, n_out, x.dtype, device) if gated else None
+    out = activated.values if activated else empty_product(rows, n_out, config.parts, False, x.dtype, device)
     tiles_m, tiles_n = triton.cdiv(rows, config.block_m), triton.cdiv(n_out, config.block_n)
     readable = min(rows_in_memory(x.values), tiles_m * config.block_m)
     bytes_layout, floats_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     groups, stride = triton.cdiv(k, GROUP), scales.stride(0)
-    programs = multiprocessors(values.device) * 8 // config.num_warps  # as many as fit
+    programs = multiprocessors(device) * 8 // config.num_warps  # as many as fit
     roles_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
         TensorDescriptor(x.values, [readable, k], [k, 1], [config.block_m, GROUP], bytes_layout),
         TensorDescriptor(scales, [groups * stride], [1], [config.block_m], floats_layout),
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP], bytes_layout),
-        weight.scale, out, out_scales, rows, stride, 0 if out_scales is None else out_scales.stride(1), n_out,
-        weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
+        weight.scale, out, activated and activated.scales, rows, stride, activated.scales.stride(1) if activated else 0,
+        n_out, weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
         GROUPS=config.num_warps // 4, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, PARTS=config.parts > 1,
         DTYPE=_DTYPES[x.dtype], num_warps=4, maxnreg=128 if config.num_warps == 4 else None,
-        **pdl_options(values.device),
+        **pdl_options(device),
     )  # fmt: skip
+    return out if activated is None else activated

@@ -285,17 +285,14 @@ def tile_kernel(
 def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
-    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; then K cannot be split."""
+    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts."""
     rows, k = x.shape
     n_out = weight.shape[0] // 2 if gated else weight.shape[0]
-    if gated and config.split_k > 1:
-        raise ValueError(f"{config}: gate and up must be whole before the activation")
+    assert config.split_k == 1 or not gated, config
     if weight.shape[1] != k or k * x.element_size() % 16:
         raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 16 bytes")
     if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
-    if config.split_k > triton.cdiv(k, config.block_k):
-        raise ValueError(f"{config} leaves a split without columns, K = {k}")
     part_dtype = x.dtype if config.round_sums else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
     return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64)

@@ -312,16 +312,11 @@ def route_reference(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     elif options.renormalise:
         weights = score.gather(1, chosen).softmax(-1)
-    return Routing(weights * options.scale, *sort_reference(chosen, options, block_m), top_k)
-
-
-def sort_reference(chosen: torch.Tensor, options: TopK, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, k] -> (order, tiles) of Routing."""
     order = chosen.flatten().sort(stable=True).indices.to(torch.int32)
-    totals = torch.bincount(chosen.flatten(), minlength=options.num_experts).tolist()
     tiles, start = [], 0
-    for expert, total in enumerate(totals):
+    for expert, total in enumerate(torch.bincount(chosen.flatten(), minlength=experts).tolist()):
         tiles += [(expert, first, start + total) for first in range(start, start + total, block_m)]
         start += total
-    tiles += [(-1, -1, -1)] * (max_tiles(chosen.numel(), options.num_experts, block_m) - len(tiles))
-    return order, torch.tensor(tiles, dtype=torch.int32, device=chosen.device).view(-1, 3)
+    tiles += [(-1, -1, -1)] * (max_tiles(chosen.numel(), experts, block_m) - len(tiles))
+    in_rows = torch.tensor(tiles, dtype=torch.int32, device=chosen.device).view(-1, 3)
+    return Routing(weights * options.scale, order, in_rows, top_k)
