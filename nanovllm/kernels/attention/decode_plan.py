@@ -37,7 +37,9 @@ class DecodeConfig:
 UNBOUNDED = 1 << 30
 """Keys of a window that there is not."""
 TUNED_KV_HEADS = 8
+"""Key heads of the layers that TUNING was measured with."""
 TUNED_HEAD_DIM = 128
+"""Dimensions of their heads: wider ones take shorter tiles."""
 Tuning = tuple[tuple[int | None, DecodeConfig], ...]
 TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),

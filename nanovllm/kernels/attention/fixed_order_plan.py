@@ -16,8 +16,9 @@ from nanovllm.kernels.attention.work_list import store_entry
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
 _CLASS = tl.constexpr(256)  # keys by which first units are sorted
 _LONG_CLASSES, _CLASSES = tl.constexpr(4), tl.constexpr(WIDE_FROM // 256)
-_AT_ONCE = tl.constexpr(16)
+_AT_ONCE = tl.constexpr(16)  # entries of each row that are written at once
 ROWS_PER_PROGRAM = 16
+"""Rows whose entries one program writes."""
 
 TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=128, merge_heads=1)),

@@ -36,9 +36,9 @@ def _enter_part(
     w_ptr, n_out, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First rows of x and of the weights of the program, and first step and end of its part of K. After it
-    X may be read. With PDL the program's weights, with GATED its ups too, are on their way into L2 by then: PREFETCH of
-    their columns."""
+    """First rows of x and of the weights of the program, and first step and end of its part of K. On return X may be
+    read, and with PDL PREFETCH columns of the program's weights, with GATED of its ups too, are on their way into L2.
+    """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
@@ -70,7 +70,7 @@ def _enter_tile(
     w_ptr, first_row, end_row, k, ORDER, first_position, end,
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Positions [BLOCK_M] of the tile, whether they are live, and their choices. After it X may be read."""
+    """Positions [BLOCK_M] of the tile, whether they are live, and their choices. On return X may be read."""
     if PDL and not GATED:
         # Routing ended before the kernel before this one let it start, and weights are always there.
         prefetch_tile(w_ptr, first_row, end_row, 0, k, BLOCK_N, PREFETCH)

@@ -39,18 +39,19 @@ class Norm(NamedTuple):
 
 _NONE = Norm(None, 0.0)  # type: ignore[arg-type]
 MOST_PARTS = 16
+"""Maximum sums over parts of K, or results of experts, that are added up here."""
 
 
 @triton.jit
-def in_pairs(parts, node: tl.constexpr):
+def in_pairs(parts, sum_dtype: tl.constexpr):
     """The sum of a tuple of up to MOST_PARTS float32 tiles: of neighbours, then of these sums, and so on, so that a
-    group's sum is the same whether its members come one by one or added up already. Each sum is rounded to the type
-    `node`. An odd one out joins a round later."""
+    group's sum is the same whether its members come one by one or added up already. Each sum of two is rounded to
+    sum_dtype. Of an odd number the last one goes up a level as it is."""
     for _ in tl.static_range(4):
         sums = ()
         for i in tl.static_range((len(parts) + 1) // 2):
             if 2 * i + 1 < len(parts):
-                sums = sums + ((parts[2 * i] + parts[2 * i + 1]).to(node).to(tl.float32),)
+                sums = sums + ((parts[2 * i] + parts[2 * i + 1]).to(sum_dtype).to(tl.float32),)
             else:
                 sums = sums + (parts[2 * i],)
         parts = sums
@@ -68,15 +69,15 @@ def _load_row(POINTER, cols, mask):
 
 @triton.jit
 def load_sum(
-    X, stride, cols, mask, PARTS: tl.constexpr, dtype: tl.constexpr, node: tl.constexpr = tl.float32
+    X, stride, cols, mask, PARTS: tl.constexpr, dtype: tl.constexpr, sum_dtype: tl.constexpr = tl.float32
 ):  # fmt: skip
-    """A row of X; where it has PARTS, `stride` apart, their sum, rounded to dtype, and to `node` on the way."""
+    """A row of X; where it has PARTS, `stride` apart, their sum, rounded to dtype; see in_pairs."""
     x = tl.load(X + cols, mask=mask, other=0.0)
     if PARTS > 1:
         parts = (x.to(tl.float32),)
         for part in tl.static_range(1, PARTS):
             parts = parts + (tl.load(X + part * stride + cols, mask=mask, other=0.0).to(tl.float32),)
-        x = in_pairs(parts, node).to(dtype)
+        x = in_pairs(parts, sum_dtype).to(dtype)
     return x
 
 

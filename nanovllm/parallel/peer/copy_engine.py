@@ -101,7 +101,7 @@ class CopyEngineSums:
     """
 
     programs = 128
-    """Programs of the kernel of step 2; any number is right."""
+    """Programs of sum_owned_rows_kernel; any number is right."""
 
     max_spins = MAX_SPINS
     """Rounds of a wait before it gives up and sets the abort word to 2."""
@@ -152,7 +152,8 @@ class CopyEngineSums:
     def _sum(
         self, half: int, partial: torch.Tensor, residual: torch.Tensor | None, kept: torch.Tensor, norm: Norm
     ) -> None:
-        """Steps 1 to 3, in the current stream. The residual's new rows go to `kept`."""
+        """Sends the others their rows, sums this rank's own and sends the result to all, in the current stream. The
+        residual's new rows go to `kept`."""
         memory, layout, rank = self.memory, self.memory.layout, self.memory.rank
         blocks = owned_rows(partial.shape[0], layout.world_size)
         own, out = partial[blocks[rank]], self._gathered[half, blocks[rank]]

@@ -17,7 +17,8 @@ def _peer_pointer(peers, rank, offset, INT: tl.constexpr):
 
 @triton.jit
 def begin_call(parity_state, PDL: tl.constexpr):
-    """The parity of this call. When the next kernel may come to wait, all programs have their places already."""
+    """The parity of this call. With PDL the next kernel is let in here, once all programs of this one are resident, so
+    it cannot keep one of them out whose peers wait for it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -77,7 +78,7 @@ def load_addend(partial, at, rows, mask, out, PARTS: tl.constexpr, HIDDEN: tl.co
 
 
 @triton.jit
-def _node(addends, dtype: tl.constexpr):
+def _sum_by_tree(addends, dtype: tl.constexpr):
     """Float32 addends [a power of two, BLOCK] -> their sum [BLOCK], in pairs, that of each two rounded to dtype."""
     for _ in tl.static_range(3):
         if addends.shape[0] > 1:
@@ -94,7 +95,7 @@ def finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN
     with the bits of norm.py."""
     dtype: tl.constexpr = residual_out.dtype.element_ty
     addends = arrived.to(dtype, bitcast=True).to(tl.float32)
-    total = _node(addends, dtype) if ROUND_SUMS else tl.sum(addends, 0)
+    total = _sum_by_tree(addends, dtype) if ROUND_SUMS else tl.sum(addends, 0)
     result = rounded(total + kept_before, residual_out, INT, SENTINEL)
     if NORM:
         x = result.to(dtype, bitcast=True)
