@@ -187,12 +187,11 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
         state = (m, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DIMS], tl.float32))
     kv_head = head // G
     first, begin, begin_full, end_full, end = key_ranges(first_position, context, window, BLOCK_M, BLOCK_N, WINDOWED)
-    begins = (begin, begin_full, tl.maximum(begin_full, end_full))
-    stops = (tl.minimum(begin_full, end), end_full, end)
     for part in tl.static_range(0 if WINDOWED else 1, 3):  # the tiles of part 1 need no mask
-        state = _walk(q, state, begins[part], stops[part], K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position,
-                      scale_log2, window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED,
-                      part != 1)
+        start = begin if part == 0 else begin_full if part == 1 else tl.maximum(begin_full, end_full)
+        stop = tl.minimum(begin_full, end) if part == 0 else end_full if part == 1 else end
+        state = _walk(q, state, start, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2,
+                      window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED, part != 1)
     if FIXED:
         chunk, before = state
         m, sums, acc = fold(chunk[0], chunk[1], chunk[2], before[0], before[1], before[2])

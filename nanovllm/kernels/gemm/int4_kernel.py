@@ -187,7 +187,7 @@ def _finish(
         at = (tile * ROWS + tl.arange(0, ROWS)[:, None]) * width + pid * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slab = tl.num_programs(0) * ROWS * width
         tl.store(scratch_ptr + split * slab + at, y)
-        counter_ptr += tile * tl.num_programs(1) + pid
+        counter_ptr = counter_ptr + tile * tl.num_programs(1) + pid
         tl.debug_barrier()  # all threads' partial sums are written before the one atomic publishes them
         is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1
         tl.debug_barrier()
