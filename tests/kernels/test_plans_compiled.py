@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8 import gemm as fp8
-from nanovllm.kernels.gemm import int4, int4_row, skinny, stream, tile
+from nanovllm.kernels.gemm import dense, int4, int4_row
 from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.routing import TopK, route
@@ -49,8 +49,7 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         weight = int4.Int4Weight(words, empty(len(words), one.n, 2), 128, False, one.k)
         (int4_row if config.is_skinny else int4).linear(x, weight, config, **around)
     else:
-        module = stream if config.kernel == "stream" else skinny if config.is_skinny else tile
-        module.linear(x, empty(one.n, one.k), config, **around)
+        dense.linear(x, empty(one.n, one.k), config, **around)
 
 
 def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:

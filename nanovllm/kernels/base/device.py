@@ -18,11 +18,6 @@ from nanovllm.kernels.plan.device import Device
 _pdl_allowed: ContextVar[bool] = ContextVar("pdl_allowed", default=True)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU. Where there is none: 1."""
-    return Device.of(device).processors
-
-
 def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Launch options of a kernel that takes PDL as a constant: that constant, and Triton's own option where it is
     on."""

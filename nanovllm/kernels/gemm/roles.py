@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import silu_mul
-from nanovllm.kernels.base.device import multiprocessors, pdl_options
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, triton, warpgroup_mma, warpgroup_mma_wait
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.device import Device
 
 _GROUP: gl.constexpr = gl.constexpr(128)
 """Columns of a step."""
@@ -250,7 +251,7 @@ def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = F
     readable = min(rows_in_memory(x.values), tiles_m * config.block_m)
     bytes_layout, floats_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     groups, stride = triton.cdiv(k, GROUP), scales.stride(0)
-    programs = multiprocessors(device) * 8 // config.num_warps  # as many as fit
+    programs = Device.of(device).processors * 8 // config.num_warps  # as many as fit
     roles_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
         TensorDescriptor(x.values, [readable, k], [k, 1], [config.block_m, GROUP], bytes_layout),
         TensorDescriptor(scales, [groups * stride], [1], [config.block_m], floats_layout),
