@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, DTYPE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length, setup_of
+from cases import DEVICE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length, setup_of
 
 from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
