@@ -21,6 +21,7 @@ CASES: list[dict[str, Any]] = [
     {"min_p": 0.05, "logprobs": 20},
     {"temperature": 1.2, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3},
     {"temperature": 0.8, "repetition_penalty": 1.2, "top_p": 0.7, "logprobs": 3},
+    {"allowed_token_ids": range(3, 6), "presence_penalty": 0.7, "frequency_penalty": 0.4},  # they come again
     {"logit_bias": {7: 2.5, 12: -4.0}, "allowed_token_ids": range(3, 40), "top_k": 9},
     {"temperature": 0, "presence_penalty": 1.5, "top_p": 0.5, "logprobs": 4},
     {"temperature": 0.6, "logprobs": -1},
@@ -128,6 +129,19 @@ def test_together_as_alone(llm: LLM, policies: tuple[Policy, Policy]) -> None:
             assert found is not None
             assert all(one.logprob == pytest.approx(float(raw[at, other]), abs=1e-4) for other, one in found.items())
     assert len(together[-1].outputs[0].logprobs[0]) == len(together[-1].prompt_logprobs[1]) == VOCAB  # type: ignore
+
+
+def test_penalties_count_what_an_output_begins_with(llm: LLM) -> None:
+    """As where a row was preempted, or its request comes from a replica that was lost."""
+    params = SamplingParams(temperature=0, frequency_penalty=0.5, max_tokens=12, ignore_eos=True, logprobs=0,
+                            logprobs_mode="processed", allowed_token_ids=range(3, 6))  # fmt: skip
+    [output] = llm.generate([PROMPT], params, use_tqdm=False)
+    llm.add_request(PROMPT, params, output_token_ids=output.token_ids[:8])
+    rest = []
+    while llm.has_unfinished_requests():
+        rest += [next(iter(row.values())).logprob for gained in llm.step() for row in gained.logprobs or () if row]
+    whole = [next(iter(row.values())).logprob for row in output.outputs[0].logprobs or () if row]
+    assert rest == pytest.approx(whole[8:], abs=1e-5)
 
 
 def test_probabilities_of_what_is_kept_add_up(llm: LLM) -> None:
