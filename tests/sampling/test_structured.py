@@ -8,7 +8,9 @@ import pytest
 from sampling_engines import PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
+from nanovllm.engine.sampling import structured
 from nanovllm.engine.sampling.structured import Matcher, StructuredOutputs
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 pytest.importorskip("llguidance")
 
@@ -54,6 +56,20 @@ def test_hard_schemas_at_a_high_temperature(llm: LLM) -> None:
             num_ended += 1
             jsonschema.validate(json.loads(output.text), schema)
     assert num_ended >= len(wanted) - 3, "outputs are short, save lists that a model may draw out"
+
+
+def test_what_many_prompts_share_is_read_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's bad words are tokenized and its choices written as a grammar once, not for each of its prompts."""
+    encoded, texts = [], []
+    encode, of_value = CheckpointTokenizer.encode, structured._text
+    monkeypatch.setattr(CheckpointTokenizer, "encode", lambda self, text, **options: (
+        encoded.append(text), encode(self, text, **options))[1])
+    monkeypatch.setattr(structured, "_text", lambda *given: (texts.append(given), of_value(*given))[1])
+    choice = StructuredOutput(choice=[f"number {i}" for i in range(50)])
+    params = SamplingParams(max_tokens=20, bad_words=["zebra one", "zebra two"], structured_outputs=choice)
+    outputs = llm.generate([[5, 6, 7]] * 20, params, use_tqdm=False)
+    assert all(output.outputs[0].text.startswith("number ") for output in outputs)
+    assert len(encoded) <= 4 and len(texts) <= 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stops import StreamedText
 from nanovllm.text.tokenizer import Tokenizer
 
+_MOST_WORDS = 1024
+"""Bad words whose tokens are kept: a request's prompts all have the same, and so have many requests."""
+
 
 class RequestSampling:
     """Knows the vocabulary and the tokenizer. From any thread."""
@@ -21,6 +25,7 @@ class RequestSampling:
     def __init__(self, tokenizer: Tokenizer, model: ModelConfig, config: EngineConfig) -> None:
         self._tokenizer, self._model, self._logprobs_mode = tokenizer, model, config.logprobs_mode
         self._max_logprobs = config.max_logprobs
+        self._words = lru_cache(_MOST_WORDS)(self._encode_word)
         self._lock = threading.Lock()
         self._structured: StructuredOutputs | None = None
 
@@ -98,11 +103,11 @@ class RequestSampling:
         detokenizer = self._tokenizer.own.detokenizer(params.skip_special_tokens)
         return StreamedText(detokenizer, tuple(params.stop), params.include_stop_str_in_output)
 
-    def _words(self, text: str) -> list[tuple[int, ...]]:
+    def _encode_word(self, text: str) -> tuple[tuple[int, ...], ...]:
         """A bad word's tokens at the start of a text and after a blank."""
         bare = text.lstrip() or text
         both = (tuple(self._tokenizer.own.encode(form, add_special_tokens=False)) for form in (bare, " " + bare))
-        return [word for word in dict.fromkeys(both) if word]
+        return tuple(word for word in dict.fromkeys(both) if word)
 
     def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
         """See StructuredOutputs.is_compiled."""

@@ -68,7 +68,7 @@ class StructuredOutputs:
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
         self._thread = LargeStackThread()
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str | tuple[str, ...]], Any] = OrderedDict()
         self._executor = llguidance.LLExecutor()
         size = max(vocab_size, len(tokenizer))
         self._words = mask_words(size)
@@ -84,15 +84,16 @@ class StructuredOutputs:
         grammar_limits.py allows, or takes too long for each token."""
         [(kind, value)] = wanted.given.items()
         try:
-            text = _text(kind, value)
+            key = _key(kind, value)
             with self._lock:
-                start = self._compiled.get((kind, text))
+                start = self._compiled.get(key)
                 if start is not None:
-                    self._compiled.move_to_end((kind, text))
+                    self._compiled.move_to_end(key)
             if start is None:
+                text = _text(kind, value)
                 start = self._thread.run(lambda: self._compile(kind, text))
                 with self._lock:
-                    self._compiled[kind, text] = start
+                    self._compiled[key] = start
                     if len(self._compiled) > _MAX_CACHED:
                         self._compiled.popitem(last=False)
         except Exception as error:
@@ -103,7 +104,7 @@ class StructuredOutputs:
     def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
         """Whether `matcher` has a constraint of these fields of StructuredOutput at hand."""
         with self._lock:
-            return any((kind, _text(kind, value)) in self._compiled for kind, value in wanted.items())
+            return any(_key(kind, value) in self._compiled for kind, value in wanted.items())
 
     def _compile(self, kind: str, text: str) -> Any:
         if kind == "grammar" and _GBNF_RULE.search(text):
@@ -152,6 +153,12 @@ def _lark_of_gbnf(grammar: str) -> str:
         raise ValueError("its groups nest too deep") from None
     except IndexError:
         raise ValueError("it ends within an escape") from None
+
+
+def _key(kind: str, value: Any) -> tuple[str, str | tuple[str, ...]]:
+    """Name of a constraint among those compiled. Thousands of choices become a text in tens of milliseconds, which each
+    of a request's prompts would take anew."""
+    return kind, tuple(value) if kind == "choice" else _text(kind, value)
 
 
 def _text(kind: str, value: Any) -> str:
