@@ -206,6 +206,18 @@ def test_two_event_loops_share_an_engine(engine: AsyncLLM) -> None:
     assert first == second and first[0][2] is not None
 
 
+def test_new_weights_come_between_two_steps(engine: AsyncLLM) -> None:
+    async def run() -> Any:
+        story = asyncio.create_task(whole(engine.generate("A story", SamplingParams(max_tokens=200, ignore_eos=True))))
+        await until(lambda: engine.llm.stats().num_running)
+        for method, *args in (("begin_update",), ("update", DEMO), ("finish_update",)):
+            await asyncio.to_thread(getattr(engine.llm, method), *args)
+            await asyncio.sleep(0.05)
+        return await story
+
+    assert len(asyncio.run(run())[0][1]) == 200
+
+
 @pytest.mark.parametrize("end", ["closed", "failed"])
 def test_requests_hear_of_the_engines_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:

@@ -265,6 +265,11 @@ def test_a_missing_folder_is_named(model: str) -> None:
     assert repr(model) in str(error.value)
 
 
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        read_model_config(EngineConfig(str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"{", "not valid JSON"), (b"\xff\xfe", "not valid JSON"), (b"[]", "expected a JSON object")],

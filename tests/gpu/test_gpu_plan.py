@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Seen:
-    """What was planned for an engine, and what its start found."""
+    """Figures that were planned for an engine, and those that its start found."""
 
     planned_blocks: int
     blocks: int
