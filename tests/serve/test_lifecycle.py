@@ -172,7 +172,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2", "--shutdown-timeout", "300")
     with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"max_tokens": 1900})
+        thread, found = begin_stream(server, LONG | {"max_tokens": 1000})
         with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()
