@@ -57,7 +57,7 @@ def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
         nowhere = torch.full((rows,), -1, dtype=torch.int32, device=device)
         step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)
         launches, residual = attention.o_proj.launches, case.q.new_zeros(rows, 128)
-        for launch in (launches[rows], replace(launches[rows], rounded=False)):
+        for launch in (replace(launches[rows], rounded=True), replace(launches[rows], rounded=False)):
             launches[rows] = launch
             attention(residual, step, residual=residual)
         rounded, wide = projections

@@ -45,7 +45,7 @@ TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
     (4, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=16, merge_heads=1)),
     (8, DecodeConfig(num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=8, merge_heads=1)),
-    (16, DecodeConfig(programs_per_sm=2, min_chunk=256, merge_heads=1)),
+    (16, DecodeConfig(programs_per_sm=3, min_chunk=256)),
     (40, DecodeConfig(programs_per_sm=3, min_chunk=1024)),
     (48, DecodeConfig(programs_per_sm=6, min_chunk=1024)),
     (224, DecodeConfig()),

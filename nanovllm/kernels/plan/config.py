@@ -28,9 +28,6 @@ ANY_ROWS = 1 << 40
 SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512
 """Maximum rows of the kernels "fma", "stream", "tile", "int4": more go to the library, by widened weights of 4 bits."""
 
-ROUNDED_ROWS = 16
-"""Maximum rows that attention rounds to e4m3 where it merges their chunks: of more, most have nothing to merge."""
-
 
 class Traits(NamedTuple):
     """Bounds of a kernel, whatever its numbers: the weights that it multiplies by, and the most rows of x."""

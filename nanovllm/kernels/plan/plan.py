@@ -19,7 +19,6 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
-    ROUNDED_ROWS,
     STREAM_ROWS,
     TILE_ROWS,
     Choices,
@@ -222,7 +221,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     norm = config.is_skinny and _norm_inside(product, rules)
     norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
     residual, is_early = inside and product.after == "residual", config.is_our_kernel and rules.exact_bits is None
-    rounded = product.before == "attention" and rows <= ROUNDED_ROWS and config.is_our_kernel
+    rounded = product.before == "attention" and config.kernel == "stream"
     if config == LIBRARY:
         config = _by_library(product, rows, rules.device)
     return Launch(config, norm, gate, residual, rounded, is_early, why)
