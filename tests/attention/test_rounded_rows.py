@@ -61,7 +61,7 @@ def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
             launches[rows] = launch
             attention(residual, step, residual=residual)
         rounded, wide = projections
-        assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide.std() > 0
+        assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide[:real].std() > 0
         want = quantize_rows(wide)
     assert torch.equal(rounded.values[:real].float(), want.values[:real].float())
     assert torch.equal(rounded.scales[:real], want.scales[:real])
