@@ -97,7 +97,7 @@ def compile_plans(name: str, quantization: str | None, models: tuple[str, ...], 
 
 DENSE = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-8B",
          "Llama-3.2-1B", "Qwen2.5-7B", "Gemma-2-9B")  # fmt: skip
-DEVICES = ["H200", "B200", "A100", "L40S", "5090"]
+DEVICES = ["H200", "H100", "B200", "A100", "L40S", "5090"]
 
 
 @pytest.mark.parametrize("device", ["H200", "5090"])
@@ -109,16 +109,16 @@ def test_a_small_models_plan_compiles(device: str) -> None:
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_dense_models_plan_compiles(device: str, quantization: str | None) -> None:
-    if quantization == "fp8" and device not in ("H200", "B200"):
+    if quantization == "fp8" and device not in ("H200", "H100", "B200"):
         pytest.skip("FP8 weights are widened there")
-    run_alone(compile_plans, device, quantization, DENSE, (1, 2, 8, 64, 256))
+    run_alone(compile_plans, device, quantization, DENSE, (1, 2, 4, 8, 64, 256))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_mixtures_plan_compiles(device: str, quantization: str | None) -> None:
-    if quantization == "fp8" and device not in ("H200", "B200"):
+    if quantization == "fp8" and device not in ("H200", "H100", "B200"):
         pytest.skip("FP8 experts are refused there")
     models = ("Qwen3-30B-A3B",) if quantization else ("Qwen3-30B-A3B", "gpt-oss-20b")
     run_alone(compile_plans, device, quantization, models, (1, 4, 64, 256, 4096))
