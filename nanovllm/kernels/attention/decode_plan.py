@@ -70,7 +70,7 @@ def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
     return for_heads(FP8_TUNING if fp8 else TUNING, num_kv_heads, head_dim, block_n=32, num_stages=2, num_warps=4)
 
 
-def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int) -> Tuning:
+def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int | None) -> Tuning:
     """Scales a tuning table to this rank's heads: the work to share out is rows x heads, so under tensor parallelism
     more rows still count as few, or the longest row of an uncut batch would decide. With many heads the classes of few
     rows hold no row, and are left out."""

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
+from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.attention.work_list import store_entry
 
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
@@ -139,7 +140,9 @@ def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tenso
 def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
     """TUNING for a rank that holds so many key heads. Not for e4m3."""
     assert not fp8
-    return for_heads(TUNING, num_kv_heads, head_dim, num_stages=2)
+    padded = head_dim != padded_dims(head_dim)  # its masks take registers, which would spill
+    limit: dict[str, int | None] = {"max_registers": None} if padded else {}
+    return for_heads(TUNING, num_kv_heads, head_dim, num_stages=2, **limit)
 
 
 class FixedOrderPlan(DecodePlan):
