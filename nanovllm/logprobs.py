@@ -118,17 +118,6 @@ class KeptIds(Sequence[np.ndarray | None]):
         self._vocab_size = vocab_size
         self._lines: list[np.ndarray | None] = []
 
-    @classmethod
-    def of_ids(cls, vocab_size: int, lines: "Sequence[bytes | None]") -> "KeptIds":
-        """`lines`: int32 ids of each token."""
-        found = cls(vocab_size)
-        for line in lines:
-            bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-            bits[[] if line is None else np.frombuffer(line, np.int32)] = 1
-            words = np.packbits(bits, bitorder="little").view("<i4")
-            found._lines.append(None if line is None else words)
-        return found
-
     def append_missing(self) -> None:
         """Appends a token that came with the request, for which nothing is known."""
         self._lines.append(None)
@@ -136,6 +125,12 @@ class KeptIds(Sequence[np.ndarray | None]):
     def append(self, table: np.ndarray, line: int) -> None:
         """`table` int32 [lines, words]: bit i % 32 of word i // 32 is that of id i."""
         self._lines.append(table[line].copy())
+
+    def append_ids(self, ids: np.ndarray) -> None:
+        """`ids` int32 [any number]: those of a token."""
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[ids] = 1
+        self._lines.append(np.packbits(bits, bitorder="little").view("<i4"))
 
     def __len__(self) -> int:
         return len(self._lines)

@@ -56,6 +56,8 @@ class EngineHost:
         self._call_watch = Watchdog(CALL_SECONDS, "call")
         self._prompts_due: set[int] = set()
         """Requests whose prompt log-probabilities have not been sent yet."""
+        self._masks_sent: dict[int, list[int]] = {}
+        """Number of sampling masks that were sent for each completion of the requests that want them."""
         self._slow = {name: SlowChecks(f"nanovllm-{name}", self._add_slow, engine.abort) for name in _SLOW_OPTIONS}
         self._awake_until = self._stats_due = 0.0
 
@@ -127,9 +129,13 @@ class EngineHost:
             engine.book.check(prompt, params)  # compiles its grammar
             if params.prompt_logprobs is not None:
                 self._prompts_due.add(frame.request_id)
-            engine.add_request(prompt, params, frame.request_id, frame.known_ids())
+            known = frame.known_ids()
+            if params.sampling_mask and params.most_tokens:
+                self._masks_sent[frame.request_id] = [len(known)] * params.n
+            engine.add_request(prompt, params, frame.request_id, known)
         except Exception as error:  # concerns this request only
             self._prompts_due.discard(frame.request_id)
+            self._masks_sent.pop(frame.request_id, None)
             is_users = isinstance(error, (ValueError, TypeError))
             if not is_users:
                 traceback.print_exc()
@@ -230,7 +236,9 @@ class EngineHost:
 
     def _send_gained(self, gained: "StepColumns") -> None:
         if len(gained):
+            kept = self._new_masks() if self._masks_sent else []
             step = self._step(gained)
+            step.kept = kept
             if step.finishes:
                 self._with_stats(step)
             self._send(step)
@@ -260,8 +268,20 @@ class EngineHost:
             if engine.book.knows(request_id) and engine.book.is_finished(request_id):  # the last of n reports it
                 if request_id in self._prompts_due:
                     self._send_prompt(request_id, frame)
+                self._masks_sent.pop(request_id, None)
                 frame.done.append(_done(request_id, engine.book.forget(request_id)))
         return frame
+
+    def _new_masks(self) -> list[tuple[int, bytes]]:
+        """Sampling masks of the tokens since the last call: see wire.Step.kept."""
+        found: list[tuple[int, bytes]] = []
+        for request_id, sent in list(self._masks_sent.items()):
+            for seq in self._engine.book.rows.get(request_id, []):
+                assert seq.sampling is not None and seq.sampling.kept_ids is not None
+                new = seq.sampling.kept_ids[sent[seq.index] :]
+                sent[seq.index] += len(new)
+                found += [(request_id + seq.index, ids.astype("int32").tobytes()) for ids in new if ids is not None]
+        return found
 
     def _send_prompt(self, request_id: int, frame: wire.Step) -> None:
         """Adds the prompt's log-probabilities."""
@@ -272,7 +292,7 @@ class EngineHost:
 
 
 def _done(request_id: int, seqs: list[Any]) -> wire.Done:
-    seq, ending = seqs[0], seqs[0].ending
+    ending = seqs[0].ending
     metrics = ending.metrics
     begin = metrics.first_scheduled_time or metrics.finished_time
     first = metrics.first_token_time or metrics.finished_time
@@ -282,9 +302,4 @@ def _done(request_id: int, seqs: list[Any]) -> wire.Done:
         queued=begin - metrics.arrival_time,
         prefill=first - begin,
         decode=metrics.finished_time - first,
-        kept=[_kept(each.sampling.kept_ids) for each in seqs] if seq.params.sampling_mask else [],
     )
-
-
-def _kept(ids: Any) -> list[bytes | None]:
-    return [None if line is None else line.astype("int32").tobytes() for line in ids]

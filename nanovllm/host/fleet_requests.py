@@ -1,8 +1,7 @@
 """Requests of a fleet: assigns them to engines, keeps their tokens, and moves those of a lost engine to others. Pure.
 
-A request can continue on another engine after the tokens it has, because tokens are sampled by seed and position. If it
-has several completions or wants a sampling_mask, the other engine computes it from its prompt, and the tokens that it
-has already are dropped.
+A completion can continue on another engine after the tokens it has, because tokens are sampled by seed and position. If
+a request has several, each of them continues by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
-from nanovllm.host.flight import ENDED, NO_BOUND, Flight, without_repeated
+from nanovllm.host.flight import NO_BOUND, Flight
 from nanovllm.host.router import Load, Router
 from nanovllm.wire.state import PageGroup
 
@@ -42,13 +41,13 @@ class FleetRequests:
         self.out: list[wire.Up] = []
         """Results for the owner of the requests, who takes them out."""
         self._live: dict[int, Flight] = {}
-        """Unfinished requests by id."""
+        """Unfinished requests and parts of requests, by their id for engines."""
+        self._split: dict[int, set[int]] = {}
+        """Unfinished parts of each request that was split: request id -> ids for engines."""
         self._rows: dict[int, list[int]] = {}
         """Output tokens of each unfinished completion, by row, if tokens are kept."""
         self._flights: dict[int, Flight] = {}
-        """Unfinished requests by row, if tokens are kept."""
-        self._skips: dict[int, int] = {}
-        """Number of tokens to drop for each row that is computed again."""
+        """The same by row, if tokens are kept."""
         self._stats = FleetStats(count)
         for number, info in enumerate(infos):
             self.join(number, info)
@@ -63,15 +62,26 @@ class FleetRequests:
         """Moves the requests of a lost engine to others, before those that wait."""
         self._versions[number] = 0
         self._stats.restart(number)
-        for request_id in reversed(self._router.leave(number)):
-            flight = self._live[request_id]
+        for lost in reversed(self._router.leave(number)):
+            flight = self._live[lost]
             losses = flight.note_loss()
             if flight.is_aborted:
                 self._drop(flight)
             elif losses == MOST_LOSSES:
                 self._drop(flight, f"{losses} replicas were lost while they computed this request: {reason}")
             else:
-                self._queue(flight, first=True)
+                for part in reversed(self._parts_of(flight)):
+                    self._queue(part, first=True)
+
+    def _parts_of(self, flight: Flight) -> list[Flight]:
+        """Puts the parts of a request in its place (Flight.parts)."""
+        parts = flight.parts()
+        if parts != [flight]:
+            del self._live[flight.row]
+            self._split[flight.request_id] = {part.row for part in parts}
+            for part in parts:
+                self._live[part.row] = self._flights[part.row] = part
+        return parts
 
     def note_version(self, number: int, version: int) -> None:
         """Notes that the next tokens of an engine come from weights of this version."""
@@ -110,7 +120,7 @@ class FleetRequests:
         """Queues a request; `bind` sends it."""
         n = params.get("n", 1)
         tokens = [list(known) for _ in range(n)]
-        flight = Flight(request_id, prompt, params, len(known), tokens, [[] for _ in range(n)])
+        flight = Flight(request_id, request_id, prompt, params, tokens, [[] for _ in range(n)])
         self._live[request_id] = flight
         if self._keeps_tokens:
             for index in range(n):
@@ -120,11 +130,10 @@ class FleetRequests:
 
     def _queue(self, flight: Flight, first: bool = False) -> None:
         """Queues a request at the router; `first`: in front of those that wait."""
-        known = len(flight.tokens[0]) if flight.can_continue else flight.num_given
-        length = len(flight.prompt) + known
+        length = len(flight.prompt) + len(flight.known)
         total = min(self.max_total, len(flight.prompt) + flight.most_tokens)
-        hashes = self._hashes(flight, flight.tokens[0][:known])
-        self._router.add(Load(flight.request_id, hashes, length, max(0, total - length), flight.n), first)
+        hashes = self._hashes(flight, flight.known)
+        self._router.add(Load(flight.row, hashes, length, max(0, total - length), flight.n), first)
 
     def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
         """Prefix keys for the router; empty if it has no use for them."""
@@ -136,64 +145,75 @@ class FleetRequests:
         """Sends the requests that engines have room for. Those of an engine are sent at once, because requests that
         arrive one by one would begin in as many small steps."""
         batches: dict[int, list[wire.Down]] = {}
-        for number, request_id in self._router.bind():
-            batches.setdefault(number, []).append(self._bound(number, self._live[request_id]))
+        for number, bound in self._router.bind():
+            batches.setdefault(number, []).append(self._bound(number, self._live[bound]))
         for number, batch in batches.items():
             self._send(number, batch)
 
     def _bound(self, number: int, flight: Flight) -> wire.Add:
         flight.engine = number
         flight.num_engines += 1
-        known = flight.tokens[0] if flight.can_continue else flight.tokens[0][: flight.num_given]
-        for index, tokens in enumerate(flight.tokens):
-            if (count := len(tokens) - len(known)) or index in flight.ended:
-                self._skips[flight.request_id + index] = ENDED if index in flight.ended else count
-            if self._keeps_tokens:
-                flight.note_version(index, self._versions[number])
+        for index in range(flight.n) if self._keeps_tokens else ():
+            flight.note_version(index, self._versions[number])
         params, most = flight.params, self.max_total - len(flight.prompt)
         if not self._is_alone and flight.most_tokens > most:
             # Another engine that may have to continue it may have a smaller KV cache.
             params = {**params, "max_tokens": most, "min_tokens": min(most, params.get("min_tokens", 0))}
-        return wire.Add.of(flight.request_id, flight.prompt, params, known)
+        return wire.Add.of(flight.row, flight.prompt, params, flight.known)
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; unknown ones are ignored."""
-        if (flight := self._live.get(request_id)) is None:
-            return
+        for part in sorted(self._split.get(request_id, (request_id,))):
+            if (flight := self._live.get(part)) is not None:
+                self._abort(flight)
+
+    def _abort(self, flight: Flight) -> None:
         flight.is_aborted = True
         if flight.engine is None:
-            self._router.withdraw(request_id)
+            self._router.withdraw(flight.row)
             self._drop(flight)
         else:
-            self._send(flight.engine, [wire.Abort(request_id)])
+            self._send(flight.engine, [wire.Abort(flight.row)])
 
     def abort_waiting(self) -> None:
         """Ends the requests that no engine has."""
         for flight in [each for each in self._live.values() if each.engine is None]:
-            self.abort(flight.request_id)
+            self._abort(flight)
 
     def _drop(self, flight: Flight, why: str | None = None) -> None:
-        """Ends a request's unfinished completions with reason "abort" and stop reason `why`."""
-        step = wire.aborted(flight.request_id, flight.n)
-        step.finishes = [end for end in step.finishes if end.row - flight.request_id not in flight.ended]
+        """Ends unfinished completions with reason "abort" and stop reason `why`."""
+        step = wire.aborted(flight.row, flight.n)
+        step.finishes = [end for end in step.finishes if end.row - flight.row not in flight.ended]
         for end in step.finishes:
-            end.weight_versions, end.stop_reason = flight.spans(end.row - flight.request_id), why
-        self._forget(flight)
+            end.weight_versions, end.stop_reason = flight.spans(end.row - flight.row), why
+        step.done = self._end(flight, step.done[0])
         self.out.append(step)
 
-    def _forget(self, flight: Flight) -> None:
-        del self._live[flight.request_id]
-        for row in range(flight.request_id, flight.request_id + flight.n):
+    def _end(self, flight: Flight, done: wire.Done) -> list[wire.Done]:
+        """Forgets a request, or a part of one. Returns `done` if that is the end of the request, else nothing."""
+        del self._live[flight.row]
+        for row in range(flight.row, flight.row + flight.n):
             self._rows.pop(row, None)
             self._flights.pop(row, None)
-            self._skips.pop(row, None)
+        if (rest := self._split.get(flight.request_id)) is not None:
+            rest.discard(flight.row)
+            if rest:
+                return []
+            del self._split[flight.request_id]
+        done.request_id = flight.request_id
+        return [done]
 
     # -- results ------------------------------------------------------------------------------------------------
 
     def refuse(self, number: int, refused: wire.Refused) -> None:
         """Ends a request that its engine does not take."""
-        if (flight := self._live.get(refused.request_id)) is not None:
-            self._finish(number, flight)
+        if (flight := self._live.get(refused.request_id)) is None:
+            return
+        self._release(number, flight)
+        if flight.request_id in self._split:  # its owner has had tokens of it
+            self._drop(flight, refused.message or "internal error; see the log")
+        else:
+            self._end(flight, wire.Done(flight.row))
             self.out.append(refused)
 
     def take_step(self, number: int, step: wire.Step) -> None:
@@ -202,19 +222,21 @@ class FleetRequests:
             self._stats.take(number, step.stats, step.computed)
             step.stats = self.stats()
         if self._keeps_tokens:
-            if self._skips:
-                step = without_repeated(step, self._skips)
             known = self._rows
             for row, token in zip(step.rows, step.tokens, strict=True):
                 if (tokens := known.get(row)) is not None:
                     tokens.append(token)
             for end in step.finishes:
                 self._note_end(end)
+        if self._split and step.prompts:
+            step.prompts = [(self._live[part].request_id, lines) for part, lines in step.prompts if part in self._live]
         self.out.append(step)
         if step.done:
-            for done in step.done:
+            ended, step.done = step.done, []
+            for done in ended:
                 if (flight := self._live.get(done.request_id)) is not None:
-                    self._finish(number, flight)
+                    self._release(number, flight)
+                    step.done += self._end(flight, done)
             self.bind()
 
     def _note_end(self, end: wire.Finish) -> None:
@@ -223,13 +245,13 @@ class FleetRequests:
         if end.token is not None:
             tokens.append(end.token)
         flight = self._flights[end.row]
-        index = end.row - flight.request_id
+        index = end.row - flight.row
         flight.ended.add(index)
         if flight.num_engines > 1:
             end.weight_versions = flight.spans(index)
 
-    def _finish(self, number: int, flight: Flight) -> None:
+    def _release(self, number: int, flight: Flight) -> None:
+        """Tells the router that an engine has ended what it computed."""
         count = sum(map(len, flight.tokens))
         left = [digest for tokens in flight.tokens for digest in self._hashes(flight, tokens[:-1])]
-        self._router.finish(number, flight.request_id, count, left)
-        self._forget(flight)
+        self._router.finish(number, flight.row, count, left)

@@ -8,7 +8,6 @@ import numpy as np
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.host import wire
-from nanovllm.logprobs import KeptIds
 from nanovllm.outputs import StepColumns
 
 
@@ -47,7 +46,10 @@ class FleetRows:
             lines.setdefault(number, []).append(line)
         for request_id, words in step.prompts:
             self._take_prompt(request_id, words)
-        done = {each.request_id: each for each in step.done}
+        for number, kept in step.kept:
+            if (seq := self._live.get(number)) is not None:
+                assert seq.sampling is not None and seq.sampling.kept_ids is not None
+                seq.sampling.kept_ids.append_ids(np.frombuffer(kept, np.int32))
         ids, indices, tokens = columns.request_ids, columns.indices, columns.token_ids
         for number, token in zip(step.rows, step.tokens, strict=True):
             seq = plain.get(number)
@@ -79,8 +81,8 @@ class FleetRows:
             if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and token >= 0:
                 columns.logprobs[entry] = rows, len(rows) - 1
             ended.append((seq, entry, end))
-        for request_id, last in done.items():
-            self._take_done(request_id, last, now)
+        for done in step.done:
+            self._take_done(done, now)
         for seq, entry, end in ended:
             self._end(seq, entry, end, columns, now)
 
@@ -108,17 +110,14 @@ class FleetRows:
             if line is not None:
                 row.take_prompt_logprobs(position, np.frombuffer(line, np.int32)[None], [0])
 
-    def _take_done(self, request_id: int, done: wire.Done, now: float) -> None:
+    def _take_done(self, done: wire.Done, now: float) -> None:
         """Takes what is known when all completions of a request have ended."""
-        for index, seq in enumerate(self._book.rows.get(request_id, [])):
+        for seq in self._book.rows.get(done.request_id, []):
             if seq.num_prompt_cached_tokens is None:
                 seq.num_prompt_cached_tokens = done.num_cached_tokens
             if seq.metrics.first_scheduled_time is None:
                 begin = now - done.prefill - done.decode
                 seq.metrics.first_scheduled_time = max(seq.metrics.arrival_time, begin)
-            if done.kept and seq.sampling is not None:
-                vocab = self._book.model_config.vocab_size
-                seq.sampling.kept_ids = KeptIds.of_ids(vocab, done.kept[index])
 
     def _end(self, seq: Sequence, entry: int, end: wire.Finish, columns: StepColumns, now: float) -> None:
         seq.metrics.finished_time = now

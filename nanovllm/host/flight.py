@@ -1,28 +1,28 @@
 """Request of a fleet in flight: its output so far, from whichever engines."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
-from nanovllm.host import wire
 from nanovllm.sampling_params import SamplingParams
 
 NO_BOUND = 1 << 40
-ENDED = 1 << 60
-"""Number of tokens to drop for a completion that has ended: all of them."""
+_OF_WHOLE = ("n", "prompt_logprobs", "prompt_logprob_start")
+"""Fields of SamplingParams that are about all completions of a request."""
 
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """An unfinished request."""
+    """An unfinished request, or a part of one: a completion that continues on another engine."""
 
     request_id: int
+    """Id of the request."""
+    row: int
+    """Row of its first completion, and its id for engines."""
     prompt: Prompt
     params: dict[str, Any]
-    num_given: int
-    """Number of output tokens that were given with the request."""
+    """See wire.Add.params."""
     tokens: list[list[int]]
     """Output tokens of each completion so far."""
     versions: list[VersionStarts]
@@ -51,14 +51,15 @@ class Flight:
         return len(self.tokens)
 
     @property
+    def known(self) -> list[int]:
+        """Output tokens that an engine is to continue. Several completions begin anew: those that have begun are
+        parts."""
+        return self.tokens[0] if self.n == 1 else []
+
+    @property
     def most_tokens(self) -> int:
         """See SamplingParams.most_tokens."""
         return NO_BOUND if (most := self.params.get("max_tokens", SamplingParams.max_tokens)) is None else most
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether another engine can continue after the tokens so far; else it computes them again."""
-        return self.n == 1 and not self.params.get("sampling_mask")
 
     def note_version(self, index: int, version: int) -> None:
         """Notes that the next tokens of a completion come from weights of this version."""
@@ -68,33 +69,22 @@ class Flight:
         """See CompletionOutput.weight_versions."""
         return version_spans(self.versions[index], len(self.tokens[index]))
 
-
-def without_repeated(step: wire.Step, skips: dict[int, int]) -> wire.Step:
-    """Drops tokens that a request had before its engine was lost, and that another one has computed again. `skips`:
-    number of tokens to drop for each row, which is counted down."""
-    dropped = Counter[int]()
-    """Number of tokens dropped for each row."""
-    found = wire.Step([], [], done=step.done, prompts=step.prompts, stats=step.stats)
-    for row, token in zip(step.rows, step.tokens, strict=True):
-        if (count := skips.get(row)) is None:
-            found.rows.append(row)
-            found.tokens.append(token)
-            continue
-        dropped[row] += 1
-        if count == 1:
-            del skips[row]
-        else:
-            skips[row] = count - 1
-    for end in step.finishes:
-        if (count := skips.pop(end.row, None)) is not None:
-            dropped[end.row] += end.token is not None
-            if count > ENDED // 2:
-                continue
-            end.token = None  # its last token was there before
-        found.finishes.append(end)
-    for row, line in step.logprobs:  # the first lines of a row are those of its dropped tokens
-        if dropped[row]:
-            dropped[row] -= 1
-        else:
-            found.logprobs.append((row, line))
-    return found
+    def parts(self) -> list["Flight"]:
+        """Splits a request of several completions, of which any has begun, into those that have not ended. Each goes
+        on as it would have gone on among the others, since seeds go up with rows. The first brings what is asked about
+        the prompt. Returns itself if there is nothing to split."""
+        if self.n == 1 or not (self.ended or any(self.tokens)):
+            return [self]
+        own = {name: value for name, value in self.params.items() if name not in _OF_WHOLE}
+        of_prompt = {name: value for name, value in self.params.items() if name in _OF_WHOLE[1:]}
+        found: list[Flight] = []
+        for index in sorted({*range(self.n)} - self.ended):
+            params = own if found else own | of_prompt
+            if (seed := params.get("seed")) is not None:
+                params = {**params, "seed": (seed + index + 2**63) % 2**64 - 2**63}
+            tokens, versions = [self.tokens[index]], [self.versions[index]]
+            part = Flight(self.request_id, self.row + index, self.prompt, params, tokens, versions)
+            part.num_engines, part.num_losses = self.num_engines, self.num_losses
+            part.num_tokens_before = len(self.tokens[index])
+            found.append(part)
+        return found

@@ -164,8 +164,6 @@ class Done(msgspec.Struct, array_like=True):
     queued: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    kept: list[list[bytes | None]] = []
-    """Ids (int32) that each token of each completion was sampled from, if sampling_mask asks for them."""
 
 
 class Step(Frame):
@@ -177,6 +175,8 @@ class Step(Frame):
     done: list[Done] = []
     logprobs: list[tuple[int, bytes]] = []
     """(row, a line of LogprobRows), in the order of the row's tokens."""
+    kept: list[tuple[int, bytes]] = []
+    """(row, the ids (int32) that a token was sampled from), likewise, if sampling_mask asks for them."""
     prompts: list[tuple[int, list[bytes | None]]] = []
     """(request, a line of LogprobRows for each position of its prompt), sent once, before or with its Done."""
     stats: EngineStats | None = None

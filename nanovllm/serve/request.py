@@ -39,8 +39,8 @@ class Completion:
         """Beginning of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
         """Versions of the weights, once it has ended: see wire.Finish."""
-        self.kept: list[bytes | None] = []
-        """Ids that each token was sampled from (wire.Done), once all completions of its prompt have ended."""
+        self.kept: list[bytes] = []
+        """Ids that each token was sampled from, if they were asked for (wire.Step)."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0

@@ -57,6 +57,9 @@ class Streams:
         for row, line in step.logprobs:
             if (completion := rows.get(row)) is not None and completion.lines is not None:
                 completion.lines.append(line)
+        for row, ids in step.kept:
+            if (completion := rows.get(row)) is not None:
+                completion.kept.append(ids)
         for request_id, lines in step.prompts:
             if (first := rows.get(request_id)) is not None:
                 first.request.prompt_lines[first.prompt_index] = lines
@@ -112,8 +115,6 @@ class Streams:
         request = first.request
         request.parts.discard(part.request_id)
         own = [self._rows.pop(row) for row in range(first.row, first.row + request.n)]
-        for completion, kept in zip(own, part.kept, strict=False):
-            completion.kept = kept
         request.num_cached_tokens += part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)

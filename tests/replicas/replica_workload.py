@@ -17,6 +17,7 @@ def batch(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
         extra: dict[str, Any] = {}
         if n % 7 == 3:
             extra = {"top_k": 20, "logprobs": 2, "n": 2, "presence_penalty": 0.5, "sampling_mask": True}
+            extra |= {"seed": n} if n % 2 else {}
         elif n % 7 == 5:
             extra = {"stop": ["e"], "seed": n, "min_tokens": 4, "prompt_logprobs": 1}
         sampled = {"temperature": n % 2, "max_tokens": 20 + 20 * (n % 3), "ignore_eos": n % 3 == 0}

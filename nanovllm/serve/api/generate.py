@@ -48,7 +48,7 @@ class GenerateAnswer(Answer):
             found["stop_reason"] = completion.stop_reason
             found["weight_versions"] = [{"version": str(v), "start": begin, "end": end} for v, begin, end in versions]
         if self.params.get("sampling_mask"):
-            found["sampling_mask"] = [None if ids is None else _written(ids) for ids in completion.kept]
+            found["sampling_mask"] = [_written(ids) for ids in completion.kept]
         return found
 
     def response(self) -> bytes:
