@@ -166,6 +166,9 @@ class EngineHost:
 
     def _steps(self, call: wire.Call) -> Steps:
         options = dict(call.options)
+        if CALLS[call.name].in_flight(options)[1] == "abort":
+            for request_id in [number for checks in self._slow.values() for number in checks.waiting]:
+                self.abort(request_id)
         if call.takes_weights:
             options["weights"] = self._weights(call.number)
         if call.relays:

@@ -22,6 +22,11 @@ class SlowChecks:
         self._waiting[number] = request, added
         added.add_done_callback(lambda _: self._waiting.pop(number, None))
 
+    @property
+    def waiting(self) -> list[int]:
+        """Ids of the requests that are not in the engine yet."""
+        return list(self._waiting)
+
     def withdraw(self, request_id: int) -> wire.Add | None:
         """Takes a request back if it is not in the engine yet, and returns it; it will not be computed."""
         request, added = self._waiting.pop(request_id, (None, None))

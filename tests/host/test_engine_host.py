@@ -3,6 +3,7 @@ back."""
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -29,7 +30,10 @@ class Room:
         self.ids: list[int] = []
         book = SimpleNamespace(check=self._check, knows_grammar=lambda wanted: "json_object" in wanted)
         self.engine = Mock(book=book, add_request=self._add)
+        self.engine.loop.take_unreported = StepColumns
+        self.engine.state = self.engine.stats = None
         self.host = EngineHost(self.engine, self.said.append, Mock())
+        self.host._send_stats = lambda: None  # type: ignore[method-assign]
 
     def _check(self, prompt: Prompt, params: Any) -> None:
         if params.structured_outputs.regex == "slow":
@@ -72,6 +76,20 @@ def test_an_abort_while_a_grammar_compiles_is_an_abort(room: Room) -> None:
     assert [call.args for call in room.engine.abort.call_args_list].count((3,)) == 2, "also after it was checked"
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_call_that_ends_requests_ends_those_whose_grammar_compiles(
+    room: Room, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CALLS, "pause", replace(CALLS["pause"], run=lambda engine, mode: None))
+    for request_id in (3, 5):
+        room.add(request_id, SLOW)
+    assert room.began.wait(20)
+    room.host.handle(wire.Call(1, "pause", {"mode": mode}))
+    room.host._advance_calls()
+    ended = [wire.aborted(3, 2), wire.aborted(5, 2)] if mode == "abort" else []
+    assert room.said[:-1] == ended and room.said[-1].number == 1
+
+
 def test_a_known_grammar_overtakes(room: Room) -> None:
     room.add(3, SLOW)
     assert room.began.wait(20)
@@ -91,9 +109,6 @@ def test_calls_run_in_the_order_in_which_they_came(room: Room, monkeypatch: pyte
 
     for name, function in (("pause", pause), ("resume", lambda engine: run.append("resume"))):
         monkeypatch.setitem(CALLS, name, CallSpec(function))
-    room.engine.loop.take_unreported = StepColumns
-    room.engine.state = room.engine.stats = None
-    monkeypatch.setattr(room.host, "_send_stats", lambda: None)
     room.host.handle(wire.Call(1, "pause", {"number": 1, "waits": True}))
     room.host._advance_calls()
     later: list[tuple[str, dict[str, Any]]] = [("pause", {"number": 2}), ("resume", {}), ("pause", {"number": 4})]
