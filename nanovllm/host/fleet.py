@@ -1,7 +1,8 @@
-"""Fleet: one or several engines as one. Runs calls on all engines, and replaces lost ones. Pure: no socket, clock or
-thread; frames go in, and frames come out. Requests are in fleet_requests.py."""
+"""Fleet: one or several engines as one. Runs calls on all engines, and replaces lost ones. Pure: no socket or thread;
+frames go in, and frames come out. Requests are in fleet_requests.py."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,9 @@ from nanovllm.host.pending_call import PendingCall
 
 logger = logging.getLogger(__name__)
 
-MOST_RESTARTS = 3  # of each engine; then the others continue without it
+MOST_RESTARTS = 3
+"""Times that an engine is restarted in RESTART_SECONDS; if it is lost once more, the others continue without it."""
+RESTART_SECONDS = 3600.0
 
 
 class Fleet:
@@ -22,12 +25,12 @@ class Fleet:
 
     def __init__(
         self, infos: Sequence[dict[str, Any]], send: Send, restart: Callable[[int], None] | None = None,
-        give_up: Callable[[int, str], None] = lambda number, reason: None,
+        give_up: Callable[[int, str], None] = lambda number, reason: None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`infos`: of each engine (program.describe). `restart`: starts another engine in the place of a lost one, or
         raises an error; None: there is one engine, and its requests end with it. `give_up`: (engine, reason) kills one,
-        which is then lost."""
-        self._send, self._restart, self._give_up = send, restart, give_up
+        which is then lost. `now`: seconds; replaced by tests."""
+        self._send, self._restart, self._give_up, self._now = send, restart, give_up, now
         self.requests = FleetRequests(infos, send, keeps_tokens=restart is not None)
         self._states = [EngineState() for _ in infos]
         """State of each engine as of its last answer."""
@@ -39,7 +42,8 @@ class Fleet:
         """Engines that frames can be sent to, including those that are starting."""
         self._calls: dict[int, PendingCall] = {}
         self._num_calls = 0
-        self.num_restarts = [0] * len(infos)
+        self._losses: list[list[float]] = [[] for _ in infos]
+        """Times at which each engine was lost and restarted."""
         self._starting: dict[int, dict[str, Any] | None] = {}
         """Restarted engines that do not have the state of the others yet; their infos once they are ready."""
         self._stale: set[int] = set()
@@ -52,6 +56,11 @@ class Fleet:
     def numbers(self) -> list[int]:
         """Numbers of the engines that are running or starting."""
         return sorted(self._reachable)
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of times that engines were restarted."""
+        return sum(map(len, self._losses))
 
     def take(self, number: int, frame: wire.Up) -> None:
         """Handles a frame of an engine."""
@@ -146,10 +155,11 @@ class Fleet:
         self._states[number] = EngineState()
         self._starting.pop(number, None)
         self._stale.discard(number)
+        losses, now = self._losses[number], self._now()
         if self._restart is None:
             self.ended = reason
-        elif self.num_restarts[number] < MOST_RESTARTS:
-            self.num_restarts[number] += 1
+        elif sum(now - before < RESTART_SECONDS for before in losses) < MOST_RESTARTS:
+            losses.append(now)
             when = ", and computes once all weights have been replaced again" if self.state.weights_replaced else ""
             logger.warning("replica %d was lost and is being restarted%s: %s", number, when, reason)
             self._to_restart.append(number)

@@ -214,7 +214,7 @@ class FleetEngine:
         check_alive(self._closed, self._error)
         weights = options.pop("weights", None)
         if isinstance(weights, (str, Path)):
-            weights, options["folder"] = None, str(weights)
+            weights, options["folder"] = None, str(Path(weights).absolute())  # others may have other working folders
         self._check_call(name, options)
         self._drain_inbox()
         if weights is not None and name == "load_weights":
@@ -325,7 +325,7 @@ class FleetEngine:
             "num_kvcache_blocks": sum(info["num_kvcache_blocks"] for info in there),
             "data_parallel_size": self._handles.count,
             "num_replicas": len(there),
-            "num_restarts": sum(self.fleet.num_restarts),
+            "num_restarts": self.fleet.num_restarts,
             "replicas": there,
         }
 

@@ -19,7 +19,8 @@ class Engines:
         self.started: list[int] = []
         restart = self.started.append if restarts else None
         self.given_up: list[tuple[int, str]] = []
-        self.fleet = Fleet([INFO] * count, self._send, restart, self._give_up)
+        self.time = 0.0
+        self.fleet = Fleet([INFO] * count, self._send, restart, self._give_up, now=lambda: self.time)
 
     def _send(self, number: int, frames: list[wire.Down]) -> None:
         self.sent += [(number, frame) for frame in frames]

@@ -247,6 +247,16 @@ def test_the_end_of_the_last_engine_is_the_end(monkeypatch: pytest.MonkeyPatch) 
     assert alone.fleet.ended == "died"
 
 
+def test_an_engine_is_restarted_three_times_an_hour() -> None:
+    engines = Engines(2)
+    for minute, count in ((0, 1), (40, 2), (50, 3), (61, 4), (70, 4)):
+        engines.time = 60.0 * minute
+        engines.fleet.lose(1, "died")
+        assert (engines.started, engines.fleet.num_restarts) == ([1] * count, count)
+        engines.fleet.take(1, wire.Ready(INFO))
+    assert engines.fleet.numbers == [0]
+
+
 def test_a_sleep_that_some_could_not_do_is_repeated_by_those_alone() -> None:
     """As is a wake_up; the others have done it already."""
     engines = Engines(2)
