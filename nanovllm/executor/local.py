@@ -201,9 +201,12 @@ class LocalExecutor:
             return self.runner.io.collect(self.config.step_timeout, self.processes.check)
 
     def check_weights(self, weights: "Weights") -> None:
-        """Raises ValueError where these cannot replace all weights: one is missing, unknown or misshapen. What can be
-        read only once, such as a generator, is not looked at."""
+        """Raises ValueError where these cannot replace all weights: one is missing, unknown or misshapen;
+        FileNotFoundError for a folder without any. What can be read only once, such as a generator, is not looked
+        at."""
         if isinstance(weights, (str, Path)):
+            if not any(Path(weights).glob("*.safetensors")):
+                raise FileNotFoundError(f"weights={str(weights)!r}: must be a folder with *.safetensors")
             self.runner.weights.open_folder(Path(weights))
         elif isinstance(weights, Collection):
             self.runner.weights.check_all([named_tensor(item, gathered=False) for item in weights])
@@ -241,7 +244,7 @@ class LocalExecutor:
         raised would be gone."""
         if isinstance(weights, (str, Path)):
             self.check_weights(weights)
-            self.call("weights.load_folder", Path(weights))
+            self.call("weights.load_folder", Path(weights).absolute())  # ranks may have other working folders
             return
         try:
             named = map(named_tensor, weights)

@@ -45,11 +45,15 @@ def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
 
 
-def test_from_a_folder(llm: LLM, policies: tuple[Policy, Policy], tmp_path: Path) -> None:
-    before = llm.checksum()
-    llm.load_weights(policies[1].folder)
+def test_from_a_folder(
+    llm: LLM, policies: tuple[Policy, Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a path from the present working folder, which is not that of the engine's processes."""
+    before, folder = llm.checksum(), Path(policies[1].folder)
+    monkeypatch.chdir(folder.parent)
+    llm.load_weights(folder.name)
     assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
-    with pytest.raises(FileNotFoundError, match="safetensors"):
+    with pytest.raises(FileNotFoundError, match=rf"^weights='{tmp_path}': must be a folder with \*.safetensors"):
         llm.load_weights(tmp_path)
     llm.load_weights(Path(policies[0].folder))
     assert llm.checksum() == before
