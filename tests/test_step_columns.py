@@ -106,6 +106,8 @@ def test_max_tokens_0_leaves_out_what_shapes_the_output_and_nothing_else(llm: LL
 def test_max_tokens_0_takes_prompts_as_long_as_the_context(llm: LLM) -> None:
     [output] = llm.generate([[5] * 128], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
     assert output.token_ids == [] and output.prompt_logprobs is not None and len(output.prompt_logprobs) == 128
+    times = output.metrics
+    assert times is not None and times.token_times == [] and times.time_to_first_token is None and times.finished_time
     with pytest.raises(ValueError, match="prompt of 129 tokens"):
         llm.generate([[5] * 129], SamplingParams(max_tokens=0), use_tqdm=False)
 

@@ -169,6 +169,8 @@ class EngineLoop:
                 if seq.params.max_tokens == 0:
                     columns.token_ids[entry] = -1
                     self._num_generated -= 1
+                    metrics.first_token_time = None
+                    metrics.token_times.clear()
                 ended[seq] = entry  # the last of its tokens
         for seq, entry in ended.items():
             columns.endings[entry] = self._end(seq, now)
