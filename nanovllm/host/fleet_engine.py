@@ -214,7 +214,8 @@ class FleetEngine:
         check_alive(self._closed, self._error)
         weights = options.pop("weights", None)
         if isinstance(weights, (str, Path)):
-            weights, options["folder"] = None, str(Path(weights).absolute())  # others may have other working folders
+            options["folder"] = str(Path(weights).absolute())  # replicas may have other working folders
+            weights = None
         self._check_call(name, options)
         self._drain_inbox()
         if weights is not None and name == "load_weights":

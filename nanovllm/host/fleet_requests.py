@@ -47,7 +47,7 @@ class FleetRequests:
         self._rows: dict[int, list[int]] = {}
         """Output tokens of each unfinished completion, by row, if tokens are kept."""
         self._flights: dict[int, Flight] = {}
-        """The same by row, if tokens are kept."""
+        """Flights of `_live` by row, if tokens are kept."""
         self._stats = FleetStats(count)
         for number, info in enumerate(infos):
             self.join(number, info)
