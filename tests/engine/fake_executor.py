@@ -1,4 +1,4 @@
-"""An executor whose only rank is a FakeDevice: whole engines run on it, with as many tokens a step as it pleases."""
+"""An executor whose only rank is a FakeDevice, and engines that run on it, with as many tokens a step as it pleases."""
 
 import os
 from collections import deque
@@ -9,7 +9,11 @@ import numpy as np
 from fake_device import FakeDevice
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.executor.protocol import Executor
+from nanovllm.executor.resolve import resolve
+from nanovllm.models.registry import read_model_config, resolve_model_folder
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.sampling import SCORES, Section, StepScores, split_section
 from nanovllm.wire.state import StateSize
 
@@ -70,3 +74,10 @@ class FakeExecutor:
 
 
 _: type[Executor] = FakeExecutor
+
+
+def fake_engine(tokens_per_step: int = 1, gain: Callable[[int], int] | None = None, **options: Any) -> LLMEngine:
+    """An engine of the demo model, whose steps a FakeDevice computes."""
+    given = resolve_model_folder(EngineConfig.from_options("demo", device="cpu", **options))
+    model = read_model_config(given)
+    return LLMEngine(FakeExecutor(resolve(given, model), tokens_per_step, gain), model, Tokenizer(given))

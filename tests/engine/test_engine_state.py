@@ -1,21 +1,13 @@
 """One state of an engine: calls change it, its loop and its book go by it, answers carry copies of it."""
 
 from collections import deque
-from pathlib import Path
 from typing import Any
 
-from fake_executor import FakeExecutor
+from fake_executor import fake_engine
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
-from nanovllm.executor.resolve import resolve
 from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
-from nanovllm.models.registry import read_model_config, resolve_model_folder
-from nanovllm.text.tokenizer import Tokenizer
-
-DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 
 class Driver:
@@ -38,10 +30,7 @@ def test_a_host_rests_until_nothing_keeps_it_from_computing() -> None:
     calls = [("pause", {"mode": "keep"}), ("begin_update", {}), ("resume", {}), ("finish_update", {})]
     pause, *others = [wire.Call(number, *call) for number, call in enumerate(calls)]
     driver = Driver([pause, wire.Add.of(0, Prompt([1, 2, 3]), {"max_tokens": 2, "ignore_eos": True}), *others])
-    given = resolve_model_folder(EngineConfig.from_options(DEMO, device="cpu", num_kvcache_blocks=8, max_num_seqs=4))
-    model = read_model_config(given)
-    engine = LLMEngine(FakeExecutor(resolve(given, model), 1, None), model, Tokenizer(given))
-    EngineHost(engine, driver.said.append, driver).run()
+    EngineHost(fake_engine(num_kvcache_blocks=8, max_num_seqs=4), driver.said.append, driver).run()
     states = [frame.state for frame in driver.said if isinstance(frame, wire.Answer)]
     assert [(state.is_paused, state.lacks_weights, state.weight_version) for state in states] == [
         (True, False, 0), (True, True, 0), (False, True, 0), (False, False, 1),

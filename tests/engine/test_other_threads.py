@@ -3,31 +3,21 @@
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from fake_executor import FakeExecutor
+from fake_executor import fake_engine
 from threads import run_in_threads
 
-from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
-from nanovllm.executor.resolve import resolve
-from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
 
 SECONDS = 1.0
-DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 
 @pytest.fixture
 def engine() -> LLMEngine:
-    given = EngineConfig.from_options(
-        DEMO, device="cpu", max_num_seqs=2, max_model_len=64, num_kvcache_blocks=8, kvcache_block_size=16
-    )
-    model = read_model_config(given := resolve_model_folder(given))
-    return LLMEngine(FakeExecutor(resolve(given, model), 1, None), model, Tokenizer(given))
+    return fake_engine(max_num_seqs=2, max_model_len=64, num_kvcache_blocks=8, kvcache_block_size=16)
 
 
 @pytest.fixture(autouse=True)

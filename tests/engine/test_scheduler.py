@@ -1,12 +1,7 @@
 """Each documented behaviour of the scheduler in a small example; Simulation checks limits and texts throughout."""
 
-from typing import Any, ClassVar
-
 import pytest
 from simulation import Simulation, decoding, make_sequence, rows
-
-from nanovllm.engine import prefix_keys
-from nanovllm.engine.sequence import SequenceStatus
 
 # -- one step after another -----------------------------------------------------------------------------------------
 
@@ -253,52 +248,6 @@ def test_groups_of_one_template() -> None:
     steps = [simulation.launch(), simulation.launch()]
     assert [len(rows(plan)) for plan in steps] == [1, 7 + 8]
     assert sum(plan.num_prefill_tokens for plan in steps if plan) + num_computed(simulation) == 63 + 7 * 23 + 7 * 8
-
-
-# -- a long row at the head -----------------------------------------------------------------------------------------
-
-
-class Watched(dict[bytes, Any]):
-    """Cached pages by their keys, and which of them were asked for."""
-
-    looked_up: ClassVar[list[bytes]] = []
-
-    def get(self, key: bytes, default: Any = None) -> Any:
-        self.looked_up.append(key)
-        return super().get(key, default)
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An entry for each block that is hashed."""
-    hashed: list[int] = []
-    digest = prefix_keys._digest
-    monkeypatch.setattr(prefix_keys, "_digest", lambda *content: hashed.append(1) or digest(*content))
-    return hashed
-
-
-def test_a_row_that_waits_is_looked_up_once(made: list[int]) -> None:
-    """A long text whose prefix is cached waits for memory at the head, while others decode and end blocks: its blocks
-    are hashed once, and a step that waits looks up no more of them than before."""
-    simulation = Simulation(num_blocks=240, block_size=4, depth=1)
-    text = [1, 2, 3] * 200
-    simulation.add(text, max_tokens=1)
-    simulation.run_to_end()
-    decoding(simulation, 3, max_tokens=80)
-    made.clear()
-    late = simulation.add([*text, *range(10, 220)], max_tokens=200)
-    simulation.step()
-    assert len(late.seq.matched[0]) == 150 and len(made) <= 230
-    cache = simulation.scheduler.memory.cache
-    cache._pages = [Watched(pages) for pages in cache._pages]
-    for _ in range(20):
-        made.clear()
-        Watched.looked_up.clear()
-        simulation.step()
-        assert len(Watched.looked_up) <= 5, "the block after those that are known, and what the others end"
-        assert late.seq.status is SequenceStatus.WAITING
-        assert len(made) <= 9, "blocks that the others have ended"
-    simulation.run_to_end()
 
 
 @pytest.mark.parametrize(("block_size", "num_prompt_tokens"), [(32, 90), (128, 100)])

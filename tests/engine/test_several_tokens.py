@@ -2,33 +2,27 @@
 outputs whatever a step brings: SeveralTokensMachine of test_scheduler_machine.py."""
 
 import random
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fake_executor import FakeExecutor
+from fake_executor import fake_engine
 from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.executor.resolve import resolve
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.outputs import RequestMetrics, StepColumns
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.state import PageGroup, StateSize
 from nanovllm.wire.step import SlotConstants
 
 STOP = 7
-DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 
 
 def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **options: object) -> Scheduler:
@@ -100,20 +94,17 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
 def outputs_of(tokens_per_step: int) -> list[Any]:
     """Outputs that requests get of an engine. Its driver must hear the same of them over the wire."""
     chosen = random.Random(tokens_per_step)
-    given = EngineConfig.from_options(
-        DEMO, device="cpu", max_num_seqs=8, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16
-    )
-    model = read_model_config(given := resolve_model_folder(given))
-    config, tokenizer = resolve(given, model), Tokenizer(given)
     gain = (lambda most: chosen.randint(1, most)) if tokens_per_step > 1 else None
-    engine = LLMEngine(FakeExecutor(config, tokens_per_step, gain), model, tokenizer)
-    book = RequestBook(config, model, tokenizer, engine.scheduler.capacity_tokens, EngineState())
+    room = {"max_num_seqs": 8, "max_model_len": 128, "num_kvcache_blocks": 24, "kvcache_block_size": 16}
+    engine = fake_engine(tokens_per_step, gain, **room)
+    own = engine.config, engine.model_config, engine.tokenizer
+    book = RequestBook(*own, engine.scheduler.capacity_tokens, EngineState())
     host, rows = EngineHost(engine, lambda frame: None, cast(Any, None)), FleetRows(book)
-    stop = tokenizer.own.decode([3, 9])
+    decode = engine.tokenizer.own.decode
     every = [
         SamplingParams(max_tokens=40, seed=1),
-        SamplingParams(max_tokens=40, seed=2, stop=tuple(tokenizer.own.decode([token]) for token in (3, 5))),
-        SamplingParams(max_tokens=40, seed=3, stop=(stop,), stop_token_ids=(2,), logprobs=0),
+        SamplingParams(max_tokens=40, seed=2, stop=(decode([3]), decode([5]))),
+        SamplingParams(max_tokens=40, seed=3, stop=(decode([3, 9]),), stop_token_ids=(2,), logprobs=0),
         SamplingParams(max_tokens=30, seed=4, n=3, logprobs=0),
         SamplingParams(max_tokens=30, seed=5, min_tokens=6, stop_token_ids=(1, 2, 4)),
         SamplingParams(max_tokens=0, seed=6),

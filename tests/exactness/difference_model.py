@@ -71,17 +71,3 @@ TINY: dict[str, Any] = {
     "eos_token_id": 149,
 }  # fmt: skip
 
-
-def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of what mixers and MLPs hold."""
-    hidden, width = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        for each in (f"{at}.mixer.first", f"{at}.mixer.second"):
-            shapes |= {f"{each}.q_proj.weight": (heads, hidden), f"{each}.o_proj.weight": (hidden, heads)}
-            shapes |= {f"{each}.{name}.weight": (kv_heads, hidden) for name in ("k_proj", "v_proj")}
-        shapes |= {f"{at}.mixer.share": (1,), f"{at}.ffn.down_proj.weight": (hidden, width)}
-        shapes |= {f"{at}.ffn.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
-    return shapes
