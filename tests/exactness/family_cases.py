@@ -27,6 +27,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.5, 2.5, 4.0], "short_factor": [1.0, 1.2, 2.0]}
 BY_KIND = {FULL: {**YARN, "rope_theta": 5e3}, SLIDING: {"rope_type": "default", "rope_theta": 5e3}}
 TWO_BASES = {
@@ -60,6 +61,8 @@ class Case:
     entries: dict[str, Any]
     written: dict[str, Any] | None = None
     architecture: str | None = None
+    dtype: torch.dtype = torch.float32
+    """Type of the files, to which the model's own weights are rounded."""
 
 
 CASES = {
@@ -117,6 +120,33 @@ CASES = {
     "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen2, seven a group": Case("Qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}),
     "qwen3": Case("Qwen3", {**HEADS, "attention_bias": True}),
+    "qwen3, one query head a group, older rope": Case(
+        "Qwen3",
+        {**HEADS, "num_key_value_heads": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        {"rope_parameters": None, "rope_theta": 5e3},
+    ),
+    "qwen3, head 64, tied, another theta": Case(
+        "Qwen3",
+        {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3, head 128, linear": Case("Qwen3", {"head_dim": 128, "num_key_value_heads": 1, "rope_parameters": LINEAR}),
+    "qwen3, linear, older rope": Case(
+        "Qwen3",
+        {**HEADS, "rope_parameters": LINEAR},
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ),
+    "qwen3, yarn, older rope": Case(
+        "Qwen3",
+        {**HEADS, "num_attention_heads": 10, "rope_parameters": YARN},
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {k: v for k, v in YARN.items() if "theta" not in k}},
+    ),
+    "qwen3, yarn with its own factor and ramp": Case(
+        "Qwen3",
+        {**HEADS, "rope_parameters": {
+            **YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
+    ),
+    "qwen3, bfloat16 files": Case("Qwen3", {**HEADS, "num_hidden_layers": 1}, dtype=torch.bfloat16),
+    "qwen3, float64 files": Case("Qwen3", {**HEADS, "num_hidden_layers": 1}, dtype=torch.float64),
     "gemma": Case("Gemma", {**HEADS, "tie_word_embeddings": True}),
     "gemma2": Case(
         "Gemma2",
@@ -248,7 +278,10 @@ def randomised(kind: Any, config: Any) -> Any:
 
 
 def save(model: Any, case: Case, folder: Path) -> Path:
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay what they are
+        parameter.data = parameter.data.to(case.dtype)
     model.save_pretrained(folder)
+    model.float()
     path = folder / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), **(case.written or {})}
     path.write_text(json.dumps(config), encoding="utf-8")

@@ -7,7 +7,7 @@ it does to a score is within the bound of comparing.py for models of this size.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,7 @@ import pytest
 from checkpoints import make_model, save
 from comparing import Expected, assert_same
 from observing import StepWitness
-from workload import (
-    BLOCK,
-    LONGEST,
-    ROOMY,
-    Request,
-    assert_outputs,
-    make_requests,
-    run,
-    shuffles,
-    tokens_alone,
-)
+from workload import BLOCK, LONGEST, ROOMY, Request, assert_outputs, make_requests, run, shuffles, tokens_alone
 
 from nanovllm import LLM, SamplingParams
 
@@ -240,3 +230,18 @@ def test_length_ends_where_the_memory_ends(models: Models) -> None:
             assert len(request.prompt) + len(output.token_ids) == min(blocks * BLOCK, len(request.prompt) + 200)
             texts.append(output.token_ids)
     assert texts[1][: len(texts[0])] == texts[0]
+
+
+def test_any_end_of_text_token_ends_a_text(models: Models) -> None:
+    """ignore_eos goes past them."""
+    path, expected = models.get({})
+    greedy = [request for request in REQUESTS if not request.params.temperature]
+    stops = [expected[0].token_ids[5], expected[2].token_ids[3]]
+    with LLM(path, **ROOMY, hf_overrides={"eos_token_id": stops}) as llm:
+        texts = [output.token_ids for output in run(llm, greedy)]
+        ended = run(llm, [replace(one, params=replace(one.params, ignore_eos=False)) for one in greedy])
+    for output, whole in zip(ended, texts, strict=True):
+        ends = [place for place, token in enumerate(whole) if token in stops]
+        assert output.token_ids == (whole[: ends[0] + 1] if ends else whole)
+        assert output.finish_reason == ("stop" if ends else "length")
+    assert ended[0].finish_reason == ended[1].finish_reason == "stop"
