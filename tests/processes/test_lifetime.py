@@ -17,6 +17,7 @@ import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids
 from programs import end_with_test_run
 from system import wait_for
+from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams, terminal, turns
 from nanovllm import llm as llm_module
@@ -212,7 +213,7 @@ def test_a_second_ctrl_c_while_generate_ends_its_requests_leaves_none(
         assert not (llm.engine.book.rows or llm._turns.generating), "a request stayed behind"
 
 
-def interrupted_at(line: int, work: Callable[[], None]) -> bool:
+def interrupted_at(line: int, work: Callable[[], object]) -> bool:
     """Does `work` with a Ctrl-C at that line (counted from 0) of those it runs in the user's front and the lock of
     turns. Whether there are so many."""
     front, left = {llm_module.__file__, turns.__file__, terminal.__file__, fair_lock.__file__}, line
@@ -239,56 +240,49 @@ def interrupted_at(line: int, work: Callable[[], None]) -> bool:
     return left < 0
 
 
-def assert_unlocked(llm: LLM) -> None:
-    """The next turn would otherwise wait for ever."""
-    got: list[bool] = []
+def interruptions(llm: LLM, work: Callable[[], object]) -> Iterator[int]:
+    """Does `work` with a Ctrl-C at each of its lines in turn, and without; yields their numbers, when nobody holds the
+    lock: the next turn would otherwise wait for ever."""
 
-    def ask() -> None:
-        for lock in (llm._turns.step_lock._next, llm._turns.step_lock._lock):
-            if lock.acquire(blocking=False):
-                lock.release()
-                got.append(True)
+    def take_and_leave() -> bool:
+        lock = llm._turns.step_lock
+        return all(one.acquire(blocking=False) and one.release() is None for one in (lock._next, lock._lock))
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    asking.join()
-    assert got == [True, True]
+    for line in count():
+        was_interrupted = interrupted_at(line, work)
+        assert run_in_threads(take_and_leave) == [True], f"line {line}"
+        yield line
+        if not was_interrupted:
+            break
+    assert line > 50
+
+
+TWO = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def test_ctrl_c_at_any_line_of_a_loop_neither_keeps_the_lock_nor_loses_a_token(tiny: str, mark: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with tiny_llm(tiny, tensor_parallel_size=1) as llm:
-        expected = llm.generate([[5] * 9], params, use_tqdm=False)[0].token_ids
-        for line in count():
-            gained: list[int] = []
+        [expected], gained = token_ids(llm, [5] * 9, params=TWO), list[int]()
 
-            def loop(gained: list[int] = gained) -> None:
-                while llm.has_unfinished_requests():
-                    for output in llm.step():
-                        gained += output.new_token_ids
+        def loop() -> None:
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    gained.extend(output.new_token_ids)
 
-            llm.add_request([5] * 9, params)
-            was_interrupted = interrupted_at(line, loop)
-            assert_unlocked(llm)
+        llm.add_request([5] * 9, TWO)
+        for line in interruptions(llm, loop):
             loop()
             assert gained == expected, f"line {line}"
             assert not llm.engine.book.rows
-            if not was_interrupted:
-                break
-        assert line > 50
+            gained.clear()
+            llm.add_request([5] * 9, TWO)
 
 
 def test_ctrl_c_at_any_line_of_generate_leaves_nothing_behind(tiny: str, mark: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with tiny_llm(tiny, tensor_parallel_size=1) as llm:
-        for line in count():
-            was_interrupted = interrupted_at(line, lambda: llm.generate([[5] * 9] * 3, params, use_tqdm=False) and None)
-            assert_unlocked(llm)
+        for line in interruptions(llm, lambda: token_ids(llm, *[[5] * 9] * 3, params=TWO)):
             assert not (llm.engine.book.rows or llm._turns.generating or llm._turns.ended), f"line {line}"
             assert llm.step() == []
-            if not was_interrupted:
-                break
-        assert line > 50
 
 
 @pytest.mark.parametrize("waits", ["pause", "load_weights"])
