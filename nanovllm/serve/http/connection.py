@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -17,10 +16,6 @@ from nanovllm.serve.http.call import STATUS_LINES, Call, Client
 from nanovllm.serve.metrics import Metrics
 
 logger = logging.getLogger("nanovllm.serve")
-_OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-"""The header by which clients offer another protocol, as Java's do. With it the parser would leave out the body."""
-_CUT = re.compile(rb"(\r(\n(\r|u(p(g(r(a(de?)?)?)?)?)?)?)?)?\Z", re.IGNORECASE)
-"""Matches the end of a read that may go on as that header, or as the end of all headers, in the next read."""
 
 
 class Shared:
@@ -67,8 +62,6 @@ class Connection(Client, asyncio.Protocol):
         """Whether what comes next belongs to headers, or is the first byte of a request."""
         self._received = 0
         """Bytes of the headers at hand, or since they ended."""
-        self._cut = b""
-        """Bytes of the headers that wait for what follows them."""
         self._incoming: Call | None = None
         """The request whose body is on its way."""
         self._answering: Call | None = None
@@ -145,25 +138,34 @@ class Connection(Client, asyncio.Protocol):
         if self._is_idle:  # it has sent something, of which the parser may say nothing yet
             self._is_idle = False
             self._watch(limits.HEADER_SECONDS, None)
-        counted = data
-        if self._in_headers:
-            head, end, rest = (self._cut + data).partition(b"\r\n\r\n")
-            self._cut = b"" if end else head[_CUT.search(head).start() :]  # type: ignore[union-attr]
-            counted = head.removesuffix(self._cut)
-            data = _OFFER.sub(b"\r\nx-upgrade:", counted) + end + rest
-        self._received += len(counted)
+        self._received += len(data)
         if self._received > 2 * limits.BODY_BYTES:  # what frames its chunks, and follows them
             self.refuse(_body_too_large())
             return
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self.refuse(ApiError(400, "not an HTTP request", "invalid_http"))
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.refuse(_no_http())
         if self._in_headers and self._received > limits.HEADER_BYTES:
             self.refuse(_headers_too_large())
         if self._waiting and self._reads_on and not self._refused:
             self._reads_on = False
             self.transport.pause_reading()
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser. It takes no body for one of a request that offers another protocol, as those of Java's
+        client do: such a request is read once more, without the offer."""
+        while True:
+            parser = self._parser
+            try:
+                parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                self._parser = httptools.HttpRequestParser(self)
+                version = parser.get_http_version().encode()
+                kept = [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
+                line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), self._url, version)
+                data = b"".join([line, *kept, b"\r\n", data[offer.args[0] :]])
 
     def refuse(self, error: ApiError) -> None:
         """Answers without the application, and closes."""
@@ -212,6 +214,10 @@ class Connection(Client, asyncio.Protocol):
         if len(length) > 12 or int(length) > limits.BODY_BYTES:
             self._stop_parsing(_body_too_large())
         parser = self._parser
+        if parser.get_method() == b"CONNECT":
+            self._stop_parsing(_no_http())
+        if parser.should_upgrade():  # it comes once more, see _parse
+            return
         is_1_1 = parser.get_http_version() == "1.1"
         stays = is_1_1 and parser.should_keep_alive()
         call = self._incoming = Call(self, parser.get_method().decode(), self._url, headers, stays, is_1_1)
@@ -237,11 +243,12 @@ class Connection(Client, asyncio.Protocol):
             self._watch(limits.BODY_SECONDS, _body_too_slow())
 
     def on_message_complete(self) -> None:
+        call, self._incoming = self._incoming, None
+        if call is None:  # an offer of another protocol
+            return
         self._unwatch()
         self._end_body()
         self._in_headers, self._received = True, 0
-        call, self._incoming = self._incoming, None
-        assert call is not None
         call.end_body()
         if self._answering is None:
             self._next()
@@ -306,6 +313,10 @@ class Connection(Client, asyncio.Protocol):
             self.refuse(error)
         elif not self.transport.is_closing():
             self.transport.close()
+
+
+def _no_http() -> ApiError:
+    return ApiError(400, "not an HTTP request", "invalid_http")
 
 
 def _headers_too_large() -> ApiError:
