@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from parsing import MODELS, Model
 from serving import Server, ready_server, server  # noqa: F401
 
 
@@ -11,6 +12,16 @@ from serving import Server, ready_server, server  # noqa: F401
 def client(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
     with server.client() as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Model]:
+    return {key: Model(*key, tmp_path_factory.mktemp(key[0])) for key in MODELS}
+
+
+@pytest.fixture(scope="session", params=MODELS, ids=lambda key: key[0] + ("" if key[1] else "-text"))
+def model(request: pytest.FixtureRequest, models: dict[tuple[str, bool], Model]) -> Model:
+    return models[request.param]
 
 
 @pytest.fixture(scope="session")

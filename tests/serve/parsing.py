@@ -1,12 +1,13 @@
 """Models of each family of tool calls: as they write messages, and as these are read back."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import llguidance
+from hypothesis import strategies as st
 
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
 from nanovllm.text.checkpoint import CheckpointTokenizer
@@ -23,10 +24,15 @@ TAGS = {
     "llama3_json": ["<|python_tag|>"],
     "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
+    "harmony": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"],
 }
-REASONING = {"hermes": "think", "qwen3_coder": "think", "glm45": "think", "minimax_m2": "think", "mistral": "mistral"}
-MODELS = [*((family, True) for family in TAGS), ("hermes", False), ("qwen3_coder", False), ("minimax_m2", False)]
-"""Families; False: in a tokenizer that has no tokens for their tags."""
+REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2"), "think")
+REASONING |= {"mistral": "mistral", "harmony": "harmony"}
+MODELS = [
+    *((family, True) for family in TAGS if family != "harmony"),
+    *((family, False) for family in ("hermes", "qwen3_coder", "minimax_m2")),
+]
+"""Families whose calls are a part of a text; False: in a tokenizer that has no tokens for their tags."""
 
 TOOLS = [
     {
@@ -58,6 +64,21 @@ ARGUMENTS = {
     ],
     "now": [{}],
 }
+steps = st.lists(st.integers(1, 7), min_size=1, max_size=8)
+words = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=20).map(lambda t: t.strip() or "x")
+calls = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(ARGUMENTS[name])))
+
+
+def save_tokenizer(folder: Path, new: Iterable[tuple[str, bool]]) -> None:
+    """Writes the demo's tokenizer with more tokens: texts, and whether they are special. Only special ones of its own
+    are kept."""
+    content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
+    known, first = {token["content"] for token in tokens}, 1 + max(token["id"] for token in tokens)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [(text, special) for text, special in new if text not in known]
+    tokens += [{"id": first + i, "content": text, "special": one, **flags} for i, (text, one) in enumerate(added)]
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 class Model:
@@ -65,19 +86,29 @@ class Model:
 
     def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
         self.family = family
-        content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["special"]]
-        first = 1 + max(token["id"] for token in content["added_tokens"])
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        tags = TAGS[family] if has_tokens else []
-        new = [{"id": first + i, "content": tag, "special": "[" in tag, **flags} for i, tag in enumerate(tags)]
-        content["added_tokens"] += new
-        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-        self.tokenizer = CheckpointTokenizer(folder)  # without a template: reasoning is left to the model
+        has_special = family in ("mistral", "mistral_list", "harmony")
+        save_tokenizer(folder, [(tag, has_special) for tag in TAGS[family] if has_tokens])
+        self.tokenizer = CheckpointTokenizer(folder)  # without a template reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
         backend = self.tokenizer.backend_tokenizer
-        self.eos = backend.token_to_id("<|im_end|>")
+        self.eos = backend.token_to_id("<|return|>" if family == "harmony" else "<|im_end|>")
         self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
+        self.closed = "[/THINK]" if family == "mistral" else "<think>\n\n</think>"
+        """End of a prompt after which the model does not reason."""
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def read(self, plan: Plan, text: str, cuts: Sequence[int] | None = None) -> list[Delta]:
+        """`read` of a text's tokens."""
+        return read(plan, self.ids(text), cuts)
+
+    def reader(self, plan: Plan, ids: Sequence[int]) -> Any:
+        """A reader that has been given an output."""
+        reader = plan.reader()
+        assert reader is not None
+        reader.push("".join(map(plan.detokenizer().push, ids)))
+        return reader
 
     def plan(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Plan:
         tools = options.get("tools", TOOLS)
@@ -92,7 +123,7 @@ class Model:
 
     def admits(self, plan: Plan, text: str) -> bool:
         matcher = self.matcher(plan)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.ids(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def write(self, message: "Message", prompt_opens: bool = False) -> str:
@@ -147,7 +178,7 @@ class Message:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None, ended: bool = True) -> list[Delta]:
+def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None) -> list[Delta]:
     """Deltas of an output for a client, in steps of as many tokens as `cuts` says, over and over; None: at once."""
     reader, detokenizer = plan.reader(), plan.detokenizer()
     assert reader is not None

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -23,8 +24,27 @@ from system import PATIENCE, wait_for
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
 ENGINE = ("--device", "cpu", "--max-num-seqs", "32", "--num-kvcache-blocks", "1024")
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+JSON = {"content-type": "application/json"}
+OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+"""Headers of a chat but for those of its body."""
+QUESTION, ANSWER = "What is the capital of Italy?", "The capital of Italy is Rome."
+"""What the demo model is asked, and what it answers where nothing is sampled."""
 SOON_SILENT = {"nanovllm.host.handle:SILENCE": 10.0, "nanovllm.serve.api.basics:_SILENT_SECONDS": 2.0}
 """Limits under which an engine that stands still is noticed within seconds."""
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """Messages of a chat that says one thing."""
+    return [{"role": "user", "content": text}]
+
+
+ASK: dict[str, Any] = {"messages": user(QUESTION), "temperature": 0}
+LONG: dict[str, Any] = {
+    "messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1,
+}  # fmt: skip
+"""Chats: a short one, whose answer is known, and one that takes until it is left."""
 
 
 def _before_it_runs() -> None:
@@ -44,9 +64,11 @@ class Server:
         env: dict[str, str] | None = None,
         limits: dict[str, Any] | None = None,
         first: str = "",
+        output: int | None = None,
     ) -> None:
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
-        values, so that a test need not wait as long. `first`: what the process runs before it takes them over."""
+        values, so that a test need not wait as long. `first`: what the process runs before it takes them over.
+        `output`: descriptor that it writes to and that is closed here, by default a file."""
         self.log_file = folder / "server.log"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--served-model-name", "demo", "--port", "0"]
         if limits:
@@ -57,7 +79,7 @@ class Server:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
         self.began = time.monotonic()
-        with open(self.log_file, "wb") as log:
+        with open(self.log_file if output is None else output, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, *ENGINE, *arguments], stdout=log, stderr=log, env=environment, start_new_session=True,
                 preexec_fn=_before_it_runs,
@@ -185,17 +207,15 @@ def message(path: str, body: dict[str, Any] | bytes) -> bytes:
     return head.encode() + b"content-length: %d\r\n\r\n%b" % (len(content), content)
 
 
-def read_until_done(connection: socket.socket) -> None:
-    """Reads a stream to its end."""
-    text = b""
-    while b"data: [DONE]" not in text:
-        data = connection.recv(1 << 16)
-        assert data, text[-300:]
-        text = text[-20:] + data
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def read_until(descriptor: int, end: bytes) -> bytes:
+    """What comes from a pipe, a terminal or a socket, until `end` is in it."""
+    found = b""
+    while end not in found:
+        assert select.select([descriptor], [], [], PATIENCE)[0], found
+        data = os.read(descriptor, 1 << 16)
+        assert data, found[-300:]
+        found += data
+    return found
 
 
 def raw(server: Server, *pieces: bytes, seconds: float = 20.0) -> bytes:

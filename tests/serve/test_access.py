@@ -9,12 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import Server, raw, ready_server, refusal, streamed, user
-
-CHAT = "/v1/chat/completions"
-OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-JSON = {"content-type": "application/json"}
-ASK = {"messages": user("What is the capital of France?"), "max_tokens": 4, "temperature": 0}
+from serving import ASK, CHAT, JSON, OPENING, Server, raw, ready_server, refusal, streamed
 
 
 @pytest.mark.parametrize("key", ["sesame", "from-file", "from-environment"])

@@ -14,19 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
-from serving import DEMO, Server, events, ready_server, user
+from serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, GENERATE, LONG, Server, events, ready_server
 from system import free_port, wait_for
 
 from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.receiver import WeightSender
 from nanovllm.transfer.shared import SharedBucket
 
-CHAT = "/v1/chat/completions"
 KEY, USER_KEY = "the admin's", "a user's"
-LONG: dict[str, Any] = {
-    "messages": user("Once upon a time"), "max_tokens": 120, "ignore_eos": True, "temperature": 1.0, "seed": 1,
-}  # fmt: skip
-SHORT: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ class Stream:
         self.pieces: list[str] = []
         self.id = ""
         self._begun = threading.Event()
-        self.end: Future[str] = pool.submit(self._read, admin, LONG | changes | {"stream": True})
+        self.end: Future[str] = pool.submit(self._read, admin, LONG | {"max_tokens": 120, "stream": True} | changes)
         """Comes to why it ended."""
 
     def _read(self, admin: httpx.Client, body: dict[str, Any]) -> str:
@@ -92,7 +87,7 @@ class Stream:
 
 
 def ask(admin: httpx.Client) -> str:
-    return str(call(admin, CHAT, **SHORT)["choices"][0]["message"]["content"])
+    return str(call(admin, CHAT, **ASK)["choices"][0]["message"]["content"])
 
 
 def call(admin: httpx.Client, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def call(admin: httpx.Client, path: str, status: int = 200, **body: Any) -> dict
 
 @pytest.fixture(scope="module")
 def whole(server: Server, pool: ThreadPoolExecutor) -> str:
-    """LONG's text, when nothing interferes."""
+    """A stream's text, when nothing interferes."""
     with httpx.Client(base_url=server.url, timeout=60, headers={"x-api-key": KEY}) as client:
         return Stream(client, pool).text()
 
@@ -132,7 +127,7 @@ def test_pause_that_keeps(admin: httpx.Client, pool: ThreadPoolExecutor, whole: 
     assert admin.get("/health").status_code == 200
     call(admin, "/resume")
     assert stream.text() == whole and stream.end.result() == "length"
-    assert later.result(30) == "The capital of Italy is Rome."
+    assert later.result(30) == ANSWER
     assert admin.get("/is_paused").json() == {"is_paused": False}
 
 
@@ -147,7 +142,7 @@ def test_pause_that_aborts(admin: httpx.Client, pool: ThreadPoolExecutor, whole:
     for answer, count in ((running, 2), (queued, 32)):
         assert [choice["finish_reason"] for choice in answer.result(10)["choices"]] == ["abort"] * count
     call(admin, "/resume")
-    assert ask(admin) == "The capital of Italy is Rome."
+    assert ask(admin) == ANSWER
 
 
 def test_pause_that_waits_and_is_resumed(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
@@ -207,7 +202,7 @@ def test_weights_that_were_dropped_come_back_from_a_folder(admin: httpx.Client, 
     waits = pool.submit(ask, admin)
     assert still_waits(waits)
     call(admin, "/update_weights", weight_dir=str(DEMO))
-    assert waits.result(30) == "The capital of Italy is Rome."
+    assert waits.result(30) == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -217,7 +212,7 @@ def test_what_empties_the_prefix_cache(admin: httpx.Client, path: str, empties: 
     body = {"prompt": [5, 6, 7] * 40, "max_tokens": 1}
 
     def cached() -> int:
-        usage = admin.post("/v1/completions", json=body).json()["usage"]
+        usage = admin.post(COMPLETIONS, json=body).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     cached()
@@ -246,17 +241,17 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     version = admin.get("/weight_info").json()["weight_version"]
     for wrong in (str(tmp_path), "/no/such", 3):
         assert call(admin, "/update_weights", 400, weight_dir=wrong)["error"]["param"] == "weight_dir"
-    assert ask(admin) == "The capital of Italy is Rome."
+    assert ask(admin) == ANSWER
     stream = Stream(admin, pool).begun()
     call(admin, "/update_weights", weight_dir=str(other), in_flight="keep")
     compared = call(admin, "/weight_checker", action="compare", baseline=before)
     assert compared == {"match": False, "mismatches": ["model.norm.weight"]}
-    assert ask(admin) != "The capital of Italy is Rome."
+    assert ask(admin) != ANSWER
     assert stream.end.result(60) == "length"
 
     call(admin, "/update_weights", 409, update_info={"weight_dir": str(DEMO)})  # none was started
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
-    spanning = pool.submit(call, admin, "/inference/v1/generate", **body)
+    spanning = pool.submit(call, admin, GENERATE, **body)
     wait_for(lambda: admin.get("/load").json()["server_load"] == 1, "request")
     call(admin, "/pause?mode=keep")
     call(admin, "/start_weight_update")
@@ -267,7 +262,7 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     call(admin, "/update_weights", update_info={"weight_dir": str(DEMO)})
     call(admin, "/finish_weight_update", 400, weight_version=0)
     call(admin, "/finish_weight_update", weight_version=version + 7)
-    assert waits.result(30) == "The capital of Italy is Rome."
+    assert waits.result(30) == ANSWER
     assert admin.get("/weight_info").json() == {"weight_version": version + 7}
     spans = spanning.result(30)["choices"][0]["weight_versions"]
     assert [span["version"] for span in spans] == [str(version + 1), str(version + 7)]
@@ -308,7 +303,7 @@ def test_a_trainer_broadcasts_and_shares_memory(admin: httpx.Client, pool: Threa
     call(admin, "/finish_weight_update")
     bucket.close()
     assert call(admin, "/weight_checker", action="compare", baseline=before)["match"]
-    assert ask(admin) == "The capital of Italy is Rome."
+    assert ask(admin) == ANSWER
 
 
 def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
@@ -378,9 +373,9 @@ def test_a_trainer_that_leaves_in_an_update(tmp_path: Path, pool: ThreadPoolExec
         assert long.result(30)["error"]["code"] == "weights_incomplete"
         health = admin.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "incomplete"
-        assert "waiting for new weights since" in call(admin, CHAT, 503, **SHORT)["error"]["message"]
+        assert "waiting for new weights since" in call(admin, CHAT, 503, **ASK)["error"]["message"]
         call(admin, "/weight_checker", 409, action="checksum")
         call(admin, "/update_weights", update_info={"weight_dir": str(DEMO)})
         call(admin, "/finish_weight_update")
-        assert ask(admin) == "The capital of Italy is Rome."
+        assert ask(admin) == ANSWER
         assert admin.get("/health").json() == {"status": "ok"}

@@ -7,16 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import DEMO, Server, events, streamed, user
+from serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, GENERATE, MESSAGES, RESPONSES, Server, events, streamed, user
 from system import wait_for
 from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.serve.api.routes import ROUTES
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ASK: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0}
-ANSWER = "The capital of Italy is Rome."
 
 
 def test_chat_to_the_byte(client: httpx.Client) -> None:
@@ -211,10 +207,10 @@ def test_tokens_in_tokens_out(client: httpx.Client) -> None:
     prompt = client.post("/tokenize", json={"prompt": "1 2 3 4 5"}).json()["tokens"]
     params = {"n": 2, "temperature": 1.2, "seed": 4, "max_tokens": 12, "logprobs": 2, "logprobs_mode": "processed"}
     body = {"token_ids": prompt, "sampling_params": params, "request_id": "my-id", "return_token_ids": True}
-    whole = client.post("/inference/v1/generate", json=body).json()
+    whole = client.post(GENERATE, json=body).json()
     wanted = client.post(COMPLETIONS, json={"prompt": prompt, "return_token_ids": True} | params).json()
     assert whole["request_id"] == "my-id" and whole["prompt_token_ids"] == prompt
-    chunks = [choice for chunk in streamed(client, "/inference/v1/generate", body) for choice in chunk["choices"]]
+    chunks = [choice for chunk in streamed(client, GENERATE, body) for choice in chunk["choices"]]
     for index, (choice, other) in enumerate(zip(whole["choices"], wanted["choices"], strict=True)):
         assert choice["token_ids"] == other["token_ids"] and choice["finish_reason"] == other["finish_reason"]
         own = [chunk for chunk in chunks if chunk["index"] == index]
@@ -230,7 +226,7 @@ def test_tokens_in_tokens_out(client: httpx.Client) -> None:
 
 def test_log_probabilities_of_the_tokens_alone(client: httpx.Client) -> None:
     body = {"token_ids": [5, 6], "sampling_params": {"logprobs": 0, "max_tokens": 3, "ignore_eos": True}}
-    choice = client.post("/inference/v1/generate", json=body).json()["choices"][0]
+    choice = client.post(GENERATE, json=body).json()["choices"][0]
     for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
         own = {name: entry[name] for name in ("token_id", "logprob", "rank")}
         assert entry["token_id"] == token and entry["top_logprobs"] == [own]
@@ -241,7 +237,7 @@ def test_sampling_masks(client: httpx.Client) -> None:
     constraint = {"regex": "[a-z ]{9,}"}
     fields: dict[str, Any] = {"n": 2, "seed": 1, "top_k": 3, "max_tokens": 5, "temperature": 1.5, "sampling_mask": True}
     body = {"token_ids": [5, 6, 7], "sampling_params": fields | {"structured_outputs": constraint}}
-    choices = client.post("/inference/v1/generate", json=body).json()["choices"]
+    choices = client.post(GENERATE, json=body).json()["choices"]
     with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as llm:
         params = SamplingParams(**fields, structured_outputs=StructuredOutput(**constraint))
         [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
@@ -263,7 +259,7 @@ def test_sampling_masks(client: httpx.Client) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_broken_token_requests(client: httpx.Client, wrong: dict[str, Any], param: str) -> None:
-    answer = client.post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | wrong)
+    answer = client.post(GENERATE, json={"token_ids": [5], "sampling_params": {}} | wrong)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -276,10 +272,10 @@ def test_unknown_fields_are_named(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}), ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
-        ("/v1/messages", {"messages": user("a"), "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}), (RESPONSES, {"input": "a", "max_output_tokens": 1}),
+        (MESSAGES, {"messages": user("a"), "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": user("a")}), ("/tokenize", {"prompt": "a"}),
-        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1}}),
     ],
 )  # fmt: skip
 def test_unknown_fields_are_named_wherever_they_come(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
@@ -294,14 +290,14 @@ def test_a_response_says_how_its_text_was_sampled(client: httpx.Client) -> None:
     chat = client.post(CHAT, json=ASK | more | {"logprobs": True, "top_logprobs": 2, "max_tokens": 12}).json()
     asked = {"input": ASK["messages"], "max_output_tokens": 12, "top_logprobs": 2}
     body = asked | more | {"include": ["message.output_text.logprobs"]}
-    answer = client.post("/v1/responses", json=body).json()
+    answer = client.post(RESPONSES, json=body).json()
     [part] = answer["output"][0]["content"]
     [choice] = chat["choices"]
     assert part["text"] == choice["message"]["content"]
     assert [one["token"] for one in part["logprobs"]] == [one["token"] for one in choice["logprobs"]["content"]]
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
     assert (answer["temperature"], answer["top_p"], answer["top_logprobs"]) == (1.5, 0.9, 2)
-    with client.stream("POST", "/v1/responses", json=body | {"stream": True}) as response:
+    with client.stream("POST", RESPONSES, json=body | {"stream": True}) as response:
         lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
     told = [entry for event in lines if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
     [done] = [event for event in lines if event["type"] == "response.output_text.done"]
@@ -313,12 +309,12 @@ def test_the_form_of_a_message_and_of_a_response(client: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "f", "schema": schema}
     body = {"messages": user("a"), "max_tokens": 40, "output_config": {"format": form}}
-    message = client.post("/v1/messages", json=body).json()
+    message = client.post(MESSAGES, json=body).json()
     assert json.loads(message["content"][0]["text"]) == {"a": "x"}
     body = {"input": "a", "max_output_tokens": 40, "text": {"format": form}}
-    assert json.loads(client.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"]) == {"a": "x"}
+    assert json.loads(client.post(RESPONSES, json=body).json()["output"][0]["content"][0]["text"]) == {"a": "x"}
     body = {"input": "a", "max_output_tokens": 5, "structured_outputs": {"choice": ["yes"]}}
-    assert client.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"] == "yes"
+    assert client.post(RESPONSES, json=body).json()["output"][0]["content"][0]["text"] == "yes"
 
 
 def test_request_ids(client: httpx.Client) -> None:

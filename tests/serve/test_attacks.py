@@ -14,15 +14,24 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import watching
-from serving import Server, message, read_until_done, ready_server, user
+from serving import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    JSON,
+    MESSAGES,
+    RESPONSES,
+    Server,
+    message,
+    read_until,
+    ready_server,
+    user,
+)
 from system import wait_for
 
 from nanovllm.serve import limits
 
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
-GENERATE = "/inference/v1/generate"
-JSON = {"content-type": "application/json"}
 GAP = 0.1
 """CPU seconds in which the event loop, or the engine, may do nothing for others, on a machine that is not slow."""
 TRIES = 3
@@ -175,12 +184,11 @@ def echo_read_late(server: Server) -> None:
     """The first chunks of most prompts wait for a client that reads when the engine is done."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(60)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(message(COMPLETIONS, {"prompt": [[5] * 950] * 13, "stream": True} | ECHO))
         wait_for(lambda: server.num_running() > 1, "prompts")
         wait_for(lambda: server.num_running() <= 1, "end of the prompts")
-        read_until_done(connection)
+        read_until(connection.fileno(), b"data: [DONE]")
 
 
 def pipeline(server: Server, reads: bool = False) -> None:

@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 import httpx
-from serving import Server, message, user
+from serving import CHAT, Server, message, user
 from system import wait_for
 
-_CHAT = "/v1/chat/completions"
 _VALUES: list[Any] = [
     *(None, 1, -1, 0.5, "x", [], {}, [1], ["a"], {"a": 1}, {"5": 1}, True, 10**12, [[1]], [None], [{}], 1e300)
 ]
@@ -87,7 +86,7 @@ def test_random_requests(server: Server) -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.settimeout(20)
             try:
-                whole = message(_CHAT, body)
+                whole = message(CHAT, body)
                 sent = mangled(rng, whole)
                 connection.sendall(sent)
                 if rng.random() < 0.4:  # leaves

@@ -3,12 +3,9 @@
 import fcntl
 import os
 import re
-import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from programs import end_with_test_run
-from serving import DEMO, ROOT, SOON_SILENT, Server, events, message, ready_server, user
+from serving import CHAT, COMPLETIONS, LONG, SOON_SILENT, Server, events, message, read_until, ready_server, user
 from system import alive, cpu_seconds, wait_for
 
-LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
-COMPLETIONS = "/v1/chat/completions"
 ENDED = "vllm:request_success_total"
 
 
@@ -34,30 +28,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def test_a_log_that_nobody_reads_stops_nothing() -> None:
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     """Once the pipe was full each line waited for a reader, and with it everything."""
     ours, theirs = os.pipe()
     fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
-    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stderr=theirs, stdout=theirs, cwd=ROOT, start_new_session=True, preexec_fn=end_with_test_run
-    )
-    os.close(theirs)
-    try:
-        shown = b""
-        while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
-            shown += os.read(ours, 4096)
-        url = re.findall(rb"http://[\d.]+:\d+", shown)[0].decode()
+    with Server(tmp_path, output=theirs) as server:
+        url = re.findall(rb"http://[\d.]+:\d+", read_until(ours, b" ready: "))[0].decode()
         with httpx.Client(base_url=url, timeout=20) as client:
             for _ in range(100):
-                assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+                assert client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
             assert client.get("/health").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+        assert server.stop() == 0
+    os.close(ours)
 
 
 @pytest.mark.parametrize(("stream", "n"), [(True, 1), (False, 1), (True, 4), (False, 4)])
@@ -67,7 +49,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     before = small.metric(ENDED, finished_reason="abort")
     computed = small.metric("vllm:iteration_tokens_total_sum")
     with socket.create_connection(("127.0.0.1", small.port)) as connection:
-        connection.sendall(message(COMPLETIONS, LONG | {"stream": stream, "n": n}))
+        connection.sendall(message(CHAT, LONG | {"stream": stream, "n": n}))
         wait_for(lambda: small.num_running() == n, "request")
         if stream:
             assert connection.recv(10).startswith(b"HTTP/1.1 2")
@@ -82,7 +64,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
 
 def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None:
     """Nothing of it reaches the engine. On a busy machine a client may leave too late; then others are asked."""
-    long = message(COMPLETIONS, LONG | {"messages": user("the cat " * 700), "max_tokens": 600})
+    long = message(CHAT, LONG | {"messages": user("the cat " * 700), "max_tokens": 600})
 
     def found() -> float:
         """Prompt tokens that reached the engine, of eight clients that left and one that stayed."""
@@ -93,7 +75,7 @@ def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None
                 connection.sendall(long)
                 linger = struct.pack("ii", 1, 0)  # a reset, which comes as fast as the body
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        httpx.post(small.url + COMPLETIONS, json=LONG | {"max_tokens": 1}, timeout=60)
+        httpx.post(small.url + CHAT, json=LONG | {"max_tokens": 1}, timeout=60)
         wait_for(lambda: small.num_running() == 0, "rest")
         return small.metric("vllm:prefix_cache_queries_total") - before
 
@@ -113,19 +95,19 @@ def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
         def in_flight() -> int:
             return int(patient.get("/load").json()["server_load"])
 
-        with greedy.stream("POST", COMPLETIONS, json=LONG | {"n": 4, "stream": True}):
+        with greedy.stream("POST", CHAT, json=LONG | {"n": 4, "stream": True}):
             wait_for(lambda: in_flight() == 4, "requests")
-            refused = greedy.post(COMPLETIONS, json=LONG | {"max_tokens": 1})
+            refused = greedy.post(CHAT, json=LONG | {"max_tokens": 1})
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             error = refused.json()["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
             told = greedy.post("/v1/messages", json={"messages": user("a"), "max_tokens": 1}).json()["error"]
             assert told["type"] == "rate_limit_error"
-            waiting = pool.submit(patient.post, COMPLETIONS, json=LONG | {"max_tokens": 1})
+            waiting = pool.submit(patient.post, CHAT, json=LONG | {"max_tokens": 1})
             wait_for(lambda: in_flight() == 5 or waiting.done(), "request")
         assert waiting.result().status_code == 200
         wait_for(lambda: in_flight() == 0, "abort")
-        assert greedy.post(COMPLETIONS, json=LONG | {"max_tokens": 1}).status_code == 200
+        assert greedy.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
         assert server.metric("vllm:admission_rejections_total", reason="key_full") == 2
 
 
@@ -134,11 +116,11 @@ def test_overload(small: Server) -> None:
     before = small.metric("vllm:admission_rejections_total", reason="queue_full")
     with (
         small.client() as client,
-        client.stream("POST", COMPLETIONS, json=LONG | {"stream": True, "n": 4}) as running,
+        client.stream("POST", CHAT, json=LONG | {"stream": True, "n": 4}) as running,
     ):
         stream = running.iter_bytes()  # kept: httpx closes the response with it
         next(stream)
-        refused = client.post(COMPLETIONS, json=LONG)
+        refused = client.post(CHAT, json=LONG)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_overloaded"
         assert int(refused.headers["retry-after"]) >= 1
@@ -151,9 +133,9 @@ def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> No
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", server.port))
-            slow.sendall(message(COMPLETIONS, LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}))
+            slow.sendall(message(CHAT, LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}))
             wait_for(lambda: server.num_running() == 8, "request")
-            answer = httpx.post(server.url + COMPLETIONS, json=LONG | {"max_tokens": 8}, timeout=60)
+            answer = httpx.post(server.url + CHAT, json=LONG | {"max_tokens": 8}, timeout=60)
             assert answer.json()["usage"]["completion_tokens"] == 8, "others do not notice"
             wait_for(lambda: server.num_running() == 0, "end of the slow stream", 40)
         assert server.metric("vllm:slow_clients_closed_total") == 1
@@ -173,7 +155,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         processes = server.everything()
         thread, found = begin_stream(server, LONG | {"max_tokens": 1000})
-        with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as waiting:
+        with httpx.stream("POST", server.url + CHAT, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()
             assert next(pieces).startswith(":")
@@ -182,7 +164,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
             os.kill(process, signal.SIGTERM)
         wait_for(lambda: server.health().status_code == 503, "draining")
         assert server.health().json()["status"] == "draining"
-        refused = httpx.post(server.url + COMPLETIONS, json=LONG)
+        refused = httpx.post(server.url + CHAT, json=LONG)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
         thread.join(200)
@@ -192,7 +174,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
 
 
 def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
-    with httpx.stream("POST", server.url + COMPLETIONS, json=request | {"stream": True}, timeout=200) as response:
+    with httpx.stream("POST", server.url + CHAT, json=request | {"stream": True}, timeout=200) as response:
         found.append(response.status_code)
         found.extend(events(response))
 
@@ -224,7 +206,7 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
     with ready_server(tmp_path, *ranks, limits=limits) as server, ThreadPoolExecutor(1) as pool:
         processes = server.everything()
         thread, found = begin_stream(server, LONG | {"n": 8})
-        whole = pool.submit(httpx.post, server.url + COMPLETIONS, json=LONG | {"n": 8}, timeout=60)
+        whole = pool.submit(httpx.post, server.url + CHAT, json=LONG | {"n": 8}, timeout=60)
         wait_for(lambda: server.num_running() == 16, "both requests")
         if victim == "engine that drains":
             server.process.send_signal(signal.SIGTERM)
@@ -246,7 +228,7 @@ def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
     with ready_server(tmp_path, "--tensor-parallel-size", "2") as server:
         processes = server.everything()
         assert len(processes) >= 3
-        with httpx.stream("POST", server.url + COMPLETIONS, json=LONG | {"stream": True}, timeout=60) as response:
+        with httpx.stream("POST", server.url + CHAT, json=LONG | {"stream": True}, timeout=60) as response:
             stream = response.iter_bytes()
             next(stream)
             server.process.kill()
@@ -271,7 +253,7 @@ def test_unix_socket_and_request_timeout(tmp_path: Path) -> None:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
             assert client.get("/health").status_code == 200
-            answer = client.post(COMPLETIONS, json=LONG | {"n": 16})
+            answer = client.post(CHAT, json=LONG | {"n": 16})
             assert answer.status_code == 408, answer.text
             wait_for(lambda: client.get("/load").json()["server_load"] == 0, "abort")
         assert server.stop() == 0

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock, patch
 
 import httpx
 import pytest
-from serving import DEMO, Server, raw, refusal, user
+from serving import ASK, COMPLETIONS, DEMO, JSON, OPENING, Server, raw, refusal
 from system import wait_for
 
 from nanovllm.engine.prompt import Prompt
@@ -29,11 +29,6 @@ from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.text_pool import SHORT
-
-CHAT = "/v1/chat/completions"
-OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-JSON = {"content-type": "application/json"}
-ASK = {"messages": user("What is the capital of France?"), "max_tokens": 4, "temperature": 0}
 
 
 def still_serves(client: httpx.Client) -> None:
@@ -115,10 +110,10 @@ def test_bodies_too_large_together(impatient: Server) -> None:
         filling.sendall(head + b" " * ((10 << 20) - 8))
         first.sendall(b" ")  # both still come, and a small body passes them
         small = {"prompt": "a", "max_tokens": 1}
-        assert httpx.post(impatient.url + "/v1/completions", json=small, headers=key).status_code == 200
+        assert httpx.post(impatient.url + COMPLETIONS, json=small, headers=key).status_code == 200
     body = b" " * (30 << 20) + b'{"prompt": "a", "max_tokens": 1}'
     for _ in range(2):
-        assert httpx.post(impatient.url + "/v1/completions", content=body, headers=key | JSON).status_code == 200
+        assert httpx.post(impatient.url + COMPLETIONS, content=body, headers=key | JSON).status_code == 200
 
 
 def test_slow_body(impatient: Server) -> None:
@@ -285,7 +280,7 @@ def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:
 
     def ask(_: int) -> int:
         return httpx.post(
-            server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=120
+            server.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1}, timeout=120
         ).status_code
 
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2000)]

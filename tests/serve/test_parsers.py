@@ -9,31 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import ARGUMENTS, DEMO, MODELS, REASONING, TOOLS, Message, Model, message_of, read
+from parsing import DEMO, REASONING, TOOLS, Message, Model, calls, message_of, read, steps, words
 
 from nanovllm import StructuredOutput
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools
 from nanovllm.serve.parsers.plan import term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Model]:
-    return {key: Model(*key, tmp_path_factory.mktemp(key[0])) for key in MODELS}
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=lambda key: key[0] + ("" if key[1] else "-text"))
-def model(request: pytest.FixtureRequest, models: dict[tuple[str, bool], Model]) -> Model:
-    return models[request.param]
-
-
 PIECES = [
     *'<>tolcarhink/_{}[]":;,\n =', "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]",
     "<minimax:tool_call>", '<invoke name="now">', "</invoke>",
 ]  # fmt: skip
-steps = st.lists(st.integers(1, 7), min_size=1, max_size=8)
-words = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_size=20).map(lambda t: t.strip() or "x")
-calls = st.sampled_from([*ARGUMENTS]).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(ARGUMENTS[name])))
 
 
 @settings(max_examples=40, deadline=None)
@@ -51,9 +37,8 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     plan = model.plan(prompt)
     text = model.write(message, opens)
     assert model.admits(plan, text)
-    ids = model.tokenizer.encode(text, add_special_tokens=False)
-    whole = read(plan, ids)
-    assert read(plan, ids, cuts) == whole
+    whole = model.read(plan, text)
+    assert model.read(plan, text, cuts) == whole
     assert message_of(whole) == message
 
 
@@ -64,26 +49,22 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
 ) -> None:
     text = model.write(Message("why" if model.family in REASONING else None, "", made))
     plan = model.plan()
-    ids = model.tokenizer.encode(text, add_special_tokens=False)[:end]
+    ids = model.ids(text)[:end]
     assert read(plan, ids, cuts) == read(plan, ids)
-    reader = plan.reader()
-    assert reader is not None and plan.finish_reason("length", reader) == "length"
+    assert plan.finish_reason("length", model.reader(plan, ids)) == "length"
 
 
 @settings(max_examples=30, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
     plan = model.plan()
-    ids = model.tokenizer.encode(text, add_special_tokens=False)
-    assert read(plan, ids, cuts) == read(plan, ids)
+    assert model.read(plan, text, cuts) == model.read(plan, text)
 
 
 def test_text_that_is_no_call_stays_content(model: Model) -> None:
     plan = model.plan()
     for text in ("Just words.\n", "a < b, [1, 2] and more;\n\n", "x <tool_cal", 'x {"name": 1}', "x [TOOL", "\n\nx\n"):
-        ids = model.tokenizer.encode(text, add_special_tokens=False)
-        assert model.admits(plan, text)
-        assert read(plan, ids, [1]) == [Delta("content", text)]
+        assert model.admits(plan, text) and model.read(plan, text, [1]) == [Delta("content", text)]
 
 
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
@@ -109,7 +90,7 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -> None:
-    plan = model.plan("<think>\n\n</think>" if model.family != "mistral" else "[/THINK]", choice)
+    plan = model.plan(model.closed, choice)
     ended = 0
     for seed in range(25):
         ids, whole = random_output(model, plan, seed)
@@ -129,18 +110,15 @@ def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -
                     assert {*arguments} <= {"city", "days", "unit", "where"}
                     assert isinstance(arguments.get("days", 0), int)
                     assert arguments.get("unit", "celsius") in ("celsius", "fahrenheit")
-            reader = plan.reader()
-            assert reader is not None
-            reader.push("".join(map(plan.detokenizer().push, ids)))
+            reader = model.reader(plan, ids)
             assert plan.finish_reason("stop", reader) == ("tool_calls" if choice == "required" else "stop")
             assert plan.finish_reason("length", reader) == "length"
     assert ended >= 5
 
 
 def test_what_a_grammar_refuses(model: Model) -> None:
-    closed = "<think>\n\n</think>" if model.family != "mistral" else "[/THINK]"
-    required, auto = model.plan(closed, "required"), model.plan(closed)
-    single, paris = model.plan(closed, "required", parallel=False), [("get_weather", {"city": "Paris"})]
+    required, auto = model.plan(model.closed, "required"), model.plan(model.closed)
+    single, paris = model.plan(model.closed, "required", parallel=False), [("get_weather", {"city": "Paris"})]
     one, two = model.calls_text(paris), model.calls_text(paris * 2)
     assert model.admits(required, one) and model.admits(required, two)
     assert model.admits(single, one) and not model.admits(single, two)
@@ -160,9 +138,8 @@ def test_tools_that_are_not_strict_take_any_object(model: Model) -> None:
     loose = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": False}}]  # type: ignore[dict-item]
     plan = model.plan("", "required", tools=loose)
     made = [("get_weather", {"town": "Paris"})]
-    assert model.admits(plan, model.calls_text(made))
-    ids = model.tokenizer.encode(model.calls_text(made), add_special_tokens=False)
-    assert message_of(read(plan, ids)).calls == made
+    text = model.calls_text(made)
+    assert model.admits(plan, text) and message_of(model.read(plan, text)).calls == made
 
 
 def test_a_reference_to_no_schema_is_left_to_the_grammar(model: Model) -> None:
@@ -184,15 +161,13 @@ def test_reasoning_is_free_and_what_follows_is_held(models: dict[tuple[str, bool
         assert model.admits(plan, text)
         assert not model.admits(plan, begins + "\n</think>\n\nwords")
         assert not model.admits(plan, '\n\n{"a": 1}')
-        ids = model.tokenizer.encode(text, add_special_tokens=False)
-        assert read(plan, ids, [2]) == [Delta("reasoning", 'think {"b": } hard'), Delta("content", '{"a": 1}')]
+        assert model.read(plan, text, [2]) == [Delta("reasoning", 'think {"b": } hard'), Delta("content", '{"a": 1}')]
     assert model.plan("<think>\n\n</think>\n\n", tools=None, structured=structured).structured is structured
     assert model.admits(model.plan("assistant\n", tools=None, structured=structured), '{"a": 1}')
 
 
 def test_a_schema_beside_tools_holds_the_content(model: Model) -> None:
-    closed = "<think>\n\n</think>" if model.family != "mistral" else "[/THINK]"
-    plan = model.plan(closed, structured=StructuredOutput(json={"type": "array", "items": {"type": "integer"}}))
+    plan = model.plan(model.closed, structured=StructuredOutput(json={"type": "array", "items": {"type": "integer"}}))
     assert model.admits(plan, "[1, 2]") and model.admits(plan, model.calls_text([("now", {})]))
     assert not model.admits(plan, "words")
 
@@ -200,8 +175,7 @@ def test_a_schema_beside_tools_holds_the_content(model: Model) -> None:
 def test_reasoning_without_an_end_is_all_there_is(models: dict[tuple[str, bool], Model]) -> None:
     model = models["hermes", True]
     plan = model.plan("<think>\n", tools=None)
-    ids = model.tokenizer.encode("I think and think\n")
-    assert read(plan, ids, [3]) == [Delta("reasoning", "I think and think\n")]
+    assert model.read(plan, "I think and think\n", [3]) == [Delta("reasoning", "I think and think\n")]
 
 
 def test_reasoning_may_begin_after_a_line_break(models: dict[tuple[str, bool], Model]) -> None:
@@ -211,15 +185,10 @@ def test_reasoning_may_begin_after_a_line_break(models: dict[tuple[str, bool], M
             call = model.calls_text([("now", {})]) if options.get("choice") else "b"
             text = f"\n\n<think>\n\na\n</think>\n\n{call}"
             assert plan.structured is None or model.admits(plan, text)
-            found = read(plan, model.tokenizer.encode(text), [1])
+            found = model.read(plan, text, [1])
             assert found[0] == Delta("reasoning", "a")
             assert message_of(found).content == ("" if options.get("choice") else "b")
-        detokenizer = model.plan("assistant\n", tools=None).detokenizer()
-        for token_id in model.tokenizer.encode("\n<think>a b</think>c"):
-            detokenizer.push(token_id)
-        counted = len(model.tokenizer.encode("\n<think>a b</think>")) if model is models["hermes", True] else 0
-        assert detokenizer.num_reasoning_tokens == counted
-        plain = read(model.plan("assistant\n", tools=None), model.tokenizer.encode("\n\nb"), [1])
+        plain = model.read(model.plan("assistant\n", tools=None), "\n\nb", [1])
         assert plain == [Delta("content", "\n\nb")]
 
 
@@ -232,19 +201,19 @@ def test_a_qwen_call_without_its_tag_is_a_call(models: dict[tuple[str, bool], Mo
         plan = model.plan()
         assert model.admits(plan, text) == (not has_tokens or "</tool_call>" not in text)
         for cuts in ([1], [5], None):
-            found = read(plan, model.tokenizer.encode(text), cuts)
+            found = model.read(plan, text, cuts)
             assert message_of(found) == Message(None, "I look.", made)
     text = "<function=other>\n</function>"
-    assert read(model.plan(), model.tokenizer.encode(text), [2]) == [Delta("content", text)]
+    assert model.read(model.plan(), text, [2]) == [Delta("content", text)]
 
 
 def test_calls_of_minimax_as_its_template_writes_them(models: dict[tuple[str, bool], Model]) -> None:
     model = models["minimax_m2", True]
     plan, made = model.plan(), [("get_weather", {"city": "Paris", "days": 2}), ("now", {})]
     text = model.calls_text(made).replace('">\n', '">').replace("</parameter>\n", "</parameter>")
-    assert model.admits(plan, text) and message_of(read(plan, model.tokenizer.encode(text), [3])).calls == made
+    assert model.admits(plan, text) and message_of(model.read(plan, text, [3])).calls == made
     for text in ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="other">'):
-        assert read(plan, model.tokenizer.encode(text), [2]) == [Delta("content", text)]
+        assert model.read(plan, text, [2]) == [Delta("content", text)]
 
 
 def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
@@ -253,18 +222,11 @@ def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Mod
     plan, text = model.plan(), f"I look {{there}}:\n{model.calls_text(made)}\nand wait {{"
     assert model.admits(plan, text)
     for cuts in ([1], [5], None):
-        found = read(plan, model.tokenizer.encode(text), cuts)
+        found = model.read(plan, text, cuts)
         assert message_of(found) == Message(None, "I look {there}:and wait {", made)
-    assert plan.finish_reason("stop", reader_of(plan, text)) == "tool_calls"
+    assert plan.finish_reason("stop", model.reader(plan, model.ids(text))) == "tool_calls"
     for text in ('As {"name": "other", "parameters": {}} says', 'A {"a": {"name": "now"}} b', 'x {"a":'):
-        assert read(plan, model.tokenizer.encode(text), [1]) == [Delta("content", text)]
-
-
-def reader_of(plan: Plan, text: str) -> Any:
-    reader = plan.reader()
-    assert reader is not None
-    reader.push(text)
-    return reader
+        assert model.read(plan, text, [1]) == [Delta("content", text)]
 
 
 def test_a_schema_that_is_too_deep_is_refused_beside_reasoning(models: dict[tuple[str, bool], Model]) -> None:
@@ -274,18 +236,20 @@ def test_a_schema_that_is_too_deep_is_refused_beside_reasoning(models: dict[tupl
 
 
 def test_reasoning_tokens_are_counted(models: dict[tuple[str, bool], Model]) -> None:
-    model = models["hermes", True]
-    for prompt, text, expected in (
-        ("<think>\n", "a b</think>c", "a b</think>"),
-        ("<think>\n", "a b c", "a b c"),
-        ("assistant\n", "<think>a</think>c", "<think>a</think>"),
-        ("assistant\n", "<think>a", "<think>a"),
-        ("assistant\n", "a b c</think>", ""),
+    for prompt, text, expected, has_tokens in (
+        ("<think>\n", "a b</think>c", "a b</think>", True),
+        ("<think>\n", "a b c", "a b c", True),
+        ("assistant\n", "<think>a</think>c", "<think>a</think>", True),
+        ("assistant\n", "\n<think>a b</think>c", "\n<think>a b</think>", True),
+        ("assistant\n", "\n<think>a b</think>c", "", False),
+        ("assistant\n", "<think>a", "<think>a", True),
+        ("assistant\n", "a b c</think>", "", True),
     ):
+        model = models["hermes", has_tokens]
         detokenizer = model.plan(prompt, tools=None).detokenizer()
-        for token_id in model.tokenizer.encode(text):
+        for token_id in model.ids(text):
             detokenizer.push(token_id)
-        assert detokenizer.num_reasoning_tokens == len(model.tokenizer.encode(expected)), text
+        assert detokenizer.num_reasoning_tokens == len(model.ids(expected)), text
 
 
 def test_a_tag_in_plain_tokens_is_text(models: dict[tuple[str, bool], Model]) -> None:
@@ -294,7 +258,7 @@ def test_a_tag_in_plain_tokens_is_text(models: dict[tuple[str, bool], Model]) ->
     ids = [i for character in 'say <tool_call>\n{"name": "now"' for i in model.tokenizer.encode(character)]
     assert read(plan, ids, [1]) == [Delta("content", 'say <tool_call>\n{"name": "now"')]
     stand_ins = "".join(tag.text for tag in plan.marks)
-    assert read(plan, model.tokenizer.encode(stand_ins)) == [Delta("content", "\ufffd" * len(stand_ins))]
+    assert model.read(plan, stand_ins) == [Delta("content", "\ufffd" * len(stand_ins))]
 
 
 def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> None:

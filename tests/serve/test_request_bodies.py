@@ -11,15 +11,13 @@ from unittest.mock import MagicMock, patch
 
 import httpx
 import pytest
+from serving import CHAT, COMPLETIONS, JSON
 
 from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.options import ServeOptions
-
-CHAT = "/v1/chat/completions"
-JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -114,5 +112,5 @@ def test_a_large_body_is_not_read_in_the_event_loop() -> None:
 def test_large_body(client: httpx.Client) -> None:
     """Many prompts as token ids: some 2 MB."""
     body = {"prompt": [[5] * 1000] * 1024, "max_tokens": 0, "echo": True}
-    assert client.post("/v1/completions", json=body | {"n": 2}).status_code == 400
-    assert client.post("/v1/completions", json=body | {"prompt": "a", "user": "a" * 2_000_000}).status_code == 200
+    assert client.post(COMPLETIONS, json=body | {"n": 2}).status_code == 400
+    assert client.post(COMPLETIONS, json=body | {"prompt": "a", "user": "a" * 2_000_000}).status_code == 200

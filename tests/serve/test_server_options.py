@@ -8,15 +8,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from serving import DEMO, Server, events, ready_server, streamed, user
+from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, Server, events, ready_server, streamed, user
 from system import wait_for
 
 from nanovllm.serve.api.reading import note_ignored
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
 
-CHAT = "/v1/chat/completions"
-ASK = {"messages": user("What is the capital of France?"), "max_tokens": 20, "temperature": 0}
 ORIGIN = "https://page.example"
 
 
@@ -83,13 +81,13 @@ def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:
     with ready_server(tmp_path, "--skip-tokenizer-init", "--log-prompts", model=folder) as server:
         params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
         with httpx.Client(base_url=server.url, timeout=60) as client:
-            answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6], "sampling_params": params}).json()
+            answer = client.post(GENERATE, json={"token_ids": [5, 6], "sampling_params": params}).json()
             body = params | {"prompt": [5, 6], "return_token_ids": True}
-            choice = client.post("/v1/completions", json=body).json()["choices"][0]
+            choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
             assert choice["token_ids"] == answer["choices"][0]["token_ids"] and choice["text"] == ""
             for path, wrong in (
-                ("/v1/completions", {"prompt": "text"}), (CHAT, ASK), ("/tokenize", {"prompt": "text"}),
-                ("/detokenize", {"tokens": [5]}), ("/v1/completions", {"prompt": [5], "stop": "a"}),
+                (COMPLETIONS, {"prompt": "text"}), (CHAT, ASK), ("/tokenize", {"prompt": "text"}),
+                ("/detokenize", {"tokens": [5]}), (COMPLETIONS, {"prompt": [5], "stop": "a"}),
             ):  # fmt: skip
                 refused = client.post(path, json=wrong)
                 assert refused.status_code == 400 and "tokenizer" in refused.text, path

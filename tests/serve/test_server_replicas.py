@@ -5,21 +5,17 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from serving import SOON_SILENT, ready_server, user
+from serving import CHAT, LONG, SOON_SILENT, ready_server
 from system import wait_for
 
 KEY = {"authorization": "Bearer admin"}
-LONG: dict[str, Any] = {
-    "messages": user("Once upon a time"), "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 1,
-}  # fmt: skip
 
 
 def text(url: str, seed: int) -> str:
-    answer = httpx.post(f"{url}/v1/chat/completions", json=LONG | {"seed": seed}, headers=KEY, timeout=120)
+    answer = httpx.post(url + CHAT, json=LONG | {"seed": seed, "max_tokens": 200}, headers=KEY, timeout=120)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
 

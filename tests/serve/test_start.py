@@ -4,7 +4,6 @@ import asyncio
 import os
 import pty
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from programs import end_with_test_run
-from serving import DEMO, ROOT, Server, user
+from serving import ASK, CHAT, DEMO, ROOT, Server, read_until
 from system import alive, cpu_seconds, wait_for
 
 from nanovllm.host import wire
@@ -25,9 +23,6 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.lifecycle import bind
 from nanovllm.serve.options import ServeOptions
-
-LONG = {"messages": user("Once upon a time"), "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "seed": 1}
-COMPLETIONS = "/v1/chat/completions"
 
 
 def test_start(tmp_path: Path) -> None:
@@ -38,7 +33,7 @@ def test_start(tmp_path: Path) -> None:
         while (health := server.health()).status_code == 503:
             assert health.json()["status"] == "loading"
             seen.append((health.json()["stage"], health.json()["percent"]))
-            refused = httpx.post(server.url + COMPLETIONS, json=LONG | {"max_tokens": 1})
+            refused = httpx.post(server.url + CHAT, json=ASK)
             if refused.status_code != 503:  # it has just become ready
                 break
             assert refused.json()["error"]["code"] == "model_loading"
@@ -63,20 +58,13 @@ def test_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bar_on_a_terminal() -> None:
+def test_bar_on_a_terminal(tmp_path: Path) -> None:
     """Taken away when the model is there; log lines stand above it."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, "-m", "nanovllm", "serve", str(DEMO), "--port", "0", "--device", "cpu"]
-    environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    command += ["--num-kvcache-blocks", "64"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, env=environment, preexec_fn=end_with_test_run)
-    os.close(theirs)
-    shown = b""
-    while b" ready: " not in shown and select.select([ours], [], [], 60)[0]:
-        shown += os.read(ours, 4096)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    with Server(tmp_path, output=theirs, env={"TERM": "xterm"}) as server:
+        shown = read_until(ours, b" ready: ")
+        assert server.stop() == 0
     os.close(ours)
     assert b"loading weights" in shown and "█".encode() in shown
     assert shown.rindex(b"answers; the model is loading") < shown.rindex(b"% ") < shown.rindex(b" ready: ")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsing import save_tokenizer
 from transformers import AutoTokenizer
 
 from nanovllm.config import EngineConfig
@@ -35,16 +36,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = DEMO
     if request.param != "demo":
         folder = tmp_path_factory.mktemp(request.param)
-        shutil.copy(DEMO / "tokenizer.json", folder)
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        known = {token["content"] for token in content["added_tokens"]}
-        first = 1 + max(token["id"] for token in content["added_tokens"])
-        like = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        new = [(text, special) for text, special in FAMILIES[request.param] if text not in known]
-        content["added_tokens"] += [
-            {"id": first + i, "content": text, "special": special, **like} for i, (text, special) in enumerate(new)
-        ]
-        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+        save_tokenizer(folder, FAMILIES[request.param])
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<begin>"}
         source = (TEMPLATES / f"{request.param}.jinja").read_text(encoding="utf-8")
         if request.param == "mistral":  # the older ways to store a template, and a token's flags

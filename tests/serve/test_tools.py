@@ -8,9 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ready_server, streamed, user
+from serving import CHAT, RESPONSES, ready_server, streamed, user
 
-CHAT = "/v1/chat/completions"
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "hermes.jinja"
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TIME = {"type": "object", "properties": {"zone": {"type": "boolean"}}, "required": ["zone"]}
@@ -138,7 +137,7 @@ def test_a_custom_tools_text_is_held_to_its_grammar(hermes: httpx.Client, choice
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: part{1,4} "x"\npart: "a\\n" | "\\"b"'}
     tool = {"type": "custom", "name": "edit", "format": form}
     body = {"input": "Edit", "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, **NO_THINKING}
-    answer = hermes.post("/v1/responses", json=body | {"stream": stream, "max_output_tokens": 200})
+    answer = hermes.post(RESPONSES, json=body | {"stream": stream, "max_output_tokens": 200})
     assert answer.status_code == 200, answer.text
     assert "x-ignored-fields" not in answer.headers
     found = answer.json() if not stream else json.loads(answer.text.rpartition("data: ")[2])["response"]
@@ -151,6 +150,6 @@ def test_a_custom_tools_grammar_that_is_none_is_refused(hermes: httpx.Client) ->
     for definition, said in (("start: nothing", "nothing"), ('start: "(" start? /.*/', "contain themselves")):
         form = {"type": "grammar", "syntax": "lark", "definition": definition}
         body = {"input": "Edit", "tools": [{"type": "custom", "name": "edit", "format": form}], "max_output_tokens": 9}
-        answer = hermes.post("/v1/responses", json=body)
+        answer = hermes.post(RESPONSES, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
         assert said in answer.json()["error"]["message"].lower()

@@ -8,14 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import events, ready_server, user
+from serving import ASK, CHAT, COMPLETIONS, events, ready_server
 from system import wait_for
 
 from nanovllm.serve.options import ServeOptions
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-CHAT = "/v1/chat/completions"
-ASK: dict[str, Any] = {"messages": user("What is the capital of Italy?"), "temperature": 0, "seed": 3}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -51,18 +49,17 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Spans by request id: of a chat, a stream with a parent, a completion whose client leaves, and an error."""
     collector = Collector()
     folder, endpoint = tmp_path_factory.mktemp("traced"), f"http://127.0.0.1:{collector.server_port}"
-    with ready_server(folder, "--otlp-traces-endpoint", endpoint) as server:
+    with ready_server(folder, "--otlp-traces-endpoint", endpoint) as server, server.client() as client:
         head = {"x-request-id": "plain"}
-        assert httpx.post(server.url + CHAT, json=ASK | {"top_p": 0.5}, headers=head).status_code == 200
+        assert client.post(CHAT, json=ASK | {"top_p": 0.5, "seed": 3}, headers=head).status_code == 200
         head = {"x-request-id": "child", "traceparent": f"00-{TRACE}-{PARENT}-01"}
-        with httpx.stream("POST", server.url + CHAT, json=ASK | {"stream": True, "n": 2}, headers=head) as stream:
+        with client.stream("POST", CHAT, json=ASK | {"stream": True, "n": 2}, headers=head) as stream:
             assert list(events(stream))
         body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-        head = {"x-request-id": "left"}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=head) as stream:
+        with client.stream("POST", COMPLETIONS, json=body, headers={"x-request-id": "left"}) as stream:
             next(stream.iter_raw())
         bad = ASK | {"structured_outputs": {"regex": "("}}
-        assert httpx.post(server.url + CHAT, json=bad, headers={"x-request-id": "wrong"}).status_code == 400
+        assert client.post(CHAT, json=bad, headers={"x-request-id": "wrong"}).status_code == 400
         wait_for(lambda: server.num_running() == 0, "end of all requests")
         assert server.stop() == 0  # sends what it has
     assert collector.services == {"nanovllm"}

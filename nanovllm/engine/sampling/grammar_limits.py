@@ -100,7 +100,7 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         seconds = time.thread_time() - begin
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise ValueError(failure(matcher))
         if seconds > MAX_MASK_SECONDS:
             limit = f"{1e3 * MAX_MASK_SECONDS:.0f} ms"
             raise ValueError(f"the mask of token {number} takes {1e3 * seconds:.1f} ms, at most {limit} are allowed")
@@ -108,6 +108,13 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
         if not allowed:
             return
         matcher.consume_token(allowed[number * 7919 % len(allowed)])
+
+
+def failure(matcher: Any) -> str:
+    """What is wrong with a matcher of llguidance that has failed: its words without the state of its parser, which
+    follows them."""
+    said = str(matcher.get_error()).partition("<state>")[0]
+    return said.replace("NoExtensionBias", "no text satisfies it").strip()
 
 
 class LargeStackThread:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, LargeStackThread, check_masks, check_text
+from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, LargeStackThread, check_masks, check_text, failure
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.text.checkpoint import CheckpointTokenizer
@@ -23,7 +23,7 @@ _MAX_CACHED = 128
 _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 """A schema's own "x-guidance" entry wins over this."""
 _MISFIT = "doesn't satisfy the grammar"
-"""The library's words, before much of its inner state, for a token that its mask did not allow."""
+"""The library's words for a token that its mask did not allow."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """A rule's head in llama.cpp's form of a grammar; Lark has none such."""
 
@@ -40,13 +40,13 @@ class Matcher:
         """Takes a sampled token in; `error` says where it does not fit."""
         if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
             fits = self.inner.consume_token(token_id)
-            if not fits and (not self.inner.is_error() or _MISFIT in self.inner.get_error()):
+            if not fits and (not self.inner.is_error() or _MISFIT in failure(self.inner)):
                 self.error = f"structured_outputs: token {token_id} does not fit; other options may leave none"
             self.note_error()
 
     def note_error(self) -> None:
         if self.error is None and self.inner.is_error():
-            self.error = f"structured_outputs: {short(self.inner.get_error())}"
+            self.error = f"structured_outputs: {short(failure(self.inner))}"
 
     @property
     def is_complete(self) -> bool:
@@ -117,7 +117,7 @@ class StructuredOutputs:
             form = library.grammar_from_lark(text) if kind == "grammar" else library.grammar_from_regex(text)
         start = library(self._tokenizer, form, log_level=0)  # its errors become the matcher's `error`
         if start.is_error():
-            raise ValueError(start.get_error())
+            raise ValueError(failure(start))
         check_masks(start.deep_copy(), self._eos_ids)
         return start
 

@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, ready_server, user
+from serving import ANSWER, QUESTION, Server, ready_server, user
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
-QUESTION = "What is the capital of Italy?"
-ANSWER = "The capital of Italy is Rome."
 TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "hermes.jinja"
 SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}

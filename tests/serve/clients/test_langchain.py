@@ -4,12 +4,10 @@ from typing import Any
 
 import pydantic
 import pytest
-from serving import Server
+from serving import ANSWER, QUESTION, Server
 
 langchain = pytest.importorskip("langchain_openai")
 
-ITALY = "What is the capital of Italy?"
-ANSWER = "The capital of Italy is Rome."
 
 
 class Place(pydantic.BaseModel):
@@ -26,25 +24,25 @@ def model(server: Server) -> Any:
 
 
 def test_chat(model: Any) -> None:
-    answer = model.invoke(ITALY)
+    answer = model.invoke(QUESTION)
     assert answer.content == ANSWER
     assert answer.usage_metadata["output_tokens"] == 9
     assert answer.response_metadata["finish_reason"] == "stop"
 
 
 def test_stream(model: Any) -> None:
-    chunks = list(model.stream(ITALY))
+    chunks = list(model.stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == ANSWER
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 9
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(model: Any, method: str) -> None:
-    found = model.with_structured_output(Place, method=method).invoke(ITALY)
+    found = model.with_structured_output(Place, method=method).invoke(QUESTION)
     assert isinstance(found, Place)
 
 
 def test_responses_api(server: Server) -> None:
     options = {"model": "demo", "api_key": "none", "temperature": 0, "max_retries": 0, "use_responses_api": True}
-    answer = langchain.ChatOpenAI(base_url=server.url + "/v1", **options).invoke(ITALY)
+    answer = langchain.ChatOpenAI(base_url=server.url + "/v1", **options).invoke(QUESTION)
     assert answer.text == ANSWER

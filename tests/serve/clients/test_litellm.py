@@ -4,13 +4,12 @@ import os
 from typing import Any
 
 import pytest
-from serving import Server, user
+from serving import ANSWER, QUESTION, Server, user
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
 litellm = pytest.importorskip("litellm")
 
-ITALY = user("What is the capital of Italy?")
-ANSWER = "The capital of Italy is Rome."
+ITALY = user(QUESTION)
 
 
 def ask(server: Server, model: str, **more: Any) -> Any:

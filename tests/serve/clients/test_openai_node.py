@@ -6,11 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from serving import Server
+from serving import ANSWER, Server
 from system import wait_for
 
 SCRIPT = Path(__file__).with_name("openai.js")
-ANSWER = "The capital of Italy is Rome."
 
 
 def has_package() -> bool:

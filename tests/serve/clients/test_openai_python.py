@@ -4,13 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from serving import Server, user
+from serving import ANSWER, QUESTION, Server, user
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
 
-ITALY = user("What is the capital of Italy?")
-ANSWER = "The capital of Italy is Rome."
+ITALY = user(QUESTION)
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
