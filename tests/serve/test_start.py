@@ -1,6 +1,7 @@
 """The start of a server: what it says meanwhile, and what it refuses to serve or to open."""
 
 import asyncio
+import json
 import os
 import pty
 import resource
@@ -144,7 +145,7 @@ def test_what_cannot_be_opened_is_named(options: dict[str, str], message: str) -
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
     """However it ends, the engine ends too: before it where it has a say in that."""
-    with Server(tmp_path) as server:
+    with Server(tmp_path, "--log-format", "json") as server:
         wait_for(lambda: " answers" in server.log, "port")
         processes = server.everything()
         assert len(processes) >= 2
@@ -153,6 +154,7 @@ def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
             wait_for(lambda: not alive(processes), "end of all processes")
         else:
             assert server.stop(number) == 0 and not alive(processes)
+        assert all(json.loads(line)["level"] for line in server.log.splitlines())
 
 
 def test_unix_socket_of_others(tmp_path: Path) -> None:
