@@ -17,20 +17,20 @@ class Place(pydantic.BaseModel):
     population: int
 
 
+def model_of(server: Server, **options: Any) -> Any:
+    options = {"model": "demo", "api_key": "none", "temperature": 0, "max_retries": 0, "timeout": 60, **options}
+    return langchain.ChatOpenAI(base_url=server.url + "/v1", **options)
+
+
 @pytest.fixture(scope="module")
 def model(server: Server) -> Any:
-    options = {"model": "demo", "api_key": "none", "temperature": 0, "max_retries": 0, "timeout": 60}
-    return langchain.ChatOpenAI(base_url=server.url + "/v1", stream_usage=True, **options)
+    return model_of(server, stream_usage=True)
 
 
 def test_chat(model: Any) -> None:
     answer = model.invoke(QUESTION)
-    assert answer.content == ANSWER
-    assert answer.usage_metadata["output_tokens"] == 9
+    assert (answer.content, answer.usage_metadata["output_tokens"]) == (ANSWER, 9)
     assert answer.response_metadata["finish_reason"] == "stop"
-
-
-def test_stream(model: Any) -> None:
     chunks = list(model.stream(QUESTION))
     assert "".join(chunk.content for chunk in chunks) == ANSWER
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 9
@@ -43,6 +43,4 @@ def test_structured_output(model: Any, method: str) -> None:
 
 
 def test_responses_api(server: Server) -> None:
-    options = {"model": "demo", "api_key": "none", "temperature": 0, "max_retries": 0, "use_responses_api": True}
-    answer = langchain.ChatOpenAI(base_url=server.url + "/v1", **options).invoke(QUESTION)
-    assert answer.text == ANSWER
+    assert model_of(server, use_responses_api=True).invoke(QUESTION).text == ANSWER
