@@ -1,6 +1,7 @@
 """Servers started by the real command, on the demo checkpoint and the CPU."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,6 +23,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], M
 @pytest.fixture(scope="session", params=MODELS, ids=lambda key: key[0] + ("" if key[1] else "-text"))
 def model(request: pytest.FixtureRequest, models: dict[tuple[str, bool], Model]) -> Model:
     return models[request.param]
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo checkpoint behind the template of Qwen3: it writes calls because a grammar makes it."""
+    template = Path(__file__).with_name("templates") / "hermes.jinja"
+    options = ("--chat-template", str(template), "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    with ready_server(tmp_path_factory.mktemp("hermes"), *options) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

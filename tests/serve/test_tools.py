@@ -3,14 +3,12 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, RESPONSES, ready_server, streamed, user
+from serving import CHAT, RESPONSES, Server, streamed, user
 
-TEMPLATE = Path(__file__).resolve().parent / "templates" / "hermes.jinja"
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TIME = {"type": "object", "properties": {"zone": {"type": "boolean"}}, "required": ["zone"]}
 TOOLS = [
@@ -18,15 +16,12 @@ TOOLS = [
     for name, schema in (("weather", WEATHER), ("time", TIME))
 ]
 ASK: dict[str, Any] = {"messages": user("What is the weather in Rome?"), "tools": TOOLS, "max_tokens": 200}
-NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """The demo checkpoint behind the template of Qwen3: it writes calls because a grammar makes it."""
-    folder = tmp_path_factory.mktemp("hermes")
-    with ready_server(folder, "--chat-template", str(TEMPLATE)) as server, server.client() as client:
-        yield client
+@pytest.fixture
+def client(hermes: Server) -> Iterator[httpx.Client]:
+    with hermes.client() as opened:
+        yield opened
 
 
 def message_of(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
@@ -61,56 +56,47 @@ def both(client: httpx.Client, body: dict[str, Any]) -> tuple[dict[str, Any], st
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_required(hermes: httpx.Client, seed: int) -> None:
-    message, reason = both(hermes, ASK | NO_THINKING | {"tool_choice": "required", "seed": seed, "temperature": 1.5})
-    calls = message["tool_calls"]
+def test_required(client: httpx.Client, seed: int) -> None:
+    required = ASK | {"tool_choice": "required", "seed": seed, "temperature": 1.5}
+    message, reason = both(client, required)
     assert reason in ("tool_calls", "length")
-    for call in calls[: None if reason == "tool_calls" else -1]:
+    for call in message["tool_calls"][: None if reason == "tool_calls" else -1]:
         assert call["function"]["name"] in ("weather", "time")
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
-
-
-def test_named(hermes: httpx.Client) -> None:
-    choice = {"type": "function", "function": {"name": "time"}}
-    message, reason = both(hermes, ASK | NO_THINKING | {"tool_choice": choice, "temperature": 0})
-    [call] = message["tool_calls"]
-    assert call["function"]["name"] == "time"
-    assert isinstance(json.loads(call["function"]["arguments"])["zone"], bool)
-    assert reason == "stop"
-    assert message["content"] is None
-
-
-def test_one_call(hermes: httpx.Client) -> None:
-    body = ASK | NO_THINKING | {"tool_choice": "required", "parallel_tool_calls": False, "seed": 4}
-    message, reason = both(hermes, body)
+    assert both(client, required | {"max_tokens": 12})[1] == "length"
+    message, reason = both(client, required | {"parallel_tool_calls": False})
     assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
 
 
-def test_cut_short(hermes: httpx.Client) -> None:
-    _, reason = both(hermes, ASK | NO_THINKING | {"tool_choice": "required", "max_tokens": 12, "temperature": 0})
-    assert reason == "length"
+def test_named(client: httpx.Client) -> None:
+    choice = {"type": "function", "function": {"name": "time"}}
+    message, reason = both(client, ASK | {"tool_choice": choice, "temperature": 0})
+    [call] = message["tool_calls"]
+    assert (call["function"]["name"], reason, message["content"]) == ("time", "stop", None)
+    assert isinstance(json.loads(call["function"]["arguments"])["zone"], bool)
 
 
-def test_a_pattern_that_no_grammar_can_say_binds_strict_tools_alone(hermes: httpx.Client) -> None:
+def test_a_pattern_that_no_grammar_can_say_binds_strict_tools_alone(client: httpx.Client) -> None:
     """As those of zod's emails."""
     schema = {"type": "object", "properties": {"to": {"type": "string", "pattern": r"^(?!\.)\w+$", "maxLength": 9}}}
     for strict, status in ((None, 200), (True, 400)):
         tools = [{"type": "function", "function": {"name": "send", "parameters": schema, "strict": strict}}]
-        body = ASK | NO_THINKING | {"tools": tools, "tool_choice": "required", "max_tokens": 5}
-        assert hermes.post(CHAT, json=body).status_code == status
+        body = ASK | {"tools": tools, "tool_choice": "required", "max_tokens": 5}
+        assert client.post(CHAT, json=body).status_code == status
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])
-def test_text_stays_text(hermes: httpx.Client, choice: str) -> None:
-    message, _ = both(hermes, ASK | NO_THINKING | {"tool_choice": choice, "max_tokens": 8, "temperature": 0})
+def test_text_stays_text(client: httpx.Client, choice: str) -> None:
+    message, _ = both(client, ASK | {"tool_choice": choice, "max_tokens": 8, "temperature": 0})
     assert "tool_calls" not in message
 
 
-def test_thinking_then_schema(hermes: httpx.Client) -> None:
+def test_thinking_then_schema(client: httpx.Client) -> None:
     """Free until the closing tag, then by the schema; without an end of reasoning there is no content."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER}}
     body = {"messages": user("Where?"), "response_format": form, "max_tokens": 60, "seed": 2, "temperature": 1}
-    message, reason = both(hermes, body)
+    body["chat_template_kwargs"] = {"enable_thinking": True}
+    message, reason = both(client, body)
     if reason == "stop":
         assert json.loads(message["content"])["city"] in ("Rome", "Oslo")
 
@@ -124,20 +110,25 @@ def test_thinking_then_schema(hermes: httpx.Client) -> None:
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "objekt"}}}]},
     ],
 )
-def test_tools_that_cannot_be(hermes: httpx.Client, wrong: dict[str, Any]) -> None:
-    answer = hermes.post(CHAT, json=ASK | NO_THINKING | {"tool_choice": "required"} | wrong)
+def test_tools_that_cannot_be(client: httpx.Client, wrong: dict[str, Any]) -> None:
+    answer = client.post(CHAT, json=ASK | {"tool_choice": "required"} | wrong)
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert answer.json()["error"]["message"].startswith("tool") and "start:" not in answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("tool") and "start:" not in answer.text
+
+
+def edit(client: httpx.Client, grammar: str, **options: Any) -> httpx.Response:
+    """Response to a request with one tool, whose text follows a Lark grammar."""
+    tool = {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "lark", "definition": grammar}}
+    return client.post(RESPONSES, json={"input": "Edit", "tools": [tool], "max_output_tokens": 200} | options)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "edit"}], ids=["required", "named"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_custom_tools_text_is_held_to_its_grammar(hermes: httpx.Client, choice: Any, stream: bool) -> None:
-    form = {"type": "grammar", "syntax": "lark", "definition": 'start: part{1,4} "x"\npart: "a\\n" | "\\"b"'}
-    tool = {"type": "custom", "name": "edit", "format": form}
-    body = {"input": "Edit", "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, **NO_THINKING}
-    answer = hermes.post(RESPONSES, json=body | {"stream": stream, "max_output_tokens": 200})
+def test_a_custom_tools_text_is_held_to_its_grammar(client: httpx.Client, choice: Any, stream: bool) -> None:
+    grammar = 'start: part{1,4} "x"\npart: "a\\n" | "\\"b"'
+    answer = edit(client, grammar, tool_choice=choice, parallel_tool_calls=False, stream=stream)
     assert answer.status_code == 200, answer.text
     assert "x-ignored-fields" not in answer.headers
     found = answer.json() if not stream else json.loads(answer.text.rpartition("data: ")[2])["response"]
@@ -146,10 +137,8 @@ def test_a_custom_tools_text_is_held_to_its_grammar(hermes: httpx.Client, choice
     assert re.fullmatch(r'(a\n|"b){1,4}x', call["input"])
 
 
-def test_a_custom_tools_grammar_that_is_none_is_refused(hermes: httpx.Client) -> None:
+def test_a_custom_tools_grammar_that_is_none_is_refused(client: httpx.Client) -> None:
     for definition, said in (("start: nothing", "nothing"), ('start: "(" start? /.*/', "contain themselves")):
-        form = {"type": "grammar", "syntax": "lark", "definition": definition}
-        body = {"input": "Edit", "tools": [{"type": "custom", "name": "edit", "format": form}], "max_output_tokens": 9}
-        answer = hermes.post(RESPONSES, json=body)
+        answer = edit(client, definition)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools"), answer.text
         assert said in answer.json()["error"]["message"].lower()

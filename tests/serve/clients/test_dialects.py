@@ -1,16 +1,13 @@
 """/v1/responses through openai-python and /v1/messages through anthropic, with tools and streamed."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ANSWER, QUESTION, Server, ready_server, user
+from serving import ANSWER, QUESTION, Server, user
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
-TEMPLATE = Path(__file__).resolve().parents[1] / "templates" / "hermes.jinja"
 OPTIONS: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
 ASKED: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0}
 SAID: dict[str, Any] = {
@@ -19,14 +16,6 @@ SAID: dict[str, Any] = {
 CLOSED = {
     "type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"], "additionalProperties": False,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A template with tools; the calls are what a grammar makes of the demo checkpoint."""
-    kwargs = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-    with ready_server(tmp_path_factory.mktemp("hermes"), "--chat-template", str(TEMPLATE), *kwargs) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
