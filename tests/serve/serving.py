@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,35 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
     with client.stream("POST", path, json=body | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         return list(events(response))
+
+
+class Stream:
+    """A long chat that is streamed, and read by a thread of its own; it has begun."""
+
+    def __init__(self, client: httpx.Client, **changes: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        pool = ThreadPoolExecutor(1)
+        self._end = pool.submit(self._read, client, LONG | {"stream": True} | changes)
+        pool.shutdown(wait=False)
+        wait_for(lambda: len(self.events) > 3 or self.is_over, "stream")
+
+    def _read(self, client: httpx.Client, body: dict[str, Any]) -> None:
+        with client.stream("POST", CHAT, json=body) as response:
+            self.events.extend(events(response))
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
+
+    def last(self, seconds: float = PATIENCE) -> dict[str, Any]:
+        """The last event, when it has come."""
+        self._end.result(seconds)
+        return self.events[-1]
+
+    def text_and_end(self) -> tuple[str, str]:
+        """The text of one completion, when it has ended, and why it has."""
+        reason = self.last()["choices"][0]["finish_reason"]
+        return "".join(event["choices"][0]["delta"].get("content", "") for event in self.events), reason
 
 
 def message(path: str, body: dict[str, Any] | bytes) -> bytes:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
-from serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, GENERATE, LONG, Server, events, ready_server
+from serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, GENERATE, LONG, Server, Stream, ready_server
 from system import free_port, wait_for
 
 from nanovllm.transfer.buckets import Entry, described
@@ -48,44 +47,6 @@ def still_waits(answer: Future[Any]) -> bool:
     return not wait([answer], 0.3).done
 
 
-class Stream:
-    """A chat that is streamed into a thread."""
-
-    def __init__(self, admin: httpx.Client, pool: ThreadPoolExecutor, **changes: Any) -> None:
-        self.pieces: list[str] = []
-        self.id = ""
-        self._begun = threading.Event()
-        self.end: Future[str] = pool.submit(self._read, admin, LONG | {"max_tokens": 120, "stream": True} | changes)
-        """Comes to why it ended."""
-
-    def _read(self, admin: httpx.Client, body: dict[str, Any]) -> str:
-        reason = None
-        with admin.stream("POST", CHAT, json=body) as response:
-            for chunk in events(response):
-                [choice] = chunk["choices"]
-                self.id, reason = chunk["id"], choice["finish_reason"]
-                self.pieces.append(choice["delta"].get("content", ""))
-                if len(self.pieces) > 3:
-                    self._begun.set()
-        return str(reason)
-
-    def begun(self) -> "Stream":
-        assert self._begun.wait(30)
-        return self
-
-    def length_at_rest(self) -> int:
-        """Pieces, when what was on its way has come."""
-        count = -1
-        while count != (count := len(self.pieces)):
-            time.sleep(0.2)
-        return count
-
-    def text(self) -> str:
-        """The whole text, when it has ended."""
-        self.end.result(60)
-        return "".join(self.pieces)
-
-
 def ask(admin: httpx.Client) -> str:
     return str(call(admin, CHAT, **ASK)["choices"][0]["message"]["content"])
 
@@ -97,10 +58,10 @@ def call(admin: httpx.Client, path: str, status: int = 200, **body: Any) -> dict
 
 
 @pytest.fixture(scope="module")
-def whole(server: Server, pool: ThreadPoolExecutor) -> str:
-    """A stream's text, when nothing interferes."""
+def whole(server: Server) -> tuple[str, str]:
+    """A stream's text and end, when nothing interferes."""
     with httpx.Client(base_url=server.url, timeout=60, headers={"x-api-key": KEY}) as client:
-        return Stream(client, pool).text()
+        return Stream(client, max_tokens=120).text_and_end()
 
 
 def test_the_admins_key_and_no_other(server: Server, admin: httpx.Client) -> None:
@@ -116,69 +77,71 @@ def test_the_admins_key_and_no_other(server: Server, admin: httpx.Client) -> Non
     assert httpx.get(server.url + "/is_paused", headers={"authorization": "Basic !"}).status_code == 401
 
 
-def test_pause_that_keeps(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
-    stream = Stream(admin, pool).begun()
+def test_pause_that_keeps(admin: httpx.Client, pool: ThreadPoolExecutor, whole: tuple[str, str]) -> None:
+    stream = Stream(admin, max_tokens=120)
     assert call(admin, "/pause?mode=keep") == {"status": "paused"}
     assert admin.get("/is_paused").json() == {"is_paused": True}
     later = pool.submit(ask, admin)
-    count = stream.length_at_rest()
+    count = -1
+    while count != (count := len(stream.events)):
+        time.sleep(0.2)  # what was on its way comes
     assert still_waits(later)
-    assert not stream.end.done() and len(stream.pieces) == count
+    assert not stream.is_over and len(stream.events) == count
     assert admin.get("/health").status_code == 200
     call(admin, "/resume")
-    assert stream.text() == whole and stream.end.result() == "length"
+    assert stream.text_and_end() == whole
     assert later.result(30) == ANSWER
     assert admin.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_pause_that_aborts(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
+def test_pause_that_aborts(admin: httpx.Client, pool: ThreadPoolExecutor, whole: tuple[str, str]) -> None:
     """Streams and answers end with what they have."""
-    stream = Stream(admin, pool, max_tokens=1900).begun()
+    stream = Stream(admin)
     running, queued = (pool.submit(call, admin, CHAT, **LONG | {"n": n, "max_tokens": 1900}) for n in (2, 32))
     wait_for(lambda: admin.get("/load").json()["server_load"] == 35, "requests")
     call(admin, "/pause")
-    text = stream.text()
-    assert text[: len(whole)] == whole[: len(text)] and stream.end.result() == "abort"
+    text, end = stream.text_and_end()
+    assert text[: len(whole[0])] == whole[0][: len(text)] and end == "abort"
     for answer, count in ((running, 2), (queued, 32)):
         assert [choice["finish_reason"] for choice in answer.result(10)["choices"]] == ["abort"] * count
     call(admin, "/resume")
     assert ask(admin) == ANSWER
 
 
-def test_pause_that_waits_and_is_resumed(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
-    stream = Stream(admin, pool).begun()
+def test_pause_that_waits_and_is_resumed(admin: httpx.Client, pool: ThreadPoolExecutor, whole: tuple[str, str]) -> None:
+    stream = Stream(admin, max_tokens=120)
     call(admin, "/pause?mode=wait")
-    assert stream.text() == whole
+    assert stream.text_and_end() == whole
     call(admin, "/resume")
-    long = Stream(admin, pool, max_tokens=1900).begun()
+    long = Stream(admin)
     pause = pool.submit(call, admin, "/pause?mode=wait", 409)
     assert still_waits(pause)
     later = pool.submit(ask, admin)
     call(admin, "/resume")
     assert pause.result(10)["error"]["code"] == "wrong_state"
     assert later.result(10)
-    assert call(admin, "/abort_requests", request_ids=[long.id])["aborted"] == 1
-    assert long.end.result(60) == "abort"
+    assert call(admin, "/abort_requests", request_ids=[long.events[0]["id"]])["aborted"] == 1
+    assert long.text_and_end()[1] == "abort"
 
 
-def test_aborts_by_id_and_of_all(admin: httpx.Client, pool: ThreadPoolExecutor, whole: str) -> None:
-    first, second = Stream(admin, pool).begun(), Stream(admin, pool, max_tokens=1900).begun()
-    assert call(admin, "/abort_requests", request_ids=[second.id, "no-such"]) == {"status": "aborted", "aborted": 1}
-    assert second.end.result(60) == "abort"
-    assert first.text() == whole
-    third = Stream(admin, pool, max_tokens=1900).begun()
+def test_aborts_by_id_and_of_all(admin: httpx.Client, whole: tuple[str, str]) -> None:
+    first, second = Stream(admin, max_tokens=120), Stream(admin)
+    assert call(admin, "/abort_requests", request_ids=[second.events[0]["id"], "no-such"])["aborted"] == 1
+    assert second.text_and_end()[1] == "abort"
+    assert first.text_and_end() == whole
+    third = Stream(admin)
     assert call(admin, "/abort_requests", request_ids=[])["aborted"] == 0
     assert call(admin, "/abort_requests")["aborted"] == 1
-    assert third.end.result(60) == "abort"
+    assert third.text_and_end()[1] == "abort"
 
 
 def test_sleep_in_the_middle_of_a_stream(
-    server: Server, admin: httpx.Client, pool: ThreadPoolExecutor, whole: str
+    server: Server, admin: httpx.Client, pool: ThreadPoolExecutor, whole: tuple[str, str]
 ) -> None:
-    stream = Stream(admin, pool).begun()
+    stream = Stream(admin, max_tokens=120)
     assert "level" in call(admin, "/sleep?level=3", 400)["error"]["message"]
     assert "tags" in call(admin, "/sleep?tags=nothing", 400)["error"]["message"]
-    assert not stream.end.done(), "a call that is refused changes nothing"
+    assert not stream.is_over, "a call that is refused changes nothing"
     assert "freed_bytes" in call(admin, "/sleep?level=1&mode=keep")
     assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
     state = "vllm:engine_sleep_state"
@@ -192,7 +155,7 @@ def test_sleep_in_the_middle_of_a_stream(
     call(admin, "/wake_up")
     call(admin, "/wake_up", 409)
     assert server.metric(state, sleep_state="awake") == server.metric(state) == 1
-    assert stream.text() == whole
+    assert stream.text_and_end() == whole
     assert later.result(30)
 
 
@@ -242,12 +205,12 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
     for wrong in (str(tmp_path), "/no/such", 3):
         assert call(admin, "/update_weights", 400, weight_dir=wrong)["error"]["param"] == "weight_dir"
     assert ask(admin) == ANSWER
-    stream = Stream(admin, pool).begun()
+    stream = Stream(admin, max_tokens=120)
     call(admin, "/update_weights", weight_dir=str(other), in_flight="keep")
     compared = call(admin, "/weight_checker", action="compare", baseline=before)
     assert compared == {"match": False, "mismatches": ["model.norm.weight"]}
     assert ask(admin) != ANSWER
-    assert stream.end.result(60) == "length"
+    assert stream.text_and_end()[1] == "length"
 
     call(admin, "/update_weights", 409, update_info={"weight_dir": str(DEMO)})  # none was started
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
@@ -280,7 +243,7 @@ def test_a_trainer_broadcasts_and_shares_memory(admin: httpx.Client, pool: Threa
     joined = pool.submit(call, admin, "/init_weight_transfer_engine", init_info=info)
     sender = WeightSender(info, "cpu", timeout=60)
     joined.result(30)
-    stream = Stream(admin, pool, max_tokens=60).begun()
+    stream = Stream(admin, max_tokens=60)
     call(admin, "/pause?mode=keep")
     call(admin, "/start_weight_update")
     named = described([Entry.of(*pair) for pair in weights.items()])
@@ -289,7 +252,7 @@ def test_a_trainer_broadcasts_and_shares_memory(admin: httpx.Client, pool: Threa
     sent.result(30)
     call(admin, "/finish_weight_update")
     call(admin, "/resume")
-    stream.text()
+    stream.last()
     sender.close()
     compared = call(admin, "/weight_checker", action="compare", baseline=before)
     assert compared == {"match": False, "mismatches": ["model.norm.weight"]}
@@ -339,7 +302,7 @@ def test_mistakes_are_named(admin: httpx.Client, path: str, body: dict[str, Any]
 
 def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: ThreadPoolExecutor) -> None:
     """The last one here: it ends the server."""
-    Stream(admin, pool, max_tokens=1900, n=8).begun()
+    Stream(admin, n=8)
     pause = pool.submit(admin.post, "/pause?mode=wait")
     assert still_waits(pause)
     os.kill(server.engine, signal.SIGKILL)
@@ -351,13 +314,12 @@ def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: 
 def test_a_call_is_refused_when_the_server_ends(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     options = ("--admin-api-key", KEY, "--shutdown-timeout", "1")
     with ready_server(tmp_path, *options) as server, server.client(KEY) as admin:
-        stream = Stream(admin, pool, max_tokens=1900).begun()
+        stream = Stream(admin)
         pause = pool.submit(admin.post, "/pause?mode=wait")
         assert still_waits(pause)
         assert server.stop() == 0
         assert pause.result(10).json()["error"]["code"] == "shutting_down"
-        with pytest.raises(KeyError):  # the error event in place of a chunk
-            stream.text()
+        assert stream.last()["error"]["code"] == "shutting_down"
 
 
 def test_a_trainer_that_leaves_in_an_update(tmp_path: Path, pool: ThreadPoolExecutor) -> None:

@@ -6,16 +6,14 @@ import re
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from serving import CHAT, COMPLETIONS, LONG, SOON_SILENT, Server, events, message, read_until, ready_server, user
+from serving import CHAT, COMPLETIONS, LONG, SOON_SILENT, Server, Stream, message, read_until, ready_server, user
 from system import alive, cpu_seconds, wait_for
 
 ENDED = "vllm:request_success_total"
@@ -139,13 +137,12 @@ def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> No
             assert answer.json()["usage"]["completion_tokens"] == 8, "others do not notice"
             wait_for(lambda: server.num_running() == 0, "end of the slow stream", 40)
         assert server.metric("vllm:slow_clients_closed_total") == 1
-        thread, found = begin_stream(server)
+        stream = Stream(server.client())
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: server.health().status_code == 503, "draining")
         server.process.send_signal(signal.SIGINT)  # the second ends it at once
         assert server.process.wait(60) == 0
-        thread.join(60)
-        assert found[-1]["error"]["code"] == "shutting_down"
+        assert stream.last()["error"]["code"] == "shutting_down"
 
 
 def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
@@ -154,12 +151,12 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2", "--shutdown-timeout", "300")
     with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.5}) as server:
         processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"max_tokens": 1000})
+        stream = Stream(server.client(), max_tokens=1000)
         with httpx.stream("POST", server.url + CHAT, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()
             assert next(pieces).startswith(":")
-            assert "choices" in found[-1], "the first stream still runs"
+            assert not stream.is_over
         for process in processes:
             os.kill(process, signal.SIGTERM)
         wait_for(lambda: server.health().status_code == 503, "draining")
@@ -167,34 +164,17 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
         refused = httpx.post(server.url + CHAT, json=LONG)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "shutting_down"
-        thread.join(200)
-        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        assert stream.last(200)["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(60) == 0
         wait_for(lambda: not alive(processes), "end of all processes")
-
-
-def read_stream(server: Server, found: list[Any], request: dict[str, Any] = LONG) -> None:
-    with httpx.stream("POST", server.url + CHAT, json=request | {"stream": True}, timeout=200) as response:
-        found.append(response.status_code)
-        found.extend(events(response))
-
-
-def begin_stream(server: Server, request: dict[str, Any] = LONG) -> tuple[threading.Thread, list[Any]]:
-    found: list[Any] = []
-    thread = threading.Thread(target=read_stream, args=(server, found, request))
-    thread.start()
-    wait_for(lambda: len(found) > 3, "stream")
-    return thread, found
 
 
 def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:
     """After --shutdown-timeout streams end with an error."""
     with ready_server(tmp_path, "--shutdown-timeout", "0.5") as server:
-        thread, found = begin_stream(server, LONG | {"n": 16})
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(60) == 0
-        thread.join(60)
-        assert found[-1]["error"]["code"] == "shutting_down"
+        stream = Stream(server.client(), n=16)
+        assert server.stop(signal.SIGINT) == 0
+        assert stream.last()["error"]["code"] == "shutting_down"
 
 
 @pytest.mark.parametrize("victim", ["engine", "engine that drains", "engine that stands still", "rank"])
@@ -205,7 +185,7 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
     limits = SOON_SILENT if stands_still else None
     with ready_server(tmp_path, *ranks, limits=limits) as server, ThreadPoolExecutor(1) as pool:
         processes = server.everything()
-        thread, found = begin_stream(server, LONG | {"n": 8})
+        stream = Stream(server.client(), n=8)
         whole = pool.submit(httpx.post, server.url + CHAT, json=LONG | {"n": 8}, timeout=60)
         wait_for(lambda: server.num_running() == 16, "both requests")
         if victim == "engine that drains":
@@ -216,8 +196,7 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
         if stands_still:
             health = wait_for(lambda: (said := server.health()).status_code == 503 and said, "word of it")
             assert health.json() == {"status": "silent"}
-        thread.join(60)
-        error = found[-1]["error"]
+        error = stream.last()["error"]
         assert error["type"] == "server_error" and (error["code"] == "engine_dead" or victim == "engine that drains")
         assert whole.result(60).status_code == 500
         assert server.process.wait(60) == 1 and stands_still == ("gave no sign of life for 10 s" in server.log)
@@ -228,10 +207,10 @@ def test_death_of_the_front_ends_everything(tmp_path: Path) -> None:
     with ready_server(tmp_path, "--tensor-parallel-size", "2") as server:
         processes = server.everything()
         assert len(processes) >= 3
-        with httpx.stream("POST", server.url + CHAT, json=LONG | {"stream": True}, timeout=60) as response:
-            stream = response.iter_bytes()
-            next(stream)
-            server.process.kill()
+        stream = Stream(server.client())
+        server.process.kill()
+        with pytest.raises(httpx.TransportError):
+            stream.last()
         wait_for(lambda: not alive(processes), "end of all processes")
 
 

@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import httpx
 import pytest
@@ -30,31 +30,28 @@ def test_start(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         wait_for(lambda: " answers" in server.log, "port")
         assert cpu_seconds({server.process.pid}) < 2.0, "the front answers soon; others may have the cores meanwhile"
-        seen = []
+        stages, percents = set(), []
         while (health := server.health()).status_code == 503:
             assert health.json()["status"] == "loading"
-            seen.append((health.json()["stage"], health.json()["percent"]))
+            stages.add(health.json()["stage"])
+            percents.append(health.json()["percent"])
             refused = httpx.post(server.url + CHAT, json=ASK)
             if refused.status_code != 503:  # it has just become ready
                 break
-            assert refused.json()["error"]["code"] == "model_loading"
-            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "model_loading" and int(refused.headers["retry-after"]) >= 1
             time.sleep(0.05)
-        assert seen
-        assert [percent for _, percent in seen] == sorted(percent for _, percent in seen)
-        assert {stage for stage, _ in seen} & {"loading weights", "warming up"}
+        assert percents == sorted(percents) and stages & {"loading weights", "warming up"}
         server.wait_until_ready()
         assert server.health().json() == {"status": "ok"}
-        lines = server.log.splitlines()
-        assert len(lines) <= 12
-        [ready] = [line for line in lines if " ready: " in line]
-        stages = [line.split(" info ")[1] for line in lines if "ing " in line and ":" not in line.split(" info ")[1]]
-        assert "importing" in server.log and "loading weights" in stages and "\x1b" not in server.log
+        said = [line.partition(" info ")[2] for line in server.log.splitlines()]
+        assert len(said) <= 12 and "\x1b" not in server.log
+        assert "loading weights" in said and any("importing" in line for line in said)
+        [ready] = [line for line in said if line.startswith("ready: ")]
         assert "context 2048 tokens" in ready and server.url in ready
-        status = Path(f"/proc/{server.process.pid}/status").read_text()
-        memory = int(status.split("VmRSS:")[1].split()[0])
+        front = Path(f"/proc/{server.process.pid}")
+        memory = int((front / "status").read_text().split("VmRSS:")[1].split()[0])
         assert memory < 120_000, "the front's memory in KiB"
-        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "libtorch" not in (front / "maps").read_text()
         assert server.stop() == 0
 
 
@@ -91,20 +88,14 @@ def test_port_that_is_taken(server: Server, tmp_path: Path) -> None:
     assert str(server.port) in line and str(server.process.pid) in line
 
 
-@pytest.mark.parametrize(
-    ("folder", "arguments", "code", "said"),
-    [
-        ("nothing", (), 2, "no such folder"),
-        ("", (), 1, "': config.json is missing"),
-        (DEMO, ("--tool-call-parser", "none-such"), 1, "tool_call_parser='none-such': must be"),
-    ],
-)
-def test_what_cannot_be_served_is_named(
-    folder: Any, arguments: tuple[str, ...], code: int, said: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:
     """A parser while the engine still loads, which may take minutes."""
-    with Server(tmp_path, *arguments, model=tmp_path / folder) as server:
-        assert server.process.wait(60) == code
+    for folder, arguments, code, said in (
+        ("nothing", (), 2, "no such folder"), ("", (), 1, "': config.json is missing"),
+        (DEMO, ("--tool-call-parser", "none-such"), 1, "tool_call_parser='none-such': must be"),
+    ):  # fmt: skip
+        with Server(tmp_path, *arguments, model=tmp_path / folder) as server:
+            assert server.process.wait(60) == code
         assert said in server.log and "Traceback" not in server.log and "capturing graphs" not in server.log
 
 

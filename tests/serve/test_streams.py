@@ -1,7 +1,8 @@
 """Streams and their clients, without sockets: who is still in flight, and what a mistake of ours leaves."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any
 from unittest.mock import Mock
 
@@ -88,11 +89,13 @@ class Room:
         return not streams.requests and not streams.num_rows and not streams._rows
 
 
-def running(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(test())  # type: ignore[arg-type]
+def running(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs in an event loop of its own."""
 
-    run.__name__ = test.__name__
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
     return run
 
 
@@ -120,25 +123,21 @@ async def test_what_is_counted_of_a_prompt_is_of_its_own_completions() -> None:
 
 
 @pytest.mark.parametrize("is_comment", [False, True])
-def test_response_begins_with_the_first_event_of_its_stream(is_comment: bool) -> None:
+@running
+async def test_response_begins_with_the_first_event_of_its_stream(is_comment: bool) -> None:
     """With a step's token, or a comment where the first token is late; not for a client that has left."""
-
-    @running
-    async def begin() -> None:
-        room = Room()
-        asked = Mock(side_effect=[None, room.connection])
-        room.request.begin = asked  # type: ignore[method-assign]
-        room.streams.flush(0.5)
-        room.streams.sweep(1.0, None)
-        assert not asked.called
-        for times in (1, 2):
-            late = times * (limits.PING_SECONDS + 1.0)
-            room.streams.sweep(late, None) if is_comment else room.step(5)
-            assert asked.call_count == times and bool(room.connection.written) == (times == 2)
-        room.step(6)
-        assert asked.call_count == 2 and b"<6>" in room.connection.written
-
-    begin()
+    room = Room()
+    asked = Mock(side_effect=[None, room.connection])
+    room.request.begin = asked  # type: ignore[method-assign]
+    room.streams.flush(0.5)
+    room.streams.sweep(1.0, None)
+    assert not asked.called
+    for times in (1, 2):
+        late = times * (limits.PING_SECONDS + 1.0)
+        room.streams.sweep(late, None) if is_comment else room.step(5)
+        assert asked.call_count == times and bool(room.connection.written) == (times == 2)
+    room.step(6)
+    assert asked.call_count == 2 and b"<6>" in room.connection.written
 
 
 @running
@@ -162,20 +161,18 @@ async def test_client_that_reads_late_gets_all() -> None:
         ("lines", [bytes(4)] * (limits.PENDING_BYTES // limits.LOGPROB_BYTES)),
     ],
 )
-def test_client_that_lets_its_answer_pile_up_is_let_go_after_the_last_token_too(part: str, most: list[Any]) -> None:
-    async def pile_up() -> None:
-        room = Room()
-        room.connection.is_full = True
-        room.step(5)
-        room.request.completions[0].pieces.clear()
-        setattr(room.request.completions[0], part, most)
-        room.streams.sweep(1.0, None)
-        assert not room.connection.is_closed
-        room.step(6, ends=True)
-        room.streams.sweep(2.0, None)
-        assert room.connection.is_closed and room.is_empty
-
-    asyncio.run(pile_up())
+@running
+async def test_client_that_lets_its_answer_pile_up_is_let_go_after_the_last_token_too(part: str, most: Any) -> None:
+    room = Room()
+    room.connection.is_full = True
+    room.step(5)
+    room.request.completions[0].pieces.clear()
+    setattr(room.request.completions[0], part, most)
+    room.streams.sweep(1.0, None)
+    assert not room.connection.is_closed
+    room.step(6, ends=True)
+    room.streams.sweep(2.0, None)
+    assert room.connection.is_closed and room.is_empty
 
 
 @running
@@ -191,37 +188,22 @@ async def test_error_after_the_connection_was_closed() -> None:
 @running
 async def test_mistake_of_ours_before_an_answer_has_begun_is_answered() -> None:
     room = Room()
-    room.request.connection = None
     room.request.completions[0].push = lambda token: 1 // 0
     room.step(5)
     error = room.request.done.exception()
     assert isinstance(error, ApiError) and error.code == "internal_error" and room.is_empty and room.aborted == [0]
 
 
-def at_a_step(room: Room) -> None:
-    room.step(5)
-
-
-def at_a_late_write(room: Room) -> None:
-    room.connection.is_full = True
-    room.step(5)
-    room.connection.is_full = False
-    room.streams.write(room.request, 2.0)
-
-
-def at_an_error(room: Room) -> None:
-    room.connection.is_full = True
+@pytest.mark.parametrize("moment", ["a step", "a late write", "an error"])
+@running
+async def test_mistake_of_ours_ends_one_request(moment: str) -> None:
+    room = Room()
+    room.request.fails_at = 5
+    room.connection.is_full = moment != "a step"
     room.step(5)
     room.connection.is_full = False
-    room.streams.fail(room.request, engine_dead())
-
-
-@pytest.mark.parametrize("moment", [at_a_step, at_a_late_write, at_an_error])
-def test_mistake_of_ours_ends_one_request(moment: Any) -> None:
-    async def one() -> None:
-        room = Room()
-        room.request.fails_at = 5
-        moment(room)
-        assert room.is_empty and room.connection.is_closed and room.aborted == [0]
-
-    asyncio.run(one())
+    if moment == "a late write":
+        room.streams.write(room.request, 2.0)
+    elif moment == "an error":
+        room.streams.fail(room.request, engine_dead())
+    assert room.is_empty and room.connection.is_closed and room.aborted == [0]
