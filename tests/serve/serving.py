@@ -31,7 +31,7 @@ JSON = {"content-type": "application/json"}
 OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 """Headers of a chat but for those of its body."""
 QUESTION, ANSWER = "What is the capital of Italy?", "The capital of Italy is Rome."
-"""What the demo model is asked, and what it answers where nothing is sampled."""
+"""A question, and the demo model's answer where nothing is sampled."""
 SOON_SILENT = {"nanovllm.host.handle:SILENCE": 10.0, "nanovllm.serve.api.basics:_SILENT_SECONDS": 2.0}
 """Limits under which an engine that stands still is noticed within seconds."""
 
@@ -238,7 +238,7 @@ def message(path: str, body: dict[str, Any] | bytes) -> bytes:
 
 
 def read_until(descriptor: int, end: bytes) -> bytes:
-    """What comes from a pipe, a terminal or a socket, until `end` is in it."""
+    """Bytes that come from a pipe, a terminal or a socket, until `end` is in it."""
     found = b""
     while end not in found:
         assert select.select([descriptor], [], [], PATIENCE)[0], found

@@ -111,8 +111,7 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
 
 
 def failure(matcher: Any) -> str:
-    """What is wrong with a matcher of llguidance that has failed: its words without the state of its parser, which
-    follows them."""
+    """Words of a matcher of llguidance that has failed, without the state of its parser, which follows them."""
     said = str(matcher.get_error()).partition("<state>")[0]
     return said.replace("NoExtensionBias", "no text satisfies it").strip()
 
