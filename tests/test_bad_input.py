@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
 
-DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
+DEMO = Path(EngineConfig("demo").model)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kvcache_blocks": 3, "kvcache_block_size": 16}
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 VOCAB = json.loads((DEMO / "config.json").read_text())["vocab_size"]
@@ -21,7 +22,7 @@ VOCAB = json.loads((DEMO / "config.json").read_text())["vocab_size"]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """Three blocks of 16 tokens: a request of 48 fits, though max_model_len is 64."""
-    with LLM(str(DEMO), **OPTIONS) as llm:
+    with LLM("demo", **OPTIONS) as llm:
         yield llm
 
 
@@ -85,7 +86,7 @@ def test_a_bad_prompt_stops_the_call_and_nothing_else(name: str, llm: LLM) -> No
 
 
 def test_prompts_up_to_the_bound_are_served() -> None:
-    with LLM(str(DEMO), **{**OPTIONS, "num_kvcache_blocks": 8}) as llm:
+    with LLM("demo", **{**OPTIONS, "num_kvcache_blocks": 8}) as llm:
         [output] = llm.generate([[5] * 63], PARAMS, use_tqdm=False)
         assert len(output.token_ids) == 1
         with pytest.raises(ValueError, match=r"prompt of 64 tokens: must be shorter than max_model_len=64"):
@@ -135,29 +136,29 @@ def test_parameters_that_do_not_go_with_the_prompts(llm: LLM) -> None:
 def test_too_little_memory_for_a_block() -> None:
     pattern = r"cpu_kvcache_gib=1e-07: leaves 107 bytes .* must leave at least [1-9]\d* .*one block"
     with pytest.raises(ValueError, match=pattern):
-        LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e-7)
+        LLM("demo", device="cpu", cpu_kvcache_gib=1e-7)
 
 
 def test_more_memory_than_the_machine_has() -> None:
     with pytest.raises(ValueError, match=r"cpu_kvcache_gib=1000000000\.0: must be at most \d+\.\d"):
-        LLM(str(DEMO), device="cpu", cpu_kvcache_gib=1e9)
+        LLM("demo", device="cpu", cpu_kvcache_gib=1e9)
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=1000000000.*must be"):
-        LLM(str(DEMO), device="cpu", num_kvcache_blocks=10**9)
+        LLM("demo", device="cpu", num_kvcache_blocks=10**9)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"device='cuda': torch sees no GPU"):
-            LLM(str(DEMO), device="cuda")
+            LLM("demo", device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: must be at most the 1 GPUs here"):
-        LLM(str(DEMO), device="cuda", tensor_parallel_size=2)
+        LLM("demo", device="cuda", tensor_parallel_size=2)
     shared = {"device": "cuda", "tensor_parallel_size": 2, "share_gpus": True}
     with pytest.raises(ValueError, match=r"num_kvcache_blocks=None: must be given where 2 ranks share 1 GPUs"):
-        LLM(str(DEMO), **shared)
+        LLM("demo", **shared)
     with pytest.raises(ValueError, match=r"disable='peer_all_reduce': must go with enforce_eager=True where ranks"):
-        LLM(str(DEMO), **shared, num_kvcache_blocks=8, disable=("peer_all_reduce",))
+        LLM("demo", **shared, num_kvcache_blocks=8, disable=("peer_all_reduce",))
 
 
 def test_weights_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_weights_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("nanovllm.runner.memory_plan.usable_memory", lambda: 2**20)
     monkeypatch.setattr("nanovllm.runner.rank_weights.load_checkpoint", lambda *_: pytest.fail("loads"))
     with pytest.raises(ValueError, match=r"model='.*demo-qwen3': .* \d\.\d GiB in float32, must be at most 0\.0"):
-        LLM(str(DEMO), device="cpu")
+        LLM("demo", device="cpu")
 
 
 @pytest.fixture

@@ -19,19 +19,10 @@ from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 
 TINY = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 bench_table = load(ROOT / "scripts" / "bench_table")

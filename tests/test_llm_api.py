@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import why_no_graphs
 
-DEMO = Path(__file__).resolve().parents[1] / "assets" / "demo-qwen3"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 FIXED = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kvcache_blocks": 64}
@@ -30,7 +28,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kvcache_b
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(str(DEMO), **OPTIONS) as llm:
+    with LLM("demo", **OPTIONS) as llm:
         yield llm
 
 
@@ -97,7 +95,7 @@ def test_the_longest_of_a_batch_begin_first_with_the_tokens_they_have_anyway() -
     params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
     runs = {}
     for longest_first in (True, False):
-        with LLM(str(DEMO), **OPTIONS, max_num_seqs=2, disable=() if longest_first else ("longest_first",)) as llm:
+        with LLM("demo", **OPTIONS, max_num_seqs=2, disable=() if longest_first else ("longest_first",)) as llm:
             outputs = generate(llm, ["one", "two", "three", "four", "five"], params)
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i]) if longest_first else range(len(lengths))
         begun = [outputs[index].metrics.first_scheduled_time for index in order]
@@ -247,7 +245,7 @@ def test_a_request_is_queued_until_its_first_step_begins(llm: LLM, monkeypatch: 
 
 
 def test_token_ids_alone_without_a_tokenizer(llm: LLM) -> None:
-    with LLM(str(DEMO), skip_tokenizer_init=True, **OPTIONS) as bare:
+    with LLM("demo", skip_tokenizer_init=True, **OPTIONS) as bare:
         [output] = generate(bare, [20, 21, 22])
         assert output.token_ids == generate(llm, [20, 21, 22])[0].token_ids
         assert (output.text, output.prompt) == ("", None)
@@ -263,7 +261,7 @@ def test_the_callers_default_device_is_not_ours(llm: LLM) -> None:
     expected = generate(llm, [20, 21, 22], params)[0]
     torch.set_default_device("meta")
     try:
-        with LLM(str(DEMO), **OPTIONS) as other:
+        with LLM("demo", **OPTIONS) as other:
             found = generate(other, [20, 21, 22], params)[0]
             assert found.token_ids == expected.token_ids
             assert len(found.prompt_logprobs) == 3
@@ -290,7 +288,7 @@ def test_the_attention_backend_and_why_is_logged_once(
 ) -> None:
     chosen = select_backend("auto", AttentionSetup((), 16, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(model_runner, "select_backend", lambda *_, **__: chosen._replace(is_fallback=is_fallback))
-    with caplog.at_level(logging.INFO), LLM(str(DEMO), **OPTIONS):
+    with caplog.at_level(logging.INFO), LLM("demo", **OPTIONS):
         [record] = [record for record in caplog.records if "attention backend" in record.getMessage()]
     assert record.levelno == level
     assert record.getMessage() == f"attention backend: torch ({chosen.reason})"
@@ -307,7 +305,7 @@ def test_torch_is_left_alone_until_an_engine_starts() -> None:
 
 
 def test_closed() -> None:
-    llm = LLM(str(DEMO), **OPTIONS)
+    llm = LLM("demo", **OPTIONS)
     llm.close()
     llm.close()
     for use in (lambda: llm.generate("text"), lambda: llm.add_request("text"), llm.step, lambda: llm.chat([])):

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from fake_device import FakeDevice, extend_digest, next_token
@@ -37,18 +38,10 @@ class Watcher:
 
 
 def make_sequence(
-    request_id: int,
-    prompt: list[int],
-    max_tokens: int = 4,
-    *,
-    stop: frozenset[int] = frozenset(),
-    seed: int = 0,
-    capacity: int = 10**9,
-    temperature: float = 0.0,
-    watcher: Watcher | None = None,
-    salt: str | None = None,
+    request_id: int, prompt: list[int], max_tokens: int = 4, *, stop: frozenset[int] = frozenset(), seed: int = 0,
+    capacity: int = 10**9, temperature: float = 0.0, watcher: Watcher | None = None, salt: str | None = None,
     known_ids: tuple[int, ...] = (),
-) -> Sequence:
+) -> Sequence:  # fmt: skip
     return Sequence(
         request_id,
         Prompt(prompt, extras_of(salt)),
@@ -110,21 +103,10 @@ class Simulation:
         self.requests: dict[int, Request] = {}
         self.num_preemptions = 0
 
-    def add(
-        self,
-        prompt: list[int],
-        max_tokens: int = 4,
-        stop: frozenset[int] = frozenset(),
-        seed: int = 0,
-        temperature: float = 0.0,
-        watcher: Watcher | None = None,
-        salt: str | None = None,
-    ) -> Request:
+    def add(self, prompt: list[int], max_tokens: int = 4, stop: frozenset[int] = frozenset(), **more: Any) -> Request:
+        """`more`: see make_sequence."""
         capacity = self.scheduler.capacity_tokens
-        seq = make_sequence(
-            len(self.requests), prompt, max_tokens, stop=stop, seed=seed, capacity=capacity, temperature=temperature,
-            watcher=watcher, salt=salt,
-        )  # fmt: skip
+        seq = make_sequence(len(self.requests), prompt, max_tokens, stop=stop, capacity=capacity, **more)
         self.requests[seq.request_id] = Request(seq, list(prompt))
         self.scheduler.add(seq)
         return self.requests[seq.request_id]

@@ -112,24 +112,12 @@ def test_control_groups_count(
 @pytest.mark.parametrize(
     ("groups", "files", "limit"),
     [
-        (
-            "0::/pod/own",
-            {
-                "pod/memory.max": str(1 << 30), "pod/own/memory.max": "max",
-                "pod/memory.current": str((1 << 30) - 4096),
-                "pod/memory.stat": "anon 9\nactive_file 1000\ninactive_file 24",
-            },
-            1 << 30,
-        ),
-        (
-            "4:cpu:/a\n5:memory:/own",
-            {
-                "memory/own/memory.limit_in_bytes": str(1 << 29),
-                "memory/own/memory.usage_in_bytes": str((1 << 29) - 4096),
-                "memory/own/memory.stat": "active_file 1\ntotal_active_file 1000\ntotal_inactive_file 24",
-            },
-            1 << 29,
-        ),
+        ("0::/pod/own", {"pod/memory.max": str(1 << 30), "pod/own/memory.max": "max",
+                         "pod/memory.current": str((1 << 30) - 4096),
+                         "pod/memory.stat": "anon 9\nactive_file 1000\ninactive_file 24"}, 1 << 30),
+        ("4:cpu:/a\n5:memory:/own",
+         {"memory/own/memory.limit_in_bytes": str(1 << 29), "memory/own/memory.usage_in_bytes": str((1 << 29) - 4096),
+          "memory/own/memory.stat": "active_file 1\ntotal_active_file 1000\ntotal_inactive_file 24"}, 1 << 29),
         ("0::/own", {"own/memory.max": "max"}, None),
     ],
 )  # fmt: skip

@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None = None,
     ) -> None:  # fmt: skip
         longest = self.simulation.scheduler.capacity_tokens
-        self.simulation.add(prompt[:longest], max_tokens, stop, seed, watcher=watcher, salt=salt)
+        self.simulation.add(prompt[:longest], max_tokens, stop, seed=seed, watcher=watcher, salt=salt)
 
     @rule(prompt=prompts, count=st.integers(2, 5))
     def add_equal_ones(self, prompt: list[int], count: int) -> None:

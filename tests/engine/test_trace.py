@@ -12,7 +12,6 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.llm import LLM
 
-DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 ROOM = {"device": "cpu", "num_kvcache_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 TIGHT = {**ROOM, "disable": "lookahead"}
 
@@ -21,7 +20,7 @@ TIGHT = {**ROOM, "disable": "lookahead"}
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Any]:
     """(the file, outputs, stats) of a run with prompts in chunks and preemptions."""
     folder = tmp_path_factory.mktemp("trace")
-    with LLM(str(DEMO), trace=str(folder), **TIGHT) as llm:
+    with LLM("demo", trace=str(folder), **TIGHT) as llm:
         prompts = [list(range(5 + n, 55 + 7 * n)) for n in range(5)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
         cut = llm.add_request([1, 2, 3])
@@ -87,7 +86,7 @@ from nanovllm import SamplingParams
 from nanovllm.llm import LLM
 import nanovllm.engine.trace as trace
 trace._BUFFER = 1
-llm = LLM({str(DEMO)!r}, trace={str(tmp_path)!r}, device="cpu", num_kvcache_blocks=32)
+llm = LLM("demo", trace={str(tmp_path)!r}, device="cpu", num_kvcache_blocks=32)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 os._exit(0)
 """
@@ -101,4 +100,4 @@ os._exit(0)
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="trace="):
-        LLM(str(DEMO), device="cpu", num_kvcache_blocks=32, trace=str(tmp_path / "file"))
+        LLM("demo", device="cpu", num_kvcache_blocks=32, trace=str(tmp_path / "file"))

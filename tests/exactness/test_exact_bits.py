@@ -53,6 +53,11 @@ def all_bits(output: RequestOutput) -> tuple[list[int], list[dict[int, int]], li
     return output.token_ids, bits(output.outputs[0].logprobs), bits(output.prompt_logprobs)
 
 
+def assert_bits(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    for output, one in zip(outputs, expected, strict=True):
+        assert all_bits(output) == all_bits(one)
+
+
 def generate(llm: LLM, requests: Sequence[Request]) -> list[RequestOutput]:
     return llm.generate([r.prompt for r in requests], [r.params for r in requests], use_tqdm=False)
 
@@ -141,8 +146,8 @@ def assert_steps(references: References, dtype: str, crowd: str, **options: Any)
         outputs = generate(llm, REQUESTS)
         again = generate(llm, without_prompts(REQUESTS[::-1]))[::-1]
         assert crowd != "at once" or any(output.num_cached_tokens for output in again)
-        for output, second, expected in zip(outputs, again, alone, strict=True):
-            assert all_bits(output) == all_bits(expected)
+        assert_bits(outputs, alone)
+        for second, expected in zip(again, alone, strict=True):
             assert second.outputs[0].logprobs is not None
             assert bits(second.outputs[0].logprobs) == all_bits(expected)[1]
 
@@ -151,8 +156,7 @@ def assert_steps(references: References, dtype: str, crowd: str, **options: Any)
 def test_no_bit_depends_on_the_ranks(references: References, dtype: str, size: int) -> None:
     alone = references.get(dtype, "tp")
     with references.start(dtype, "tp", tensor_parallel_size=size, max_num_batched_tokens=100) as llm:
-        for output, expected in zip(generate(llm, REQUESTS), alone, strict=True):
-            assert all_bits(output) == all_bits(expected)
+        assert_bits(generate(llm, REQUESTS), alone)
 
 
 @pytest.mark.slow
@@ -160,8 +164,7 @@ def test_no_bit_depends_on_the_ranks(references: References, dtype: str, size: i
 def test_no_bit_depends_on_the_steps_of_several_ranks(references: References, dtype: str, size: int) -> None:
     with references.start(dtype, "batch", tensor_parallel_size=size, max_num_batched_tokens=24) as llm:
         alone = [generate(llm, [request])[0] for request in REQUESTS]
-        for output, expected in zip(generate(llm, REQUESTS), alone, strict=True):
-            assert all_bits(output) == all_bits(expected)
+        assert_bits(generate(llm, REQUESTS), alone)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

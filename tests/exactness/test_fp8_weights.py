@@ -77,23 +77,25 @@ def test_nor_on_chunks_preemption_and_ranks(model: dict[str, Any], expected: lis
         assert_outputs(run(llm, REQUESTS), REQUESTS, surer)
 
 
+def error_of_logits(llm: LLM, wide: torch.nn.Module, *lengths: int) -> torch.Tensor:
+    """Largest errors of an engine's logits for six tokens after prompts of these lengths, in deviations of `wide`'s."""
+    recorder, params, errors = LogitRecorder(llm), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), []
+    for length in lengths:
+        prompt = [(7 * i + length) % 301 for i in range(length)]
+        [output] = llm.generate([prompt], params, use_tqdm=False)
+        with torch.no_grad():
+            theirs = wide(torch.tensor([[*prompt, *output.token_ids]])).logits[0, length - 1 : -1]
+        errors.append((recorder.of(output.request_id, length, 6) - theirs).abs().amax(1) / theirs.std(1))
+    return torch.cat(errors)
+
+
 @pytest.mark.parametrize("kind", [*CONFIGS, "while loading"])
 def test_logits_are_those_of_the_definition_in_float64(kind: str, tmp_path: Path) -> None:
     """Up to roundings to e4m3 that go the other way, which are rare."""
     options = checkpoint(kind, tmp_path)
     wide = by_definition(make_model(seed=3, **SHAPE).double(), CONFIGS.get(kind))
     with LLM(**options, **ROOMY) as llm:
-        recorder, errors = LogitRecorder(llm), []
-        for length in (1, 15, 40):
-            prompt = [(7 * i + length) % 301 for i in range(length)]
-            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-            [output] = llm.generate([prompt], params, use_tqdm=False)
-            ours = recorder.of(output.request_id, length, 6)
-            tokens = torch.tensor([[*prompt, *output.token_ids]])
-            with torch.no_grad():
-                theirs = wide(tokens).logits[0, length - 1 : -1]
-            errors.append(((ours - theirs).abs().amax(1) / theirs.std(1)).flatten())
-    error = torch.cat(errors)
+        error = error_of_logits(llm, wide, 1, 15, 40)
     assert error.median() < 1e-4 and error.max() < 0.1, error
 
 
@@ -103,18 +105,12 @@ def test_a_head_in_fp8_is_that_of_the_definition(tmp_path: Path) -> None:
     save(make_model(seed=3, **options), tmp_path)
     wide = make_model(seed=3, **options).double()
     wide.lm_head = Definition(wide.lm_head, None)
-    prompt, params = [(7 * i) % 301 for i in range(15)], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with LLM(str(tmp_path), lm_head_dtype="fp8", **ROOMY) as llm:
-        recorder = LogitRecorder(llm)
-        [output] = llm.generate([prompt], params, use_tqdm=False)
-        ours = recorder.of(output.request_id, 15, 6)
+        error, alone = error_of_logits(llm, wide, 15), run(llm, REQUESTS[:1])
         assert isinstance(llm.engine.executor.runner.model.lm_head.matrix, FP8Matrix)
-    with torch.no_grad():
-        theirs = wide(torch.tensor([[*prompt, *output.token_ids]])).logits[0, 14:-1]
-    error = (ours - theirs).abs().amax(1) / theirs.std(1)
     assert error.median() < 1e-4 and error.max() < 0.1, error
     with LLM(str(tmp_path), lm_head_dtype="fp8", tensor_parallel_size=2, **ROOMY) as llm:
-        assert llm.generate([prompt], params, use_tqdm=False)[0].token_ids == output.token_ids
+        assert run(llm, REQUESTS[:1])[0].token_ids == alone[0].token_ids
 
 
 def test_a_tied_head_is_not_quantised_by_itself(tmp_path: Path) -> None:

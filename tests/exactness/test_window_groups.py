@@ -60,13 +60,17 @@ def answers(folder: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     return found, seen
 
 
+def checkpoint(family: str, folder: Path, **entries: Any) -> str:
+    """A random checkpoint of the family; windows of 7 tokens, blocks of 16."""
+    from family_cases import CASES, make_model, save  # here: the script needs no transformers, which is slow to import
+
+    case = replace(CASES[family], entries={**CASES[family].entries, **entries})
+    return str(save(make_model(case), case, folder))
+
+
 @pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "mistral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random checkpoint of the family; windows of 7 tokens, blocks of 16."""
-    from family_cases import CASES, make_model, save
-
-    case = CASES[request.param]
-    return str(save(make_model(case), case, tmp_path_factory.mktemp(request.param)))
+    return checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("options", [
@@ -95,9 +99,7 @@ def test_rows_that_begin_again_gain_the_same_tokens(folder: str) -> None:
 
 def test_sleep_and_a_transfer_let_rows_begin_again(tmp_path: Path) -> None:
     """Rows of all groups, some of which begin with a copied block. The weights that come are those that were there."""
-    from family_cases import CASES, make_model, save
-
-    folder = str(save(make_model(CASES["gemma3"]), CASES["gemma3"], tmp_path))
+    folder = checkpoint("gemma3", tmp_path)
     with LLM(folder, **{**ENGINE, "exact_bits": "batch", "enable_sleep": True}) as llm:
         alone = [llm.generate([PROMPTS[i]], PARAMS[i], use_tqdm=False)[0].token_ids for i in range(len(PROMPTS))]
         llm.reset_prefix_cache()
@@ -136,9 +138,7 @@ def test_sleep_and_a_transfer_let_rows_begin_again(tmp_path: Path) -> None:
 
 def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:
     """A text of 150 tokens in four blocks of 16."""
-    from family_cases import CASES, make_model, save
-
-    folder = str(save(make_model(CASES["mistral"]), CASES["mistral"], tmp_path))
+    folder = checkpoint("mistral", tmp_path)
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     texts = []
     for options in ({"num_kvcache_blocks": 4}, {"disable": ("window_groups",)}):
@@ -151,10 +151,7 @@ def test_a_window_alone_bounds_a_row(tmp_path: Path) -> None:
 def test_triton_kernels_read_each_table(tmp_path: Path) -> None:
     """By Triton's interpreter, which has to be chosen before triton is imported: this file is the engine then."""
     pytest.importorskip("triton")
-    from family_cases import CASES, make_model, save
-
-    case = replace(CASES["gemma3"], entries={**CASES["gemma3"].entries, "num_hidden_layers": 4})
-    folder = str(save(make_model(case), case, tmp_path))
+    folder = checkpoint("gemma3", tmp_path, num_hidden_layers=4)
     found = json.loads(run_interpreted(__file__, folder).splitlines()[-1])
     with LLM(folder, **ENGINE) as llm:
         assert found == greedy_tokens(llm)

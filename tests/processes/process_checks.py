@@ -24,19 +24,10 @@ LONG = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
 def write_tiny_config(folder: Path, **changes: Any) -> str:
     """A model folder without weights, small enough that a step is all overhead."""
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 301,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-    }
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 1,
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return str(folder)

@@ -1,14 +1,14 @@
 """The demo checkpoint, served; and the same model in transformers, to compare with."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm import LLM
+from nanovllm.config import EngineConfig
 
-DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
+DEMO = EngineConfig("demo").model
 PROMPT = "Once upon a time"
 
 
