@@ -3,7 +3,6 @@
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -16,7 +15,6 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import AttentionSetup, select_backend
-from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import why_no_graphs
@@ -311,39 +309,6 @@ def test_closed() -> None:
     for use in (lambda: llm.generate("text"), lambda: llm.add_request("text"), llm.step, lambda: llm.chat([])):
         with pytest.raises(RuntimeError, match="this engine is closed"):
             use()
-
-
-def test_an_abort_from_another_thread_while_a_request_comes_in(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that aborts every id hits one that add_request has noted but not yet queued."""
-    threads: list[threading.Thread] = []
-
-    class Noticed(dict[int, Any]):
-        def __setitem__(self, request_id: int, seqs: Any) -> None:
-            super().__setitem__(request_id, seqs)
-            threads.append(threading.Thread(target=llm.abort, args=(request_id,)))
-            threads[-1].start()
-            threads[-1].join(0.2)
-
-    monkeypatch.setattr(llm.engine.book, "rows", Noticed(llm.engine.book.rows))
-    request_id = llm.add_request([5, 6, 7], FIXED)
-    threads[0].join()
-    assert [output.finish_reason for output in run_steps(llm, request_id) if output.finished] == ["abort"]
-
-
-def test_abort_all_while_another_thread_forgets_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the thread that steps does with one that has ended."""
-    forgetting = threading.Thread(target=lambda: llm.engine.book.forget(1))
-
-    class Row:
-        @property
-        def status(self) -> SequenceStatus:
-            forgetting.start()
-            forgetting.join(0.2)
-            return SequenceStatus.FINISHED
-
-    monkeypatch.setattr(llm.engine.book, "rows", {0: [Row()], 1: []})
-    assert llm.abort_all() == []
-    forgetting.join()
 
 
 def test_what_a_user_does_with_the_tokenizer_does_not_reach_prompts(llm: LLM) -> None:
