@@ -201,7 +201,6 @@ class RowMemory:
         seq.pages = []
         seq.num_held_blocks = seq.num_reserved_tokens = 0
         seq.is_stale = False
-        seq.epoch += 1
 
     def forget_cached(self) -> None:
         """Empties the prefix cache. Rows keep their blocks."""

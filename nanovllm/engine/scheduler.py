@@ -122,7 +122,7 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
-        seqs, starts, epochs, left = plan.seqs, plan.starts, plan.epochs, budget
+        seqs, starts, left = plan.seqs, plan.starts, budget
         several, count, gained = self._tokens_per_step > 1, 1, 1
         most = self._most_rows() if several else 1
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
@@ -144,14 +144,12 @@ class Scheduler:
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
             starts.append(start)
-            epochs.append(seq.epoch)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
             left -= count
             if count > 1:
                 seqs += repeat(seq, count - 1)
                 starts += repeat(start, count - 1)
-                epochs += repeat(seq.epoch, count - 1)
         plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
         plan.counts = [1] * len(seqs)
         return left
@@ -284,7 +282,6 @@ class Scheduler:
         plan.seqs.append(seq)
         plan.starts.append(start)
         plan.counts.append(count)
-        plan.epochs.append(seq.epoch)
         plan.host_token_ids += seq.token_ids[start : start + count]
         plan.num_tokens += count
         seq.num_computed_tokens = start + count
@@ -351,7 +348,7 @@ class Scheduler:
             return
         for row in range(plan.num_old_rows, plan.num_rows):
             seq = plan.seqs[row]
-            if seq.epoch == plan.epochs[row]:
+            if seq.pages:  # those that it had in the step: it has ended otherwise, and nothing was preempted since
                 self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
                 self.memory.leave_behind(seq)
 

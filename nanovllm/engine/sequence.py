@@ -95,8 +95,6 @@ class Sequence:
     """The cache's generation (PrefixCache) when `matched` was found."""
     num_published: int = field(default=0, init=False)
     """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
-    epoch: int = field(default=0, init=False)
-    """Number of times that the row has lost its blocks. A step of an earlier epoch wrote to blocks that are gone."""
     is_stale: bool = field(default=False, init=False)
     """Whether some blocks hold KV of former weights, so that none may be shared."""
     version_starts: VersionStarts = field(default_factory=list, init=False)

@@ -22,8 +22,6 @@ class StepPlan:
     All decodes of one sequence have the same bound, and compute nothing beyond it."""
     counts: list[int] = field(default_factory=list)
     """Number of tokens that each row computes; one for a decode."""
-    epochs: list[int] = field(default_factory=list)
-    """Sequence.epoch of each row when it was scheduled."""
     num_old_rows: int = 0
     """Number of decodes of sequences that ran before this step."""
     num_decode_rows: int = 0

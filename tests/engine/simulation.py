@@ -102,6 +102,8 @@ class Simulation:
         self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
         self.requests: dict[int, Request] = {}
         self.num_preemptions = 0
+        self.begun: set[Sequence] = set()
+        """Rows that were admitted once."""
 
     def add(self, prompt: list[int], max_tokens: int = 4, stop: frozenset[int] = frozenset(), **more: Any) -> Request:
         """`more`: see make_sequence."""
@@ -129,11 +131,11 @@ class Simulation:
     def launch(self) -> StepPlan | None:
         """Schedules a step, checks it, and lets the device run it; its results wait for collect()."""
         assert len(self.pipeline) < self.depth
-        running_before = [(seq, seq.epoch) for seq in self.scheduler.running]
+        running_before = [*self.scheduler.running]
         waiting_before = self._with_status(SequenceStatus.WAITING)
         plan = self.scheduler.schedule()
         self.check()
-        self._check_preempted(running_before)
+        self._check_preempted(running_before, plan)
         if plan is None:
             # Nothing can go on: then it is results that are missing, or everything has ended.
             assert self.pipeline or not self.scheduler.has_unfinished(), "deadlock"
@@ -218,12 +220,13 @@ class Simulation:
         elif seq.status is not SequenceStatus.FINISHED:
             assert len(request.gained) < len(expected), f"{seq} goes on past its end"
 
-    def _check_preempted(self, running_before: list[tuple[Sequence, int]]) -> None:
+    def _check_preempted(self, running_before: list[Sequence], plan: StepPlan | None) -> None:
         """Only the newest rows give their blocks back, and never the oldest: somebody always gets on."""
-        kept = [seq.epoch == epoch for seq, epoch in running_before]
+        again = plan.new_slots if plan is not None else []
+        kept = [seq.status is SequenceStatus.RUNNING and seq not in again for seq in running_before]
         assert kept == sorted(kept, reverse=True)
         assert kept[:1] != [False]
-        assert all(seq.status is not SequenceStatus.FINISHED for seq, _ in running_before)
+        assert all(seq.status is not SequenceStatus.FINISHED for seq in running_before)
         self.num_preemptions += kept.count(False)
 
     def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
@@ -262,9 +265,10 @@ class Simulation:
         """Cached tokens were computed for a request that begins with them and has the same salt."""
         for seq in plan.new_slots:
             cached = seq.token_ids[: seq.num_cached_tokens]
-            owners = [one.seq for one in self.requests.values() if one.seq is not seq or seq.epoch]
+            owners = [one.seq for one in self.requests.values() if one.seq is not seq or seq in self.begun]
             owners = [owner for owner in owners if owner.prompt.extras == seq.prompt.extras]
             assert not cached or any(owner.token_ids[: len(cached)] == cached for owner in owners)
+        self.begun.update(plan.new_slots)
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
         """Rows that wait, without those that may wait to share what rows of this step do not share yet."""

@@ -1,11 +1,12 @@
 """Observers of an engine that serves: the logits that it draws from, and the kinds of step that it takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from nanovllm import LLM
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.kernels.sampling.rng import gumbel_noise_reference, random_words_reference, row_key_reference
 
@@ -58,6 +59,7 @@ class StepWitness:
     num_partial_chunks: int = 0
     num_rows_after_preemption: int = 0
     most_rows: int = 0
+    _begun: set[Sequence] = field(default_factory=set)
 
     def watch(self, llm: LLM) -> "StepWitness":
         schedule = llm.engine.scheduler.schedule
@@ -74,5 +76,6 @@ class StepWitness:
 
     def _note(self, plan: StepPlan) -> None:
         self.num_partial_chunks += plan.num_rows - plan.num_sample_rows
-        self.num_rows_after_preemption += sum(1 for seq in plan.new_slots if seq.epoch > 0)
+        self.num_rows_after_preemption += sum(seq in self._begun for seq in plan.new_slots)
+        self._begun.update(plan.new_slots)
         self.most_rows = max(self.most_rows, plan.num_rows)
