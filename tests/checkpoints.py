@@ -1,23 +1,20 @@
-"""Random Qwen3 checkpoints in folders, written by transformers, whose greedy choices are clear ones."""
+"""Random Qwen3 checkpoints in folders, written by transformers, whose greedy choices are clear ones; and changes of
+their tensors."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+FILE = "model.safetensors"
 SMALL: dict[str, Any] = {
-    "vocab_size": 301,
-    "hidden_size": 96,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 301, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 """Two key/value heads, so that four ranks have more; a vocabulary that neither two nor four divide."""
 
 
@@ -58,6 +55,25 @@ def save(
         generation = read_json(folder / "generation_config.json")
         write_json(folder / "generation_config.json", {**generation, "eos_token_id": eos_token_id})
     return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], to: Path | None = None) -> None:
+    """Changes the tensors of a checkpoint of one file, in its place or in another folder."""
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, (to or folder) / FILE)
+
+
+def spoil(
+    folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None], to: Path | None = None
+) -> None:
+    """Changes one tensor; None: it goes."""
+
+    def change_one(tensors: dict[str, torch.Tensor]) -> None:
+        if (spoilt := change(tensors.pop(name))) is not None:
+            tensors[name] = spoilt.contiguous()
+
+    change_tensors(folder, change_one, to)
 
 
 def read_json(path: Path) -> dict[str, Any]:

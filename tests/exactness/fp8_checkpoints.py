@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import read_json, write_json
+from checkpoints import FILE, read_json, write_json
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm.kernels.fp8.reference import quantize_blocks, quantize_channels
 
-FILE = "model.safetensors"
 SHAPE: dict[str, Any] = {
     "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip

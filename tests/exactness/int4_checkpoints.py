@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from checkpoints import read_json, write_json
+from checkpoints import FILE, read_json, write_json
 from safetensors.torch import load_file, save_file
 
-FILE = "model.safetensors"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Neighbour, of eight, at each place of an int32, from the lowest bits on."""
 

@@ -1,7 +1,8 @@
 """FP8 weights: logits against a float64 model, weights against transformers, and a request's tokens alone, in a crowd,
 in chunks, from the cache, preempted and on two ranks."""
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_model, read_json, save, write_json
+from checkpoints import FILE, change_tensors, make_model, read_json, save, spoil, write_json
 from comparing import Expected
-from fp8_checkpoints import BLOCKS, CONFIGS, FILE, SHAPE, Definition, by_definition, compressed, quantize, quantized
+from fp8_checkpoints import BLOCKS, CONFIGS, SHAPE, Definition, by_definition, compressed, quantize, quantized
 from observing import LogitRecorder
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM, SamplingParams
@@ -157,27 +158,18 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 SCALE, SHOWN = f"{NAME}_scale_inv", f"{NAME}_scale"
 
 
-def spoil(name: str, value: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        tensors = load_file(folder / FILE)
-        found = value(tensors.pop(name))
-        save_file(tensors if found is None else {**tensors, name: found}, folder / FILE)
-
-    return change
-
-
 def at_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda scale: torch.cat([torch.tensor([value]), scale.flatten()[1:]]).view(scale.shape)
 
 
-SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (spoil(SCALE, lambda scale: None), f"1 missing weight: {SHOWN}$"),
-    "shape": (spoil(SCALE, lambda scale: scale[:1].clone()), rf"{SHOWN}' has shape \(1, 3\), .* needs \(2, 3\)"),
-    "zero": (spoil(SCALE, at_first(0.0)), f"{SHOWN}' holds 0.0: scales must be finite and > 0"),
-    "nan": (spoil(SCALE, at_first(float("nan"))), f"{SHOWN}' holds nan"),
-    "negative": (spoil(SCALE, at_first(-1.0)), f"{SHOWN}' holds -1.0"),
-    "e5m2": (spoil(NAME, lambda weight: weight.to(torch.float8_e5m2)), f"{NAME}' has type F8_E5M2"),
-    "wide": (spoil(NAME, lambda weight: weight.float()), f"{NAME}' has type torch.float32.*must be of type .*e4m3"),
+SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "missing": (SCALE, lambda scale: None, f"1 missing weight: {SHOWN}$"),
+    "shape": (SCALE, lambda scale: scale[:1], rf"{SHOWN}' has shape \(1, 3\), .* needs \(2, 3\)"),
+    "zero": (SCALE, at_first(0.0), f"{SHOWN}' holds 0.0: scales must be finite and > 0"),
+    "nan": (SCALE, at_first(float("nan")), f"{SHOWN}' holds nan"),
+    "negative": (SCALE, at_first(-1.0), f"{SHOWN}' holds -1.0"),
+    "e5m2": (NAME, lambda weight: weight.to(torch.float8_e5m2), f"{NAME}' has type F8_E5M2"),
+    "wide": (NAME, lambda weight: weight.float(), f"{NAME}' has type torch.float32.*must be of type .*e4m3"),
 }
 
 
@@ -187,16 +179,14 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(intact: Path, tmp_path: Path) -> Iterator[Path]:
-    for path in intact.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    yield tmp_path
+def folder(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("kind", list(SPOILT))
 def test_a_spoilt_checkpoint_is_refused_by_name(kind: str, folder: Path) -> None:
-    change, message = SPOILT[kind]
-    change(folder)
+    name, change, message = SPOILT[kind]
+    spoil(folder, name, change)
     with pytest.raises(ValueError, match=message):
         LLM(str(folder), **ROOMY).close()
 
@@ -205,8 +195,7 @@ def test_fp8_weights_need_a_configuration_that_says_so(folder: Path) -> None:
     config = read_json(folder / "config.json")
     del config["quantization_config"]
     write_json(folder / "config.json", config)
-    tensors = {name: value for name, value in load_file(folder / FILE).items() if not name.endswith("scale_inv")}
-    save_file(tensors, folder / FILE)
+    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("scale_inv")])
     with pytest.raises(ValueError, match=r"has type torch.float8_e4m3fn: a quantization_config that says so"):
         LLM(str(folder), **ROOMY).close()
 

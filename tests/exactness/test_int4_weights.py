@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_model, read_json, save, write_json
+from checkpoints import FILE, change_tensors, make_model, read_json, save, spoil, write_json
 from comparing import Expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int4_checkpoints import FILE, Quantized, is_quantized, quantize_folder, quantized, save_packed, tensors_of
-from safetensors.torch import load_file, save_file
+from int4_checkpoints import Quantized, is_quantized, quantize_folder, quantized, save_packed, tensors_of
+from safetensors.torch import load_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
@@ -135,9 +135,8 @@ def test_made_while_loading(wide: tuple[Path, dict[str, Quantized]], tmp_path: P
     folder, matrices = wide
     rounded = {path: quantized(matrix.widened(), 128, symmetric=True) for path, matrix in matrices.items()}
     packed = save_packed(folder, tmp_path / "packed", rounded, "compressed-tensors", symmetric=True)
-    names = load_file(packed / FILE)
-    scales = {name: value.half().float() for name, value in names.items() if name.endswith("_scale")}
-    save_file({**names, **scales}, packed / FILE)
+    change_tensors(packed, lambda tensors: tensors.update(
+        {name: value.half().float() for name, value in tensors.items() if name.endswith("_scale")}))  # fmt: skip
     with LLM(str(folder), quantization="int4", **{**ROOMY, "dtype": "float16"}) as llm:
         made = llm.checksum()
     with LLM(str(packed), **{**ROOMY, "dtype": "float16"}) as llm:
@@ -174,11 +173,8 @@ SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]
 
 @pytest.mark.parametrize("case", list(SPOILT))
 def test_spoilt_checkpoints_are_refused_by_name(folder_of: Callable[[str], Path], tmp_path: Path, case: str) -> None:
-    kind, spoil, message = SPOILT[case]
-    name = f"model.layers.0.mlp.up_proj.{kind}"
-    tensors = load_file(folder_of("gptq") / FILE)
-    spoilt = spoil(tensors.pop(name))
-    save_file({**tensors, **({} if spoilt is None else {name: spoilt.contiguous()})}, tmp_path / FILE)
+    kind, change, message = SPOILT[case]
+    spoil(folder_of("gptq"), f"model.layers.0.mlp.up_proj.{kind}", change, to=tmp_path)
     write_json(tmp_path / "config.json", read_json(folder_of("gptq") / "config.json"))
     with pytest.raises(ValueError, match=message):
         LLM(str(tmp_path), **ROOMY)
