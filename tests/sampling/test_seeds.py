@@ -27,6 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"min_tokens": 20, "stop_token_ids": [13], "temperature": 1.2},
     {},
     {"temperature": 0.0},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 9}}, "top_p": 0.9},
 ]
 TEXTS = ["Once upon a time there was a", "The capital of France is", "One windy day Zoë found a red kite on the hill. "]
 MAX_TOKENS = 28
@@ -45,6 +46,7 @@ UNCHANGED = {
     10: [329, 342, 261, 757, 259, 391, 488, 269, 77, 745, 11, 220],
     11: [16, 306, 220, 19, 301, 220, 20, 13, 1021, 16, 16, 440],
     12: [855, 557, 413, 475, 13, 483, 399, 290, 259, 779, 780, 320],
+    13: [58, 220, 22, 22, 22, 220, 11, 220, 23, 22, 220, 11],
 }
 """First tokens of each request, drawn when this test was written."""
 

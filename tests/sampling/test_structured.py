@@ -111,18 +111,6 @@ def test_a_grammar_in_gbnf(llm: LLM) -> None:
         assert condition == "c"
 
 
-def test_the_same_with_and_without_a_crowd(engines: Engines) -> None:
-    """The same tokens alone, preempted, chunked, and beside other options."""
-    wanted = StructuredOutput(json=SCHEMAS["array of objects"])
-    one = SamplingParams(temperature=1.2, seed=5, max_tokens=60, top_p=0.9, structured_outputs=wanted)
-    alone = engines.get().generate([PROMPT], one, use_tqdm=False)[0].token_ids
-    few_blocks = {"num_kvcache_blocks": 7, "disable": ("lookahead",)}
-    tight = engines.get(max_model_len=112, max_num_batched_tokens=24, max_num_seqs=5, **few_blocks)
-    others = [SamplingParams(temperature=1.0, seed=i, max_tokens=50, top_k=5, ignore_eos=True) for i in range(4)]
-    outputs = tight.generate([PROMPT * 3, PROMPT, PROMPT, PROMPT, PROMPT], [*others, one], use_tqdm=False)
-    assert outputs[-1].token_ids == alone
-
-
 @pytest.mark.parametrize(
     ("wanted", "field"),
     [
