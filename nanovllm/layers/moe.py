@@ -143,7 +143,7 @@ class MoE(WeightedModule):
         if launch.tiles is None:
             return few_rows.sum_experts(x, logits, self.top_k, gate_up, down)
         kernels, tiles = self.kernels, launch.tiles
-        routing = kernels.route(logits, self.top_k, tiles.block_m, self.router.bias, self.router.correction)
+        routing = kernels.route(logits, self.top_k, tiles.down.block_m, self.router.bias, self.router.correction)
         shared = self.shared(x) if self.shared is not None else None
         # Parts of many rows are large: they are rounded, as a dense MLP's results are.
         part_dtype = x.dtype if launch.rounds_parts else torch.float32

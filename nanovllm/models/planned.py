@@ -97,7 +97,7 @@ def _cell(launch: Launch | ExpertsLaunch) -> str:
         return f"{launch.config}{inside}"
     if launch.tiles is None:
         return f"few tokens{inside}"
-    tiles = " and ".join(f"{t.block_n}x{t.block_m}x{t.block_k}, {t.stages} stages" for t in vars(launch.tiles).values())
+    tiles = " and ".join(f"{t.block_n}x{t.block_m}x{t.block_k}, {t.stages} stages" for t in launch.tiles)
     return f"by expert {tiles}"
 
 

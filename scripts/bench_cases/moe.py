@@ -13,7 +13,7 @@ from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK, route_reference
-from nanovllm.kernels.plan.config import TILE_ROWS, GroupedConfig
+from nanovllm.kernels.plan.config import TILE_ROWS, GemmConfig
 from nanovllm.kernels.plan.rules import expert_configs
 from nanovllm.model_config import MoEConfig
 
@@ -43,7 +43,7 @@ class Experts:
     def routing(self, block_m: int) -> Routing:
         return route_reference(self.logits, self.options, block_m)
 
-    def run(self, name: str, config: GroupedConfig, routing: Routing, index: int) -> torch.Tensor:
+    def run(self, name: str, config: GemmConfig, routing: Routing, index: int) -> torch.Tensor:
         weight = self.weights[name][index]
         if name == "gate_up":
             return self.kernels.expert_gate_up(self.x, weight, routing, config, ExpertActivation())
@@ -64,7 +64,7 @@ def moe(setup: Setup) -> Iterator[Line]:
         case = Experts(setup, experts, hidden, rows)
         engine = expert_configs(rows * experts.top_k, experts.num_experts, setup.dtype.itemsize)
         labels = {"rows": rows, "experts_read": int((case.routing(1 << 30).tiles[:, 0] >= 0).sum())}
-        call = partial(case.route, engine.block_m)
+        call = partial(case.route, engine.down.block_m)
         yield compare(setup, Point({"what": "route", **labels}, {"engine": call}, tolerance=1e-5))
         for name, config in (("gate_up", engine.gate_up), ("down", engine.down)):
             configs = dict.fromkeys([config, *([] if setup.dry else contenders(config, name == "gate_up"))])
@@ -85,15 +85,16 @@ def moe(setup: Setup) -> Iterator[Line]:
             )
 
 
-def contenders(engine: GroupedConfig, is_gated: bool) -> Iterator[GroupedConfig]:
+def contenders(engine: GemmConfig, is_gated: bool) -> Iterator[GemmConfig]:
     """Around what the engine takes. The order of positions depends on the experts alone, so results are comparable."""
     halves = (max(16, engine.block_m // 2), engine.block_m, min(128, engine.block_m * 2))
     for block_m, block_n, block_k, stages in product(dict.fromkeys(halves), (32, 64, 128, 256), (64, 128), (3, 4, 6)):
         rows = block_n * (2 if is_gated else 1)
         fits = 2 * (block_m + rows) * block_k * stages <= SHARED_BYTES
         if fits and rows * block_k >= 4096 and block_m * rows <= 128 * 256:
-            yield GroupedConfig(block_m, block_n, block_k, stages, 8 if block_m * rows >= 128 * 128 else 4)
+            warps = 8 if block_m * rows >= 128 * 128 else 4
+            yield GemmConfig("tile", block_n, block_m, block_k, stages, num_warps=warps)
 
 
-def name_of(config: GroupedConfig) -> str:
+def name_of(config: GemmConfig) -> str:
     return f"{config.block_m}x{config.block_n}x{config.block_k}x{config.stages}w{config.num_warps}"

@@ -125,7 +125,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
         return add_experts(residual, norm(), logits, OPTIONS, gate_up, down)
 
     def many(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        routing = route(router_logits(x, router, router_tiles), OPTIONS, configs.block_m)
+        routing = route(router_logits(x, router, router_tiles), OPTIONS, configs.down.block_m)
         h = expert_gate_up(x, gate_up, routing, configs.gate_up, ExpertActivation())
         parts = expert_down(h, down, routing, configs.down, torch.float32)
         return add_norms(parts, residual, norm())[0]

@@ -15,7 +15,7 @@ from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.moe import experts as grouped
 from nanovllm.kernels.moe.routing import TopK, route_reference
-from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.pointwise import norm
 from nanovllm.kernels.pointwise.activation import silu_mul_fp8
@@ -173,7 +173,7 @@ def test_products_of_experts(block_m: int) -> None:
     up, down = expert_weights(experts, 2 * width, hidden, 64, True), expert_weights(experts, hidden, width, 1, False)
     logits = torch.randn(1, rows, experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     routing = route_reference(logits, TopK(experts, 2), block_m)
-    config = GroupedConfig(block_m, 64, 128, 2)
+    config = GemmConfig("tile", 64, block_m, 128, 2)
     x = already_rounded(inputs(rows, hidden) / 500)
     want = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
     got = grouped.expert_gate_up(x, up, routing, config, grouped.ExpertActivation())
@@ -203,7 +203,7 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(few_experts, "quantize_rows", rounded)
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
-    config = GroupedConfig(16, 64, 128, 2)
+    config = GemmConfig("tile", 64, 16, 128, 2)
     x = norm.norm_reference(residual, norm.Norm(gain, 1e-6))
     h = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
     want = residual + grouped.expert_down_reference(h, down, routing, config, torch.float32).sum(0)

@@ -63,7 +63,7 @@ def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:
     elif launch.tiles is None:
         few_rows.sum_experts(x, logits[0], options, gate_up, down)
     else:
-        routing = route(logits, options, launch.tiles.block_m)
+        routing = route(logits, options, launch.tiles.down.block_m)
         h = expert_gate_up(x, gate_up, routing, launch.tiles.gate_up, ExpertActivation())
         expert_down(h, down, routing, launch.tiles.down, torch.float32)
 

@@ -24,7 +24,7 @@ from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.plan.config import GemmConfig, GroupedConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 64 << 10
@@ -320,9 +320,9 @@ def multiply_rows(
 
 
 def launch(
-    grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight,
-    config: GemmConfig | GroupedConfig, out: Tensor, rows: int, *, span: int, bias: Tensor | None = None,
-    routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None), top_k: int = 0,
+    grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
+    rows: int, *, span: int, bias: Tensor | None = None, top_k: int = 0,
+    routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     activation: tuple[float, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
     """tile_kernel over `grid`, with the operands that it describes. x: a descriptor, or with a routing (tiles, order,

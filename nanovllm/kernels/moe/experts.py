@@ -21,7 +21,7 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm import tile
 from nanovllm.kernels.moe.routing import Routing
-from nanovllm.kernels.plan.config import GroupedConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 
 PREFETCH_BYTES = 32 << 10
@@ -38,7 +38,7 @@ class ExpertActivation:
 
 
 def expert_gate_up(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
@@ -48,7 +48,7 @@ def expert_gate_up(
 
 
 def expert_down(
-    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
@@ -58,7 +58,7 @@ def expert_down(
 
 
 def _launch(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, bias: Tensor | None, out: Tensor,
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
     gated: bool, activation: ExpertActivation,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
@@ -71,11 +71,12 @@ def _launch(
         found = f"{x.dtype} {list(x.shape)}, {values.dtype} {list(values.shape)}"
         raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")
     tma = tma and k * x.element_size() % 16 == 0
+    x_left = config.block_m > 32 or config.block_n < 64  # a weight tile on the left has 64 rows at least
     tile.launch(
         (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0]), x, x_scale, weight, config, out,
         routing.num_tokens, span=span, bias=bias, routing=(routing.tiles, routing.order, routing.weights),
         top_k=routing.top_k, activation=(activation.alpha, activation.limit), tma=tma, GATED=gated,
-        X_LEFT=config.x_left, PARTS=False,
+        X_LEFT=x_left, PARTS=False,
         PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), **pdl_options(x.device),
     )  # fmt: skip
     return out
@@ -99,7 +100,7 @@ def _products(x: Tensor, weight: Tensor | FP8Weight, expert: int) -> Tensor:
 
 
 def expert_gate_up_reference(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, activation: ExpertActivation,
+    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
@@ -119,7 +120,7 @@ def expert_gate_up_reference(
 
 
 def expert_down_reference(
-    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GroupedConfig, out_dtype: torch.dtype,
+    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_down`."""

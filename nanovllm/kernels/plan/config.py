@@ -135,29 +135,8 @@ Choices = dict[Gemm, dict[int, GemmConfig]]
 """GEMM -> rows -> config, of which rank 0 informs all ranks. What is not there goes to the library."""
 
 
-@dataclass(frozen=True)
-class GroupedConfig:
-    """One grouped GEMM's tiles. block_n: columns of the result (where gate and up are computed together, of each)."""
+class ExpertConfigs(NamedTuple):
+    """Tiles of both grouped GEMMs of a layer, of the kernel "tile"; they share one block_m."""
 
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
-    num_warps: int = 4
-
-    @property
-    def x_left(self) -> bool:
-        """Rows of x are the left operand of the product; else the weights are, of which it takes 64 rows or more."""
-        return self.block_m > 32 or self.block_n < 64
-
-
-@dataclass(frozen=True)
-class ExpertConfigs:
-    """Tiles of both grouped GEMMs of a layer; they share one block_m."""
-
-    gate_up: GroupedConfig
-    down: GroupedConfig
-
-    @property
-    def block_m(self) -> int:
-        return self.gate_up.block_m
+    gate_up: GemmConfig
+    down: GemmConfig

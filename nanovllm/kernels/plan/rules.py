@@ -17,7 +17,6 @@ from nanovllm.kernels.plan.config import (
     ExpertConfigs,
     Gemm,
     GemmConfig,
-    GroupedConfig,
     streaming,
     with_roles,
 )
@@ -160,19 +159,26 @@ def merges_before(rows: int, o_weight_bytes: int) -> bool:
     return rows == 1 and o_weight_bytes > 24 << 20
 
 
-_ALONE = ExpertConfigs(GroupedConfig(16, 32, 128, 4), GroupedConfig(16, 64, 128, 4))
+def _expert_tiles(
+    rows: int, gate_up: tuple[int, int, int], down: tuple[int, int, int], warps: int = 4
+) -> ExpertConfigs:
+    """Tiles of so many rows by (weight rows, columns, stages) of each GEMM."""
+    return ExpertConfigs(*(GemmConfig("tile", n, rows, k, stages, num_warps=warps) for n, k, stages in (gate_up, down)))
+
+
+_ALONE = _expert_tiles(16, (32, 128, 4), (64, 128, 4))
 """Tiles for so few choices that narrow ones are needed to occupy all processors."""
 _EXPERT_TILES = (
-    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 3), GroupedConfig(16, 64, 128, 3))),
-    (24.0, ExpertConfigs(GroupedConfig(32, 128, 128, 3), GroupedConfig(32, 64, 128, 3))),
-    (64.0, ExpertConfigs(GroupedConfig(64, 64, 64, 4), GroupedConfig(64, 128, 64, 4))),
-    (inf, ExpertConfigs(GroupedConfig(128, 128, 64, 3, 8), GroupedConfig(128, 256, 64, 4, 8))),
+    (6.0, _expert_tiles(16, (64, 128, 3), (64, 128, 3))),
+    (24.0, _expert_tiles(32, (128, 128, 3), (64, 128, 3))),
+    (64.0, _expert_tiles(64, (64, 64, 4), (128, 64, 4))),
+    (inf, _expert_tiles(128, (128, 64, 3), (256, 64, 4), 8)),
 )
 _FP8_EXPERT_TILES = (
-    (6.0, ExpertConfigs(GroupedConfig(16, 64, 128, 4), GroupedConfig(16, 64, 128, 5))),
-    (24.0, ExpertConfigs(GroupedConfig(32, 64, 128, 4), GroupedConfig(32, 64, 128, 5))),
-    (64.0, ExpertConfigs(GroupedConfig(64, 64, 128, 4), GroupedConfig(64, 128, 128, 4))),
-    (inf, ExpertConfigs(GroupedConfig(128, 128, 128, 3, 8), GroupedConfig(128, 128, 128, 3, 8))),
+    (6.0, _expert_tiles(16, (64, 128, 4), (64, 128, 5))),
+    (24.0, _expert_tiles(32, (64, 128, 4), (64, 128, 5))),
+    (64.0, _expert_tiles(64, (64, 128, 4), (128, 128, 4))),
+    (inf, _expert_tiles(128, (128, 128, 3), (128, 128, 3), 8)),
 )
 """(most choices of an expert on the average, tiles)"""
 
@@ -196,15 +202,15 @@ def expert_configs(
     return found
 
 
-def _shortened(config: GroupedConfig, weights: int, item_size: int, most_shared: int) -> GroupedConfig:
+def _shortened(config: GemmConfig, weights: int, item_size: int, most_shared: int) -> GemmConfig:
     """The tiles with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
     weights: tiles of them in a step."""
     step = item_size * config.block_k * (config.block_m + weights * config.block_n)
     return replace(config, stages=min(config.stages, most_shared // step + 1))
 
 
-def _narrower(config: GroupedConfig) -> GroupedConfig:
-    return GroupedConfig(config.block_m, min(config.block_n, 64), 32, 3, config.num_warps)
+def _narrower(config: GemmConfig) -> GemmConfig:
+    return replace(config, block_n=min(config.block_n, 64), block_k=32, stages=3)
 
 
 FEW_TOKENS = 4
