@@ -49,9 +49,11 @@ def product_cases() -> dict[str, list[Callable[[], object]]]:
     from nanovllm.kernels.fp8 import gemm
     from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
     from nanovllm.kernels.fp8.quantize import quantize_rows
-    from nanovllm.kernels.pointwise.activation import silu_mul_fp8
-    from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+    from nanovllm.kernels.pointwise import activation, norm
+    from nanovllm.kernels.pointwise.norm import Norm
 
+    add_norms = getattr(norm, "add_norms_fp8", partial(norm.add_norms, rounds=True))  # of an older checkout
+    silu_mul = getattr(activation, "silu_mul_fp8", partial(activation.activation, kind="silu", gated=True, rounds=True))
     config, device = first_module("plan.config", "gemm.choice").GemmConfig, torch.device("cuda")
     stream = first_module("gemm.stream", "fp8.one_row")
     names = ("stream", "roles") if stream.__name__.endswith("stream") else ("quantized_row", "specialized")
@@ -61,19 +63,19 @@ def product_cases() -> dict[str, list[Callable[[], object]]]:
         values = torch.randint(0, 100, (n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
         return FP8Weight(values, torch.rand(n // 128, k // 128, device=device) / 1000, 128)
 
-    norm = Norm(bf16(HIDDEN), 1e-6)
+    gain = Norm(bf16(HIDDEN), 1e-6)
     for rows in ROWS:
         xs, kept, wide = [bf16(rows, HIDDEN) for _ in range(COPIES)], bf16(rows, HIDDEN), bf16(rows, 2 * WIDTH)
         found[f"quantize {rows}"] = [partial(quantize_rows, x) for x in xs]
-        found[f"add_norms_fp8 {rows}"] = [partial(add_norms_fp8, x, kept, norm) for x in xs]
-        found[f"silu_mul_fp8 {rows}"] = [partial(silu_mul_fp8, wide)] * COPIES
+        found[f"add_norms_fp8 {rows}"] = [partial(add_norms, x, kept, gain) for x in xs]
+        found[f"silu_mul_fp8 {rows}"] = [partial(silu_mul, wide)] * COPIES
     row, many = bf16(1, HIDDEN), bf16(64, HIDDEN)
     gates_and_ups = [weight(2 * WIDTH, HIDDEN) for _ in range(3)]
     one = config(names[0], 16, block_k=512, stages=4)
     roles = config(names[1], 128, 64, 128, 4)
     rounded = FP8Rows(*quantize_rows(many)[:2], many.dtype)
     found["norm, gate and up, fp8 1"] = [
-        partial(stream.linear, row, w, one, norm=norm, gated=True) for w in gates_and_ups * 4
+        partial(stream.linear, row, w, one, norm=gain, gated=True) for w in gates_and_ups * 4
     ]
     found["gate and up, fp8 64"] = [partial(gemm.linear, rounded, w, roles, gated=True) for w in gates_and_ups * 4]
     return found

@@ -18,10 +18,8 @@ class Kernels:
     what they compute."""
 
     embed_shard: Annotated[Callable[..., torch.Tensor], "pointwise.embedding"]
-    add_norms: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "pointwise.norm"]
-    add_norms_fp8: Annotated[Callable[..., tuple[FP8Rows, torch.Tensor]], "pointwise.norm"]
-    silu_mul_fp8: Annotated[Callable[..., FP8Rows], "pointwise.activation"]
-    activation: Annotated[Callable[..., torch.Tensor], "pointwise.activation"]
+    add_norms: Annotated[Callable[..., tuple[torch.Tensor | FP8Rows, torch.Tensor]], "pointwise.norm"]
+    activation: Annotated[Callable[..., torch.Tensor | FP8Rows], "pointwise.activation"]
     gate_heads: Annotated[Callable[..., torch.Tensor], "pointwise.gate"]
     route: Annotated[Callable[..., Routing], "moe.routing"]
     expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]

@@ -141,8 +141,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         launch: Launch = self.launches[x.shape[0]]
         if launch.gate:
             return self.matrix.multiply(x, launch.config, gated=True, norm=norm)
-        product = self(x, norm=norm)
-        return kernels.silu_mul_fp8(product) if self.product.rounds else kernels.activation(product, "silu", True)
+        return kernels.activation(self(x, norm=norm), "silu", True, rounds=self.product.rounds)
 
 
 class QKVParallelLinear(ParallelLinear):

@@ -1,6 +1,7 @@
 """Norms, and ReduceAddNorm, where the ranks' partial sums meet the residual stream."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -8,7 +9,6 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
-from nanovllm.parallel.two_batch import Normed
 
 
 class RowNorm(WeightedModule):
@@ -64,7 +64,7 @@ class ReduceAddNorm(WeightedModule):
         residual, partial, is_early = stream
         if partial is None:
             assert residual is not None
-            return self._add_norm(residual, None)
+            return self.add_norm(residual, None, self.rounds)
         rows = stream.num_rows
         peers = self.group.fused_all_reduce(rows)
         if peers is not None and not self.is_add_rms_norm:
@@ -80,25 +80,18 @@ class ReduceAddNorm(WeightedModule):
             partial = add_up(partial, residual.dtype, self.round_sums)
         if self.group.size > 1:
             return self.add_norm(self.group.all_reduce(partial), residual)
-        return self._add_norm(partial, residual)
+        return self.add_norm(partial, residual, self.rounds)
 
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
         residual, partial, _ = stream
         assert residual is not None
-        return residual if partial is None else self.kernels.add_norms(partial, residual, None)[0]
+        return residual if partial is None else self.kernels.add_norms(partial, residual, None)[1]
 
-    def _add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
-        """`add_norm` on one rank, which may round."""
-        if not self.rounds or self.norm is None:
-            return self.add_norm(x, residual)
-        after = None if self.after is None else self.after.for_kernel()
-        return self.kernels.add_norms_fp8(x, residual, self.row_norm, after, self.multiplier)
-
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rounds: bool = False
+    ) -> tuple[Any, torch.Tensor]:
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
-        zeros."""
+        zeros. Returns the normalised rows, with `rounds` as FP8Rows, and the new residual."""
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
-        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums)
+        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums, rounds)

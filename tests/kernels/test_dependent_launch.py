@@ -24,7 +24,7 @@ from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.rules import FEW_ROUTER, FEW_TOKENS, expert_configs
 from nanovllm.kernels.pointwise.embedding import embed_shard
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
-from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
+from nanovllm.kernels.pointwise.norm import Norm, add_norms
 from nanovllm.kernels.pointwise.rope import QKNormRope, qk_norm_rope_store
 from nanovllm.kernels.sampling.gumbel import Draws, sample_tokens
 
@@ -78,9 +78,9 @@ def test_a_row_in_fp8(fused: bool) -> None:
         return stream.linear(h, down, ROW, residual=residual)
 
     def outside(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        rows = add_norms_fp8(x, residual, norm())[0]
+        rows = add_norms(x, residual, norm(), rounds=True)[0]
         y = gemm.linear(gemm.linear(rows, qkv, ROW), o, ROW)
-        rows = add_norms_fp8(y, residual, norm())[0]
+        rows = add_norms(y, residual, norm(), rounds=True)[0]
         return gemm.linear(gemm.linear(rows, gate_up, ROW, gated=True), down, ROW)
 
     check(inside if fused else outside, 1)
@@ -102,9 +102,9 @@ def test_several_rows_in_fp8(rows: int, tile: GemmConfig, pair: GemmConfig, summ
     gate_up, down = fp8(2 * WIDTH, HIDDEN, seed=3), fp8(HIDDEN, WIDTH, seed=4)
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        normed = add_norms_fp8(x, residual, norm())[0]
+        normed = add_norms(x, residual, norm(), rounds=True)[0]
         y = gemm.linear(gemm.linear(normed, qkv, tile), o, summed)
-        normed = add_norms_fp8(y, residual, norm())[0]  # type: ignore[arg-type]
+        normed = add_norms(y, residual, norm(), rounds=True)[0]  # type: ignore[arg-type]
         return gemm.linear(gemm.linear(normed, gate_up, pair, gated=True), down, summed)  # type: ignore[return-value]
 
     check(lambda x, residual: add_norms(layer(x, residual), residual, norm())[0], rows)

@@ -18,7 +18,7 @@ from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.pointwise import norm
-from nanovllm.kernels.pointwise.activation import silu_mul_fp8
+from nanovllm.kernels.pointwise.activation import activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-3 if DEVICE == "cuda" else 1e-6
@@ -136,7 +136,8 @@ def test_products_of_many_rows(
         assert torch.equal(alone[..., 0, :], out[..., -1, :])
         if block_n == 128 and block_m < 256 and parts == 1 and not (in_blocks and n % 256):
             small = FP8Rows(rounded.values, rounded.scales / 500, torch.bfloat16)
-            got, want = gemm.linear(small, weight, config, gated=True), silu_mul_fp8(gemm.linear(small, weight, config))
+            got = gemm.linear(small, weight, config, gated=True)
+            want = activation(gemm.linear(small, weight, config), "silu", True, rounds=True)
             assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
 
 
@@ -218,14 +219,16 @@ def test_norm_and_activation_round_what_they_make() -> None:
     """To what follows from the results that they have without rounding; groups that end early too."""
     x, residual, gain = inputs(5, 200), inputs(5, 200, seed=1), torch.rand(200, device=DEVICE) + 0.5
     wide, kept = norm.add_norms(x, residual.clone(), norm.Norm(gain, 1e-6))
-    got, after = norm.add_norms_fp8(x, residual.clone(), norm.Norm(gain, 1e-6))
+    got, after = norm.add_norms(x, residual.clone(), norm.Norm(gain, 1e-6), rounds=True)
     assert torch.equal(after, kept)
-    pairs = [(got, wide), (silu_mul_fp8(torch.cat([x, residual], 1) / 100), silu(x / 100) * (residual / 100))]
-    for got, wide in pairs:
-        values, scale, _ = quantize_rows_reference(wide)
-        torch.testing.assert_close(got.scales, scale, rtol=1e-5, atol=0)
+    both = torch.cat([x, residual], 1) / 100
+    for rounded, unrounded in (
+        (got, wide), (activation(both, "silu", True, rounds=True), activation(both, "silu", True))
+    ):  # fmt: skip
+        values, scale, _ = quantize_rows_reference(unrounded)
+        torch.testing.assert_close(rounded.scales, scale, rtol=1e-5, atol=0)
         if DEVICE == "cuda":  # the interpreter does not round to e4m3 as a GPU does
-            assert (got.values.float() == values.float()).float().mean() > 0.99
+            assert (rounded.values.float() == values.float()).float().mean() > 0.99
 
 
 def test_gate_and_up() -> None:

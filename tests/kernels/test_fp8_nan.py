@@ -15,8 +15,8 @@ from nanovllm.kernels.fp8.quantize import empty_rows_for, quantize_rows
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul_fp8
-from nanovllm.kernels.pointwise.norm import Norm, add_norms_fp8
+from nanovllm.kernels.pointwise.activation import activation
+from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 pytest.importorskip("triton")
 
@@ -35,8 +35,8 @@ def compile_rounding() -> None:
     x, norm, weight = empty(64, HIDDEN), Norm(empty(HIDDEN), 1e-6), empty_fp8(HIDDEN, HIDDEN)
     quantize_rows(x)
     quantize_rows(x, torch.empty(2))
-    add_norms_fp8(x, x, norm)
-    silu_mul_fp8(x)
+    add_norms(x, x, norm, rounds=True)
+    activation(x, "silu", True, rounds=True)
     gemm.linear(empty_rows_for(64, HIDDEN, x.dtype, x.device), weight, ROLES, gated=True)
     stream.linear(x[:1], weight, GemmConfig("stream", 16, block_k=512, stages=2), norm=norm)
     assert len(seen) == 6 and all(seen), seen
@@ -69,9 +69,9 @@ def test_rounded_rows_keep_nan() -> None:
     group = HIDDEN // 3 // 128
     assert keeps_nan(quantize_rows(x), group)
     assert keeps_nan(quantize_rows(x, torch.ones(1, device="cuda")), group)
-    assert keeps_nan(add_norms_fp8(x, torch.zeros_like(x), Norm(gain, 1e-6))[0])
-    assert keeps_nan(silu_mul_fp8(torch.cat([x, torch.ones_like(x)], 1)), group)
-    assert keeps_nan(silu_mul_fp8(torch.cat([torch.ones_like(x), x], 1)), group)
+    assert keeps_nan(add_norms(x, torch.zeros_like(x), Norm(gain, 1e-6), rounds=True)[0])
+    for pair in ([x, torch.ones_like(x)], [torch.ones_like(x), x]):
+        assert keeps_nan(activation(torch.cat(pair, 1), "silu", True, rounds=True), group)
 
 
 @pytest.mark.gpu

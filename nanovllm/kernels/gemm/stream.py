@@ -28,7 +28,7 @@ from nanovllm.kernels.gemm.stream_operands import (
 )
 from nanovllm.kernels.plan.config import STREAM_ROWS, GemmConfig
 from nanovllm.kernels.plan.fits import why_not_norm
-from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_fp8
+from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
@@ -175,11 +175,9 @@ def _rounded(
     x: Tensor, weight: FP8Weight, norm: Norm | None, residual: Tensor | None
 ) -> tuple[Tensor | FP8Rows, Norm | None]:
     """x in e4m3, or as it is where the kernel rounds it, and the norm that is left to the kernel."""
-    rows, k = x.shape
-    if rows > 1 and norm is not None and weight.input_scale is None:
-        return add_norms_fp8(x, None, norm)[0], None
-    if rows == 1 and residual is None and weight.input_scale is None and k <= 8192:
+    (rows, k), is_measured = x.shape, weight.input_scale is None
+    if rows == 1 and residual is None and is_measured and k <= 8192:
         return x, norm
     # Before a residual, and where every program has much to round, a kernel of its own takes less time.
-    x = x if norm is None else add_norms(x, None, norm)[0]
-    return quantize_rows(x, weight.input_scale), None
+    normed = x if norm is None else add_norms(x, None, norm, rounds=is_measured)[0]
+    return normed if isinstance(normed, FP8Rows) else quantize_rows(normed, weight.input_scale), None

@@ -25,7 +25,6 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.pointwise.activation import silu_mul_reference
 
 PREFETCH_BYTES = 64 << 10
 """Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
@@ -356,7 +355,8 @@ def sums_over_parts(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
 def linear_reference(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:
     """Plain twin of `linear`: the same columns in each part."""
     if gated:
-        return silu_mul_reference((x.float() @ weight.float().T).to(x.dtype))
+        gate, up = (x.float() @ weight.float().T).to(x.dtype).chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
     steps = -(-x.shape[1] // config.block_k)
     ends = [steps * part // config.split_k * config.block_k for part in range(config.split_k + 1)]
     sums = sums_over_parts(x, weight, ends)

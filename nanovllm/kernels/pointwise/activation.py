@@ -62,37 +62,30 @@ def _activation_kernel(
         tl.store(OUT + row * SIZE + cols, y, mask=mask)
 
 
-def activation(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+def activation(
+    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False
+) -> torch.Tensor | FP8Rows:
     """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of KINDS.
-    bias, of x's width, is added first. X is contiguous."""
-    num_rows, width = x.shape
-    size = width // 2 if gated else width
-    return _launch(x, bias, torch.empty(num_rows, size, dtype=x.dtype, device=x.device), None, kind, gated)
-
-
-def _launch(
-    x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, scales: torch.Tensor | None, kind: str, gated: bool
-) -> torch.Tensor:
-    """Fills and returns `out`."""
-    num_rows, size = out.shape
-    block = min(1024, triton.next_power_of_2(size if scales is None else max(size, GROUP)))
+    bias, of x's width, is added first. rounds: the result is then rounded to e4m3 (kernels/fp8/). X is contiguous."""
+    num_rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    block = min(1024, triton.next_power_of_2(size))
+    if rounds:
+        block = max(block, GROUP)
+        out = empty_rows_for(num_rows, size, x.dtype, x.device)
+        values, scales, stride = out.values, out.scales, out.scales.stride(1)
+    else:
+        out = values = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+        scales, stride = None, 0
     if num_rows:
         _activation_kernel[(num_rows, triton.cdiv(size, block))](
-            x, bias, out, scales, 0 if scales is None else scales.stride(1),
-            SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4,
-        )  # fmt: skip
+            x, bias, values, scales, stride, SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4
+        )
     return out
 
 
-def silu_mul_fp8(gate_up: torch.Tensor) -> FP8Rows:
-    """gate_up [T, 2 * size] -> rows [T, size] of activation(gate_up, "silu", True), rounded to e4m3 (kernels/fp8/)."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    found = empty_rows_for(rows, size, gate_up.dtype, gate_up.device)
-    _launch(gate_up, None, found.values, found.scales, "silu", True)
-    return found
-
-
-def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+def activation_reference(
+    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False
+) -> torch.Tensor | FP8Rows:
     """Plain twin of `activation`."""
     if bias is not None:
         x = x + bias
@@ -103,14 +96,5 @@ def activation_reference(x: torch.Tensor, kind: str, gated: bool, bias: torch.Te
         y = F.gelu(gate, approximate="tanh")
     else:
         y = F.relu(gate).square()
-    return y if up is None else y * up
-
-
-def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2I], gates first -> silu(gate) * up, [T, I]."""
-    return activation_reference(gate_up, "silu", gated=True)
-
-
-def silu_mul_fp8_reference(gate_up: torch.Tensor) -> FP8Rows:
-    """Plain twin of `silu_mul_fp8`."""
-    return quantize_rows_reference(silu_mul_reference(gate_up))
+    y = y if up is None else y * up
+    return quantize_rows_reference(y) if rounds else y

@@ -147,55 +147,43 @@ def _norm_kernel(
             tl.store(OUT + row * HIDDEN + cols, normed, mask=mask)
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor, after: Norm | None = None,
-    multiplier: float = 1.0, scales: torch.Tensor | None = None, round_sums: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    num_rows, hidden = x.shape[-2:]
-    block = triton.next_power_of_2(hidden if scales is None else max(hidden, GROUP))
-    parts = x.shape[0] if x.dim() == 3 else 1
-    most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
-    norm, after = norm or _NONE, after or _NONE
-    if num_rows:
-        _norm_kernel[(num_rows,)](
-            x, x if residual is None else residual, norm.weight, norm.bias, out, scales, after.weight, after.bias,
-            x.stride(-2), 0 if scales is None else scales.stride(1), norm.eps, after.eps,
-            HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
-            num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
-            # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
-            enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
-        )  # fmt: skip
-    return out
-
-
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, round_sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False,
+) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
     """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
     the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/dense.py) or
     the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with
     `round_sums` so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are
-    contiguous as residual is.
+    contiguous as residual is. rounds: the normalised rows are then rounded to e4m3 (kernels/fp8/).
     """
-    like = x if residual is None else residual
-    out = like if norm is None else empty_rows(like.shape[0], like.shape[1], like.dtype, like.device)
-    if norm is not None or residual is not None:
-        _launch(x, residual, norm, out, after, multiplier, round_sums=round_sums)
-    return out, like
-
-
-def add_norms_fp8(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, after: Norm | None = None, multiplier: float = 1.0
-) -> tuple[FP8Rows, torch.Tensor]:
-    """`add_norms`, whose first result [T, hidden] is then rounded to e4m3 (kernels/fp8/)."""
-    like = x if residual is None else residual
-    found = empty_rows_for(like.shape[0], like.shape[1], like.dtype, like.device)
-    _launch(x, residual, norm, found.values, after, multiplier, found.scales)
-    return found, like
+    new = x if residual is None else residual
+    num_rows, hidden = new.shape
+    if norm is None and residual is None:
+        return new, new
+    out: torch.Tensor | FP8Rows = new
+    block, values, scales, stride = triton.next_power_of_2(hidden), new, None, 0
+    if norm is not None and rounds:
+        block = max(block, GROUP)
+        out = empty_rows_for(num_rows, hidden, new.dtype, new.device)
+        values, scales, stride = out.values, out.scales, out.scales.stride(1)
+    elif norm is not None:
+        out = values = empty_rows(num_rows, hidden, new.dtype, new.device)
+    parts = x.shape[0] if x.dim() == 3 else 1
+    most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
+    norm, after = norm or _NONE, after or _NONE
+    if num_rows:
+        _norm_kernel[(num_rows,)](
+            x, new, norm.weight, norm.bias, values, scales, after.weight, after.bias, x.stride(-2), stride, norm.eps,
+            after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
+            MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
+            num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
+            # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
+            enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
+        )  # fmt: skip
+    return out, new
 
 
 def add_up(parts: torch.Tensor, dtype: torch.dtype, round_sums: bool = False) -> torch.Tensor:
@@ -221,8 +209,8 @@ def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def add_norms_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, round_sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False,
+) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
     """Plain twin of `add_norms`."""
     if residual is None:
         residual = x
@@ -231,12 +219,7 @@ def add_norms_reference(
             x = add_up(x, residual.dtype, round_sums)
         y = x if after is None else norm_reference(x, after)
         residual.add_(y if multiplier == 1.0 else y * multiplier)
-    return residual if norm is None else norm_reference(residual, norm), residual
-
-
-def add_norms_fp8_reference(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, after: Norm | None = None, multiplier: float = 1.0
-) -> tuple[FP8Rows, torch.Tensor]:
-    """Plain twin of `add_norms_fp8`."""
-    normed, residual = add_norms_reference(x, residual, norm, after, multiplier)
-    return quantize_rows_reference(normed), residual
+    if norm is None:
+        return residual, residual
+    normed = norm_reference(residual, norm)
+    return quantize_rows_reference(normed) if rounds else normed, residual
