@@ -14,7 +14,7 @@ from nanovllm.kernels.step.input import (
     prepare_decode,
     prepare_decode_reference,
 )
-from nanovllm.wire.step import HEADER_SIZE
+from nanovllm.wire.step import HEADER_SIZE, SlotConstants, pack_step
 from tests.kernels.conftest import poison
 
 BLOCK_SIZE = 16
@@ -26,7 +26,7 @@ MAX_BLOCKS = 40
 
 @dataclass
 class Step:
-    """A packed step and, told apart from it, what it should come to."""
+    """A step as the host means it."""
 
     max_num_seqs: int
     slots: list[int] = field(default_factory=list)
@@ -35,26 +35,19 @@ class Step:
     num_decode: int = 0
     num_sample: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
-    records: list[tuple[int, float, int, int, int]] = field(default_factory=list)
+    records: list[tuple[int, SlotConstants, int, int]] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
 
     def pack(self) -> torch.Tensor:
-        size = self.max_num_seqs
-        arrays = torch.full((3, size), 999, dtype=torch.int32)  # junk past the rows
-        for line, values in zip(arrays, (self.slots, self.starts, self.counts), strict=True):
-            line[: len(values)] = torch.tensor(values, dtype=torch.int32)
-        header = torch.zeros(HEADER_SIZE, dtype=torch.int32)
-        counts = [len(self.slots), self.num_decode, self.num_sample, sum(self.counts)]
-        header[:6] = torch.tensor([*counts, len(self.updates), len(self.records)])
-        updates = torch.tensor(self.updates, dtype=torch.int32).flatten()
-        records = torch.zeros(len(self.records), 8, dtype=torch.int32)
-        for record, (slot, temperature, seed, token, computed) in zip(records, self.records, strict=True):
-            record[0] = slot
-            record[1:2] = torch.tensor([temperature]).view(torch.int32)
-            record[2:4] = torch.tensor([seed]).view(torch.int32)
-            record[4], record[5] = token, computed
-        given = torch.tensor(self.given_ids, dtype=torch.int32)
-        return torch.cat((header, arrays.flatten(), updates, records.flatten(), given, torch.full((50,), 777))).int()
+        """Junk stands past the rows, and behind the end."""
+        packed = torch.from_numpy(pack_step(
+            self.max_num_seqs, slots=self.slots, starts=self.starts, counts=self.counts,
+            num_decode_rows=self.num_decode, num_sample_rows=self.num_sample, num_tokens=sum(self.counts),
+            block_updates=[number for update in self.updates for number in update], slot_records=self.records,
+            token_ids=self.given_ids,
+        ).copy())  # fmt: skip
+        packed[HEADER_SIZE:][: 3 * self.max_num_seqs].view(3, -1)[:, len(self.slots) :] = 999
+        return torch.cat((packed, torch.full((50,), 777, dtype=torch.int32)))
 
 
 def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_tables: int = 1) -> Step:
@@ -70,8 +63,8 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_ta
     for slot, index in rng.sample(places, rng.choice([0, 1, 5, min(300, len(places))])):
         step.updates.append((slot, index, rng.randint(0, 2**31 // BLOCK_SIZE - 1)))
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
-        seed = rng.randint(-(2**63), 2**63 - 1)
-        step.records.append((slot, rng.random(), seed, rng.randrange(10**6), rng.randrange(600)))
+        constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
+        step.records.append((slot, constants, rng.randrange(10**6), rng.randrange(600)))
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
@@ -161,10 +154,9 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
     apply_deltas_reference(packed, 9, state)
     for slot, index, block in step.updates:
         assert state.block_table[slot, index // WIDTH, index % WIDTH] == block
-    for slot, temperature, seed, last, computed in step.records:
+    for slot, constants, last, computed in step.records:
         assert (state.last_token[slot], state.num_computed[slot]) == (last, computed)
-        assert state.temperature[slot] == torch.tensor(temperature)
-        assert state.seed[slot] == seed
+        assert state.temperature[slot] == torch.tensor(constants.temperature) and state.seed[slot] == constants.seed
     out = StepBuffers.allocate(12, 4000, num_tables, "cpu")
     padding = case % 3
     decode_rows = step.num_decode + padding
