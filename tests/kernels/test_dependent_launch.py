@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_checks import check_dependent_launch
+from gemm_checks import check_pdl
 
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
@@ -63,7 +63,7 @@ def check(layer: Layer, rows: int) -> None:
         hidden.copy_(x)
         residual.mul_(0.5)  # or 90 layers would leave nothing of the last ones
 
-    check_dependent_launch(three, rand(rows, HIDDEN, seed=9) * HIDDEN**0.5)
+    check_pdl(three, rand(rows, HIDDEN, seed=9) * HIDDEN**0.5)
 
 
 @pytest.mark.parametrize("fused", [True, False])

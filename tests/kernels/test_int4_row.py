@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
-from test_int4_gemm import DEVICE, EPS, inputs, made
+from gemm_checks import DEVICE, EPS, TOLERANCE, check_pdl, exact, relative_error
+from test_int4_gemm import inputs, made
 
 from nanovllm.kernels.gemm import int4_row
 from nanovllm.kernels.gemm.int4 import Int4Weight
@@ -77,7 +77,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
         x = int4_row.linear(hidden, gate_up, CONFIG, norm=norm, gated=True)
         int4_row.linear(x, down, FEW_COLUMNS, residual=hidden)
 
-    check_dependent_launch(layer, start)
+    check_pdl(layer, start)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_checks import TOLERANCE, check_dependent_launch, exact, relative_error
+from gemm_checks import EPS, TOLERANCE, check_pdl, check_rows_apart, exact, on_cpu, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,33 +15,25 @@ from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_norms_reference
 
-EPS = 1e-6
 SMALL = GemmConfig("tile", 64, 32, 32, 3)
 X_LEFT = GemmConfig("tile", 32, 64, 32, 3)
 
 
-def used_configs() -> list[tuple[str, GemmConfig]]:
-    """Every configuration of our kernel that the table of an H200 has, and what runs it."""
-    entries = shipped_table("NVIDIA H200").entries.items()
-    used = {
-        ("gated" if gemm.kind == "gate_up" else "linear", config)
-        for gemm, ranges in entries for _, config in ranges if config.kernel == "tile" and gemm.dtype != FP8
-    }  # fmt: skip
-    return sorted(used, key=repr)
-
-
-USED = used_configs()
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+ENTRIES = shipped_table("NVIDIA H200").entries.items()
+USED = sorted({
+    ("gated" if gemm.kind == "gate_up" else "linear", config)
+    for gemm, ranges in ENTRIES for _, config in ranges if config.kernel == "tile" and gemm.dtype != FP8
+}, key=repr)  # fmt: skip
+"""Every configuration of our kernel that the table of an H200 has, and what runs it."""
 
 
 def split(parts: int) -> GemmConfig:
     return GemmConfig("split", split_k=parts)
 
 
-def inputs(rows: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    make = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(rows, k, generator=make), torch.randn(n, k, generator=make) / k**0.5
-    return x.to(device, dtype), weight.to(device, dtype)
+def inputs(rows: int, n: int, k: int, dtype: torch.dtype = DTYPE, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(rows, k, dtype=dtype, seed=seed), randn(n, k, dtype=dtype, seed=seed + 1) / k**0.5
 
 
 def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
@@ -58,7 +50,7 @@ def run(op: str, x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> t
     st.sampled_from([SMALL, X_LEFT]), st.integers(1, 80), st.integers(1, 60), st.integers(1, 20), st.integers(1, 3),
 )  # fmt: skip
 @settings(max_examples=45, deadline=None)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the bfloat16 test covers these on a GPU")
+@on_cpu
 def test_any_shape_matches_float64_in_the_interpreter(
     op: str, dtype: torch.dtype, config: GemmConfig, rows: int, half_n: int, k_over_8: int, split_k: int
 ) -> None:
@@ -73,28 +65,23 @@ def test_any_shape_matches_float64_in_the_interpreter(
 @pytest.mark.parametrize(("op", "config"), USED)
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
     for rows, n, k in ((config.block_m, 512, 2048), (config.block_m * 2 - 5, 304, 2056)):
-        x, weight = inputs(rows, n, k, torch.bfloat16)
+        x, weight = inputs(rows, n, k)
         assert relative_error(run(op, x, weight, config), exact(x, weight, op == "gated")) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, split_k=3), replace(X_LEFT, split_k=2)])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
+@on_cpu
 def test_twins_cut_k_alike(config: GemmConfig) -> None:
-    x, weight = inputs(20, 40, 136, torch.float32)
+    x, weight = inputs(20, 40, 136)
     got, want = tile.linear(x, weight, config), tile.linear_reference(x, weight, config)
-    assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    x, weight = inputs(20, 40, 136, torch.float32)
     got = tile.linear(x, weight, replace(config, split_k=1), gated=True)
     torch.testing.assert_close(got, tile.linear_reference(x, weight, config, gated=True), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None:
-    if torch.cuda.is_available() != (dtype == torch.bfloat16):
-        pytest.skip("the other device's")
-    x, weight = inputs(40, 72, 256, dtype)
+def test_library_split_matches_its_twin(splits: int) -> None:
+    x, weight = inputs(40, 72, 256)
     got, want = dense.split_linear(x, weight, split(splits)), dense.split_linear_reference(x, weight, splits)
     assert got.shape == (splits, 40, 72) and got.dtype == torch.float32
     assert relative_error(got, want) < 1e-5
@@ -102,44 +89,36 @@ def test_library_split_matches_its_twin(dtype: torch.dtype, splits: int) -> None
 
 
 def test_norm_adds_up_the_parts() -> None:
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    x, weight = inputs(20, 96, 256, dtype)
+    x, weight = inputs(20, 96, 256)
     residual, gain = torch.randn_like(x[:, :96]), torch.rand_like(weight[:, 0])
     for sums in (dense.split_linear(x, weight, split(2)), dense.split_linear(x, weight, split(4))):
         ours, twin = residual.clone(), residual.clone()
         want, _ = add_norms_reference(sums, twin, Norm(gain, EPS))
         got, _ = add_norms(sums, ours, Norm(gain, EPS))
         assert torch.equal(ours, twin)
-        torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
-        total = sums.unflatten(0, (-1, 2)).sum(1).sum(0).to(dtype)
+        torch.testing.assert_close(got, want, rtol=2**-7 if torch.cuda.is_available() else 1e-5, atol=1e-6)
+        total = sums.unflatten(0, (-1, 2)).sum(1).sum(0).to(DTYPE)
         whole, _ = add_norms_reference(total, residual.clone(), Norm(gain, EPS))
         assert torch.equal(want, whole)
 
 
-@pytest.mark.parametrize("config", [SMALL, replace(X_LEFT, split_k=2)])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
-def test_row_does_not_depend_on_its_neighbours(config: GemmConfig) -> None:
-    x, weight = inputs(40, 72, 136, torch.float32)
-    together = run("linear", x, weight, config)
-    x[1:] = 1e4
-    assert torch.equal(run("linear", x, weight, config)[0], together[0])
-    assert torch.equal(run("linear", x[:1], weight, config)[0], together[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("op", "config"), USED)
-def test_row_does_not_depend_on_its_neighbours_on_gpu(op: str, config: GemmConfig) -> None:
-    x, weight = inputs(config.block_m * 2, 512, 2048, torch.bfloat16)
-    whole = run(op, x, weight, config)
-    for rows in (17, config.block_m, config.block_m + 3):
-        assert torch.equal(run(op, x[:rows], weight, config), whole[:rows])
+@pytest.mark.parametrize(("op", "config"), [
+    pytest.param("linear", SMALL, marks=on_cpu),
+    pytest.param("linear", replace(X_LEFT, split_k=2), marks=on_cpu),
+    *(pytest.param(*used, marks=pytest.mark.gpu) for used in USED),
+])  # fmt: skip
+def test_row_does_not_depend_on_its_neighbours(op: str, config: GemmConfig) -> None:
+    on_gpu = torch.cuda.is_available()
+    x, weight = inputs(config.block_m * 2, *((512, 2048) if on_gpu else (72, 136)))
+    counts = (1, 17, config.block_m, config.block_m + 3) if on_gpu else (1,)
+    check_rows_apart(lambda x: run(op, x, weight, config), x, counts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "config"), USED)
 def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmConfig) -> None:
-    start, weight = inputs(config.block_m, 1024, 1024, torch.bfloat16)
-    gate_up, gain = inputs(1, 2048, 1024, torch.bfloat16, seed=1)[1], torch.ones_like(weight[0])
+    start, weight = inputs(config.block_m, 1024, 1024)
+    gate_up, gain = inputs(1, 2048, 1024, seed=1)[1], torch.ones_like(weight[0])
     second = GemmConfig("tile", 64, 32, 128, 4, split_k=2)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
@@ -150,7 +129,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(op: str, config: GemmCo
             x = tile.linear(hidden, weight, config)
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
-    check_dependent_launch(layer, start)
+    check_pdl(layer, start)
 
 
 def test_the_table_names_few_kernels() -> None:
@@ -160,14 +139,14 @@ def test_the_table_names_few_kernels() -> None:
 
 def test_there_is_room_for_whole_tiles() -> None:
     """Behind the rows that add + RMSNorm and our own kernel return."""
-    for gemm, ranges in shipped_table("NVIDIA H200").entries.items():
+    for gemm, ranges in ENTRIES:
         for first, (most, config) in zip([1, *(most + 1 for most, _ in ranges)], ranges, strict=False):
             if config.kernel == "tile" and gemm.dtype != FP8 and gemm.kind in ("qkv", "gate_up", "down"):
                 assert all(padded_rows(rows) % config.block_m == 0 for rows in range(first, most + 1))
 
 
 def test_rows_behind_the_last_are_read_and_not_written() -> None:
-    x, weight = inputs(50, 64, 64, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    x, weight = inputs(50, 64, 64)
     room = empty_rows(50, 64, x.dtype, x.device)
     assert rows_in_memory(room) == 64 and rows_in_memory(x) == 50 and rows_in_memory(room[20:]) == 44
     room._base.fill_(float("nan"))
