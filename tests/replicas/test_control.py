@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from replica_workload import DEMO, OPTIONS
 from safetensors.torch import load_file
+from stepping import drain, ends_of, finish, replace_one, wait_for_tokens
 from system import alive
 
 from nanovllm import LLM, SamplingParams
@@ -23,38 +24,21 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def step_until_tokens(llm: LLM) -> None:
-    before = llm.stats().generation_tokens
-    while llm.stats().generation_tokens == before:
-        llm.step()
-
-
-def finish(llm: LLM, ids: list[int]) -> list[Any]:
-    rows = [llm.engine.book.rows[request_id][0] for request_id in ids]
-    while llm.has_unfinished_requests():
-        llm.step()
-    return [llm.engine.book.completion(row) for row in rows]
-
-
 def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
     """New weights under running requests: each token is that of the weights whose version it bears."""
     name = "model.norm.weight"
     old = load_file(f"{DEMO}/model.safetensors")[name]
     new = old * old.new_tensor([1.0, -0.5]).repeat(len(old) // 2)
     ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
-    step_until_tokens(llm)
+    wait_for_tokens(llm, step=llm.step)
     for version, weights in ((3, new), (4, old)):
-        llm.begin_update(partial=True)
-        llm.update([(name, weights)])
-        llm.finish_update(version)
-        step_until_tokens(llm)
+        replace_one(llm, name, weights, version)
+        wait_for_tokens(llm, step=llm.step)
     outputs = finish(llm, ids)
     assert {version for output in outputs for version, *_ in output.weight_versions} == {0, 3, 4}
     with LLM(DEMO, **OPTIONS) as one:
         for version, weights in ((0, old), (3, new), (4, old)):
-            one.begin_update(partial=True)
-            one.update([(name, weights)])
-            one.finish_update()
+            replace_one(one, name, weights)
             spans = [
                 (output.token_ids, prompt, start, end)
                 for prompt, output in zip(PROMPTS, outputs, strict=True)
@@ -68,7 +52,7 @@ def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
 
 def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:
     ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
-    step_until_tokens(llm)
+    wait_for_tokens(llm, step=llm.step)
 
     def weights() -> Iterator[tuple[str, Any]]:
         for number, pair in enumerate(load_file(f"{DEMO}/model.safetensors").items()):
@@ -77,10 +61,7 @@ def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:
             yield pair
 
     llm.load_weights(weights())
-    ends: dict[int, Any] = {}
-    while llm.has_unfinished_requests():
-        ends |= {output.request_id: output.finish_reason for output in llm.step() if output.finished}
-    assert ends == {number: "abort" if number == ids[2] else "length" for number in ids}
+    assert ends_of(drain(llm)) == {number: "abort" if number == ids[2] else "length" for number in ids}
 
 
 def test_replicas_hold_what_one_engine_does(llm: LLM) -> None:
@@ -126,7 +107,7 @@ def test_a_prompt_that_is_only_scored_has_no_output(llm: LLM) -> None:
 def test_a_call_that_is_left_while_it_waits_for_requests_does_nothing_later(llm: LLM, name: str, option: str) -> None:
     """As Ctrl-C leaves it."""
     ids = [llm.add_request(prompt, LONG) for prompt in PROMPTS]
-    step_until_tokens(llm)
+    wait_for_tokens(llm, step=llm.step)
     call = llm.engine.call(name, **{option: "wait"})
     next(call)
     call.close()
@@ -143,5 +124,4 @@ def test_a_full_queue_refuses(llm: LLM) -> None:
             llm.step()
     assert len(ids) >= 20
     assert sorted(llm.abort_all()) == ids
-    while llm.has_unfinished_requests():
-        llm.step()
+    drain(llm)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_policy import GREEDY, OPTIONS, PROMPTS, Policy, greedy, texts
+from stepping import drain, ends_of, finish, replace_one
+from tiny_policy import GREEDY, OPTIONS, PROMPTS, Policy, expect_texts_of, greedy, texts
 
 from nanovllm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
 
 
 @pytest.fixture
@@ -19,21 +19,12 @@ def started(llm: LLM) -> Iterator[tuple[LLM, list[int]]]:
         llm.step()
     yield llm, ids
     llm.abort_all()
-    while llm.has_unfinished_requests():
-        llm.step()
-
-
-def finish(llm: LLM, ids: list[int]) -> dict[int, RequestOutput]:
-    """Runs until all have ended, and takes them as generate() would."""
-    rows = {i: llm.engine.book.rows[i] for i in ids}
-    while llm.has_unfinished_requests():
-        llm.step()
-    return {i: [llm.engine.book.completion(seq) for seq in rows[i]] for i in ids}  # type: ignore[misc]
+    drain(llm)
 
 
 def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     """And nothing that the other weights computed is found in the prefix cache."""
-    assert texts(llm) == [greedy(policies[0], prompt) for prompt in PROMPTS]
+    expect_texts_of(policies[0], llm)
     version = llm.weight_version
     llm.begin_update()
     for pair in policies[1].weights.items():
@@ -42,7 +33,7 @@ def test_in_pieces(llm: LLM, policies: tuple[Policy, Policy]) -> None:
         llm.update([pair])
     llm.finish_update(version=version + 10)
     assert llm.weight_version == version + 10
-    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+    expect_texts_of(policies[1], llm)
 
 
 def test_from_a_folder(
@@ -52,7 +43,7 @@ def test_from_a_folder(
     before, folder = llm.checksum(), Path(policies[1].folder)
     monkeypatch.chdir(folder.parent)
     llm.load_weights(folder.name)
-    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+    expect_texts_of(policies[1], llm)
     with pytest.raises(FileNotFoundError, match=rf"^weights='{tmp_path}': must be a folder with \*.safetensors"):
         llm.load_weights(tmp_path)
     llm.load_weights(Path(policies[0].folder))
@@ -68,14 +59,10 @@ def test_checksums_tell_every_weight(llm: LLM, policies: tuple[Policy, Policy]) 
     for name, value in list(policies[0].weights.items())[::5]:
         changed = value.clone()
         changed.view(torch.int32).flatten()[-1] ^= 1
-        llm.begin_update(partial=True)
-        llm.update([(name, changed)])
-        llm.finish_update()
+        replace_one(llm, name, changed)
         after = llm.checksum()
         assert [other for other in before if after[other] != before[other]] == [name]
-        llm.begin_update(partial=True)
-        llm.update([(name, value)])
-        llm.finish_update()
+        replace_one(llm, name, value)
     assert llm.checksum() == before
 
 
@@ -83,7 +70,7 @@ def test_recompute_is_exact(started: tuple[LLM, list[int]], policies: tuple[Poli
     llm, ids = started
     version = llm.weight_version
     llm.load_weights(policies[1].weights.items())
-    for prompt, [output] in zip(PROMPTS, finish(llm, ids).values(), strict=True):  # type: ignore[misc]
+    for prompt, output in zip(PROMPTS, finish(llm, ids), strict=True):
         [(first, start, cut), (second, also_cut, end)] = output.weight_versions
         assert (first, second, start, also_cut, end) == (version, version + 1, 0, cut, 12)
         assert output.token_ids[:cut] == greedy(policies[0], prompt, cut)
@@ -98,13 +85,11 @@ def test_keep_goes_on_with_the_old_keys(started: tuple[LLM, list[int]], policies
     outputs = finish(llm, ids)
     assert llm.engine.computed[0] == computed
     differs = False
-    for prompt, [output] in zip(PROMPTS, outputs.values(), strict=True):  # type: ignore[misc]
-        cut = output.weight_versions[0][2]
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        cut, longer = output.weight_versions[0][2], prompt + output.token_ids
         differs |= output.token_ids[cut:] != greedy(policies[1], prompt + output.token_ids[:cut], 12 - cut)
-    assert differs, "the old keys matter"
-    for prompt, [output] in zip(PROMPTS, outputs.values(), strict=True):  # type: ignore[misc]
-        longer = prompt + output.token_ids
         assert texts(llm, [longer]) == [greedy(policies[1], longer)]
+    assert differs, "the old keys matter"
     if not llm.config.has_front:
         llm.engine.scheduler.check_integrity()
 
@@ -112,29 +97,20 @@ def test_keep_goes_on_with_the_old_keys(started: tuple[LLM, list[int]], policies
 def test_wait_lets_them_end(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
     """Those that have begun end under the old weights; one that came later begins under the new ones."""
     llm, ids = started
-    rows = {i: llm.engine.book.rows[i] for i in ids}
-    late = llm.add_request([9, 9], GREEDY)
-    rows[late] = llm.engine.book.rows[late]
+    rows = [llm.engine.book.rows[i][0] for i in [*ids, llm.add_request([9, 9], GREEDY)]]
     version = llm.weight_version
     llm.load_weights(policies[1].weights.items(), in_flight="wait")
-    while llm.has_unfinished_requests():
-        llm.step()
-    found: dict[int, CompletionOutput] = {i: llm.engine.book.completion(seq) for i, [seq] in rows.items()}
-    for i, prompt in zip(ids, PROMPTS, strict=True):
-        assert found[i].token_ids == greedy(policies[0], prompt)
-        assert found[i].weight_versions == [(version, 0, 12)]
-    assert found[late].token_ids == greedy(policies[1], [9, 9])
-    assert found[late].weight_versions == [(version + 1, 0, 12)]
+    drain(llm)
+    *others, late = [(one.token_ids, one.weight_versions) for one in map(llm.engine.book.completion, rows)]
+    assert others == [(greedy(policies[0], prompt), [(version, 0, 12)]) for prompt in PROMPTS]
+    assert late == (greedy(policies[1], [9, 9]), [(version + 1, 0, 12)])
 
 
 def test_abort_hands_out_what_is_there(started: tuple[LLM, list[int]], policies: tuple[Policy, Policy]) -> None:
     llm, ids = started
     rows = {i: llm.engine.book.rows[i] for i in ids}
     llm.load_weights(policies[1].weights.items(), in_flight="abort")
-    reasons = {}
-    while llm.has_unfinished_requests():
-        reasons |= {output.request_id: output.finish_reason for output in llm.step() if output.finished}
-    assert reasons == dict.fromkeys(ids, "abort")
+    assert ends_of(drain(llm)) == dict.fromkeys(ids, "abort")
     assert all(len(seq.output_token_ids) >= 5 for [seq] in rows.values())
 
 
@@ -148,7 +124,7 @@ def test_mistakes(llm: LLM, policies: tuple[Policy, Policy]) -> None:
         llm.load_weights(weights, in_flight="sometimes")
     with pytest.raises(ValueError, match=f"version={llm.weight_version}: must be None or an integer >= "):
         llm.load_weights(weights, version=llm.weight_version)
-    assert texts(llm) == [greedy(policies[0], prompt) for prompt in PROMPTS], "nothing has begun"
+    expect_texts_of(policies[0], llm)  # nothing has begun
     llm.begin_update()
     llm.update(weights[:3])
     with pytest.raises(ValueError, match=f"surplus weight '{weights[0][0]}'"):
@@ -161,7 +137,7 @@ def test_mistakes(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     with pytest.raises(ValueError, match="version"):
         llm.finish_update(version=-1)
     llm.finish_update()
-    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+    expect_texts_of(policies[1], llm)
 
 
 def test_a_tensor_in_shards_is_gathered(llm: LLM, policies: tuple[Policy, Policy]) -> None:
@@ -176,4 +152,4 @@ def test_a_tensor_in_shards_is_gathered(llm: LLM, policies: tuple[Policy, Policy
         llm.load_weights(shards.items())
     finally:
         dist.destroy_process_group()
-    assert texts(llm) == [greedy(policies[1], prompt) for prompt in PROMPTS]
+    expect_texts_of(policies[1], llm)

@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_policy import GREEDY, OPTIONS, PROMPTS, VOCAB, Policy, greedy, texts
+from stepping import drain, tokens_of
+from tiny_policy import GREEDY, OPTIONS, PROMPTS, VOCAB, Policy, expect_texts_of, greedy, texts
 
 from nanovllm import LLM, SamplingParams
 
 Weights = dict[str, torch.Tensor]
-
-
-def expect_texts_of(policy: Policy, llm: LLM) -> None:
-    assert texts(llm) == [greedy(policy, prompt) for prompt in PROMPTS]
-
-
-def finish(llm: LLM, request_id: int) -> list[int]:
-    """Tokens that the only request gains from here on."""
-    tokens: list[int] = []
-    while not llm.is_finished():
-        for output in llm.step():
-            assert output.request_id == request_id
-            tokens += output.new_token_ids
-    return tokens
 
 
 def test_weights_of_another_type_are_rounded(llm: LLM, policies: tuple[Policy, Policy]) -> None:
@@ -65,8 +52,7 @@ def test_a_request_that_ends_with_the_last_old_step_is_reported(llm: LLM, polici
     with pytest.raises(ValueError, match="missing"):
         llm.load_weights([])
     llm.load_weights(policies[1].weights.items())
-    assert not llm.is_finished()
-    assert finish(llm, request_id) == greedy(policies[0], PROMPTS[0], 1)
+    assert tokens_of(drain(llm)) == {request_id: greedy(policies[0], PROMPTS[0], 1)}
 
 
 def spoil(weights: Weights, how: str) -> Iterator[Any]:
@@ -109,7 +95,7 @@ def test_a_mistake_is_named_and_can_be_repaired(
     with pytest.raises(RuntimeError, match="until load_weights"):
         texts(llm)
     llm.load_weights(weights.items())
-    assert finish(llm, request_id) == greedy(policies[1], PROMPTS[1])
+    assert tokens_of(drain(llm)) == {request_id: greedy(policies[1], PROMPTS[1])}
     expect_texts_of(policies[1], llm)
 
 
@@ -123,7 +109,7 @@ def test_what_can_be_looked_at_before_is_refused_before_anything_is_written(
     monkeypatch.setattr("nanovllm.executor.local._BUCKET_BYTES", 50_000)  # so that some of it could have been written
     before = llm.checksum()
     request_id = llm.add_request(PROMPTS[1], GREEDY)
-    tokens = [token for _ in range(3) for output in llm.step() for token in output.new_token_ids]
+    outputs = [output for _ in range(3) for output in llm.step()]
     in_folder = how in ("in a folder", "cut off")
     loads: list[Any] = [list(spoil(second.weights, "missing" if in_folder else how))]
     if in_folder:
@@ -137,7 +123,7 @@ def test_what_can_be_looked_at_before_is_refused_before_anything_is_written(
         with pytest.raises(ValueError, match=None if keep is None else "model.safetensors"):
             llm.load_weights(loads[0])
     assert llm.checksum() == before
-    assert tokens + finish(llm, request_id) == greedy(first, PROMPTS[1])
+    assert tokens_of(outputs + drain(llm)) == {request_id: greedy(first, PROMPTS[1])}
     expect_texts_of(first, llm)
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+from stepping import drain, ends_of, tokens_of, wait_for_tokens
 from tiny_policy import Policy
 
 from nanovllm import LLM, SamplingParams
@@ -26,18 +27,11 @@ class Generating(threading.Thread):
         self.outputs = self._llm.generate([[n, 5, 9] for n in range(4)], SEEDED, use_tqdm=False)
 
 
-def wait_for_tokens(llm: LLM) -> None:
-    begin, deadline = llm.stats().generation_tokens, time.monotonic() + 60
-    while llm.stats().generation_tokens < begin + 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_kept_requests_go_on_where_they_were(llm: LLM) -> None:
     alone = Generating(llm)
     alone.join(60)
     paused = Generating(llm)
-    wait_for_tokens(llm)
+    wait_for_tokens(llm, 8)
     llm.pause()
     assert llm.is_paused
     computed = llm.engine.computed[1]
@@ -55,7 +49,7 @@ def test_kept_requests_go_on_where_they_were(llm: LLM) -> None:
 def test_new_weights_in_a_pause(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     """As a trainer beside a server does it: what runs elsewhere only waits."""
     running = Generating(llm)
-    wait_for_tokens(llm)
+    wait_for_tokens(llm, 8)
     llm.pause()
     llm.begin_update(in_flight="keep")
     for pair in policies[1].weights.items():
@@ -86,21 +80,19 @@ def test_who_sleeps_through_a_wait_for_requests_hears_of_its_end(llm: LLM) -> No
     assert next(waiting, "ended") == "ended"
     sleeper.join(5.0)
     assert woken == [True]
-    while llm.has_unfinished_requests():
-        llm.step()
+    drain(llm)
 
 
 def test_a_pause_that_waits(llm: LLM) -> None:
     running = Generating(llm)
-    wait_for_tokens(llm)
+    wait_for_tokens(llm, 8)
     llm.pause("wait")
     running.join(60)
     assert {len(output.token_ids) for output in running.outputs} == {40}
     late = llm.add_request([3], SamplingParams(max_tokens=2, ignore_eos=True))
     assert llm.step() == [] and llm.has_unfinished_requests()
     llm.resume()
-    while llm.has_unfinished_requests():
-        assert {output.request_id for output in llm.step()} <= {late}
+    assert ends_of(drain(llm)) == {late: "length"}
 
 
 def test_a_resume_ends_a_pause_that_waits(llm: LLM) -> None:
@@ -115,14 +107,13 @@ def test_a_resume_ends_a_pause_that_waits(llm: LLM) -> None:
         deque(waiting, 0)
     assert not llm.is_paused
     llm.abort_all()
-    while llm.has_unfinished_requests():
-        llm.step()
+    drain(llm)
 
 
 @pytest.mark.parametrize("by_pause", [True, False])
 def test_all_are_aborted(llm: LLM, by_pause: bool) -> None:
     running = Generating(llm)
-    wait_for_tokens(llm)
+    wait_for_tokens(llm, 8)
     if by_pause:
         llm.pause("abort")
     else:
@@ -158,11 +149,8 @@ def test_an_output_goes_on_as_if_it_had_not_been_cut(llm: LLM, options: dict[str
     [output] = llm.generate([prompt], params, use_tqdm=False)
     whole = output.outputs[0]
     for cut in (1, 2, 15, 18, len(whole.token_ids) - 1):
-        request_id = llm.add_request(prompt, params, output_token_ids=whole.token_ids[:cut])
-        [row] = llm.engine.book.rows[request_id]
-        gained: list[int] = []
-        while llm.has_unfinished_requests():
-            gained += [token for one in llm.step() for token in one.new_token_ids]
+        [row] = llm.engine.book.rows[llm.add_request(prompt, params, output_token_ids=whole.token_ids[:cut])]
+        [gained] = tokens_of(drain(llm)).values()
         assert gained == whole.token_ids[cut:]
         found = llm.engine.book.completion(row)
         assert (found.token_ids, found.finish_reason) == (whole.token_ids, whole.finish_reason)

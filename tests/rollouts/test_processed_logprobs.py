@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processed_logits import processed
+from stepping import drain
 from tiny_policy import OPTIONS, VOCAB, Policy
 
 from nanovllm import LLM, SamplingParams
@@ -137,9 +138,7 @@ def test_penalties_count_what_an_output_begins_with(llm: LLM) -> None:
                             logprobs_mode="processed", allowed_token_ids=range(3, 6))  # fmt: skip
     [output] = llm.generate([PROMPT], params, use_tqdm=False)
     llm.add_request(PROMPT, params, output_token_ids=output.token_ids[:8])
-    rest = []
-    while llm.has_unfinished_requests():
-        rest += [next(iter(row.values())).logprob for gained in llm.step() for row in gained.logprobs or () if row]
+    rest = [next(iter(row.values())).logprob for gained in drain(llm) for row in gained.logprobs or () if row]
     whole = [next(iter(row.values())).logprob for row in output.outputs[0].logprobs or () if row]
     assert rest == pytest.approx(whole[8:], abs=1e-5)
 

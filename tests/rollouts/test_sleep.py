@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from stepping import drain, ends_of, tokens_of
 from tiny_policy import GREEDY, OPTIONS, PROMPTS, Policy, texts
 
 from nanovllm import LLM
+from nanovllm.outputs import StepOutput
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "two replicas"])
@@ -58,24 +60,17 @@ def test_dropped_weights_come_anew(sleeper: LLM, policies: tuple[Policy, Policy]
 def test_requests_sleep_in_a_pause(sleeper: LLM) -> None:
     expected = texts(sleeper)
     ids = [sleeper.add_request(prompt, GREEDY) for prompt in PROMPTS]
-    gained: dict[int, list[int]] = {i: [] for i in ids}
-
-    def step() -> None:
-        for output in sleeper.step():
-            gained[output.request_id] += output.new_token_ids
-
-    while not gained[ids[0]]:
-        step()
+    outputs: list[StepOutput] = []
+    while not tokens_of(outputs).get(ids[0]):
+        outputs += sleeper.step()
     with pytest.raises(RuntimeError, match="requests are running"):
         sleeper.sleep()
     sleeper.pause()
     sleeper.sleep()
-    step()
+    outputs += sleeper.step()
     sleeper.wake_up()
     sleeper.resume()
-    while sleeper.has_unfinished_requests():
-        step()
-    assert [gained[i] for i in ids] == expected
+    assert [*dict(sorted(tokens_of(outputs + drain(sleeper)).items())).values()] == expected
 
 
 def test_requests_that_wait_for_a_sleeper_are_aborted(sleeper: LLM) -> None:
@@ -83,10 +78,7 @@ def test_requests_that_wait_for_a_sleeper_are_aborted(sleeper: LLM) -> None:
     sleeper.sleep()
     waiting = {sleeper.add_request(prompt, GREEDY) for prompt in PROMPTS}
     sleeper.pause("abort")
-    ended: dict[int, str | None] = {}
-    while sleeper.has_unfinished_requests():
-        ended |= {output.request_id: output.finish_reason for output in sleeper.step()}
-    assert ended == dict.fromkeys(waiting, "abort")
+    assert ends_of(drain(sleeper)) == dict.fromkeys(waiting, "abort")
     sleeper.wake_up()
     sleeper.resume()
     assert texts(sleeper) == expected

@@ -40,6 +40,10 @@ def texts(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams =
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def expect_texts_of(policy: Policy, llm: LLM) -> None:
+    assert texts(llm) == [greedy(policy, prompt) for prompt in PROMPTS]
+
+
 def greedy(policy: Policy, prompt: list[int], count: int = 12) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
