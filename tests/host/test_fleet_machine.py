@@ -32,7 +32,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[Key, int]] = {}
-        """What an unfinished row is sampled by, and its number of tokens."""
+        """Key and number of tokens of each unfinished row."""
         self.requests: dict[int, tuple[set[int], bool]] = {}
         """Unfinished rows of a request, and whether the prompt's log-probabilities are wanted."""
         self.aborted: set[int] = set()
