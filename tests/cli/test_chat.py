@@ -37,12 +37,8 @@ def test_complete(server: Server) -> None:
 
 
 def test_a_model_of_its_own_that_leaves_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = nanovllm(
-        *("chat", "-q", "--device", "cpu", "--temperature", "0", "--num-kvcache-blocks", "64"),
-        input=CAPITAL,
-        env=environment,
-    )
+    command = ("chat", "-q", "--device", "cpu", "--temperature", "0", "--num-kvcache-blocks", "64")
+    done = nanovllm(*command, input=CAPITAL, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert "Paris" in done.stdout, done.stderr
     assert list(tmp_path.glob("nanovllm-*")) == []
 
@@ -102,24 +98,25 @@ def terminal(server: Server) -> Iterator[Terminal]:
 
 
 def test_terminal(terminal: Terminal, server: Server, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+
+    def say(text: str, until: str = "\n> ") -> None:
+        terminal.type(text + "\n")
+        terminal.wait_for(until)
+
     terminal.wait_for("> ")
-    terminal.type("Once upon a time\n")
-    terminal.wait_for(" ")
+    say("Once upon a time", " ")
     wait_for(server.num_running, "answer")
     terminal.wait_for("\x1b[0m")
     terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the program
     terminal.wait_for("tok/s")
     terminal.wait_for("\n> ")
     wait_for(lambda: server.num_running() == 0, "abort")
-    terminal.type(f"/save {tmp_path / 'chat.json'}\n")
-    terminal.wait_for("\n> ")
-    assert [each["role"] for each in json.loads((tmp_path / "chat.json").read_text())] == ["user", "assistant"]
-    terminal.type("/system Be brief.\n")
-    terminal.wait_for("\n> ")
-    terminal.type(f"/save {tmp_path / 'chat.json'}\n")
-    terminal.wait_for("\n> ")
-    assert json.loads((tmp_path / "chat.json").read_text()) == [{"role": "system", "content": "Be brief."}]
-    terminal.type("/help\n")
-    terminal.wait_for("/reset")
+    say(f"/save {saved}")
+    assert [each["role"] for each in json.loads(saved.read_text())] == ["user", "assistant"]
+    say("/system Be brief.")
+    say(f"/save {saved}")
+    assert json.loads(saved.read_text()) == [{"role": "system", "content": "Be brief."}]
+    say("/help", "/reset")
     terminal.type("/exit\n")
     assert terminal.process.wait(20) == 0

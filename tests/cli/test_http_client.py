@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,46 +28,45 @@ os.rmdir = rmdir
 """
 
 
+def asked(read: Callable[[Client], Awaitable[Any]], *pieces: bytes) -> Any:
+    """What is read of a server that answers each request by these pieces, and then closes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        writer.close()
+
+    async def ask() -> Any:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            async with Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+                return await read(client)
+
+    return asyncio.run(ask())
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_events_cut_at_every_byte(newline: str) -> None:
     """With both kinds of line ends."""
     body = "".join(f"data: {event}{newline}{newline}" for event in ('{"a": 1}', '{"a": 2}', "[DONE]")).encode()
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"{}")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body))
-        for byte in body:
-            writer.write(bytes([byte]))
-            await writer.drain()
-            await asyncio.sleep(0.001)
-        writer.close()
+    async def read(client: Client) -> list[dict[str, int]]:
+        async with client.stream("/", {}) as events:
+            return [event async for _, event in events]
 
-    async def read() -> list[dict[str, int]]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with Client(url) as client, client.stream("/", {}) as events:
-                return [event async for _, event in events]
-
-    assert asyncio.run(read()) == [{"a": 1}, {"a": 2}]
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    assert asked(read, head, *(bytes([byte]) for byte in body)) == [{"a": 1}, {"a": 2}]
 
 
 def test_an_answer_that_ends_with_its_connection() -> None:
     """It has neither a length nor chunks, and its connection is not used again."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b'HTTP/1.1 200 OK\r\n\r\n{"a"')
-        await writer.drain()
-        writer.write(b": 1}")
-        writer.close()
+    async def read(client: Client) -> list[Any]:
+        return [await client.get("/"), await client.get("/")]
 
-    async def read() -> list[Any]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with Client(url) as client:
-                return [await client.get("/"), await client.get("/")]
-
-    assert asyncio.run(read()) == [{"a": 1}, {"a": 1}]
+    assert asked(read, b'HTTP/1.1 200 OK\r\n\r\n{"a"', b": 1}") == [{"a": 1}, {"a": 1}]
 
 
 def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def completion(custom_id: str, **fields: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def write(path: Path, entries: Iterable[dict[str, Any] | str]) -> str:
+def write(path: Path, entries: Iterable[Any]) -> str:
     lines = (entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)
     path.write_text("".join(line + "\n" for line in lines))
     return str(path)
@@ -62,14 +62,8 @@ def test_chats_and_completions(server: Server, tmp_path: Path) -> None:
 
 def test_broken_lines_get_records_and_the_rest_goes_on(server: Server, tmp_path: Path) -> None:
     lines = [
-        "{",
-        "[]",
-        json.dumps({"url": "/v1/completions", "body": {}}),
-        json.dumps({"custom_id": "w", "url": "/v1/files", "body": {}}),
-        json.dumps(chat("s", stream=True)),
-        json.dumps(chat("t", temperature=-1)),
-        json.dumps(completion("ok")),
-        json.dumps(completion("m", model="gpt-4")),
+        *("{", "[]", {"url": "/v1/completions", "body": {}}, {"custom_id": "w", "url": "/v1/files", "body": {}}),
+        *(chat("s", stream=True), chat("t", temperature=-1), completion("ok"), completion("m", model="gpt-4")),
     ]
     done = nanovllm("run-batch", write(tmp_path / "in", lines), str(tmp_path / "out"), "--url", server.url)
     assert done.returncode == 0
@@ -121,16 +115,14 @@ def test_full_disk(server: Server, tmp_path: Path) -> None:
 
 def test_results_of_something_else(server: Server, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.write_text("notes\n")
     file = write(tmp_path / "in", [completion("a"), completion("b")])
-    done = nanovllm("run-batch", file, str(out), "--url", server.url)
-    assert done.returncode == 2 and "not a result of run-batch" in done.stderr
-    write(out, [{"id": "batch_req_1", "custom_id": "other", "response": None, "error": None}])
-    done = nanovllm("run-batch", file, str(out), "--url", server.url)
-    assert done.returncode == 2 and "another input" in done.stderr
-    write(out, [{"id": f"batch_req_{n}", "custom_id": "other", "response": None, "error": None} for n in (1, 2)])
-    done = nanovllm("run-batch", file, str(out), "--url", server.url)
-    assert done.returncode == 2 and "another input" in done.stderr, "as many as the input has lines"
+    others = [{"id": f"batch_req_{n}", "custom_id": "other", "response": None, "error": None} for n in (1, 2)]
+    for found, said in (
+        (["notes"], "not a result of run-batch"), (others[:1], "another input"), (others, "another input"),
+    ):  # fmt: skip
+        write(out, found)
+        done = nanovllm("run-batch", file, str(out), "--url", server.url)
+        assert done.returncode == 2 and said in done.stderr
     done = nanovllm("run-batch", "no-such-file", str(out), "--url", server.url)
     assert done.returncode == 2 and done.stderr == "nanovllm: no-such-file: No such file or directory\n"
     assert nanovllm("run-batch", file, file, "--url", server.url).returncode == 2

@@ -14,19 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import watching
-from serving import (
-    CHAT,
-    COMPLETIONS,
-    GENERATE,
-    JSON,
-    MESSAGES,
-    RESPONSES,
-    Server,
-    message,
-    read_until,
-    ready_server,
-    user,
-)
+from serving import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Server, message, read_until, ready_server, user
 from system import wait_for
 
 from nanovllm.serve import limits
@@ -131,7 +119,8 @@ def post(path: str, *statuses: int, **fields: Any) -> Attack:
 def send(path: str, *statuses: int, body: bytes, computes: bool = False) -> Attack:
     def run(server: Server) -> None:
         content = body.replace(NONCE, b"%08d" % next(_tries)) if NONCE in body else body
-        answer = httpx.post(server.url + path, content=content, headers=JSON, timeout=60)
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
         assert answer.status_code in statuses, answer.text[:500]
         assert answer.status_code == 200 or len(answer.content) < 1400
 

@@ -197,7 +197,7 @@ def test_no_text_becomes_another_element_or_attribute(page: Page) -> None:
 
 
 def copied_by(page: Page, button: str) -> str:
-    """Text that a button copies where the browser lends no clipboard, as at http://192.168.0.2:8000, no secure origin."""
+    """Text that a button copies where the browser lends no clipboard, as at http://192.168.0.2:8000."""
     page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true}); 0")
     page.evaluate("document.addEventListener('copy', () => { globalThis.copied = String(getSelection()); })")
     page.send("Runtime.evaluate", expression=f"document.querySelector('{button}').click()", userGesture=True)

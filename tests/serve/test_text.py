@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import save_tokenizer
+from serving import user
 from transformers import AutoTokenizer
 
 from nanovllm.config import EngineConfig
@@ -58,31 +60,25 @@ calls = st.builds(
     st.sampled_from(["get_weather", "add"]),
     arguments,
 )
-messages = st.lists(
-    st.builds(lambda text: {"role": "user", "content": text}, words)
-    | st.builds(lambda text: {"role": "assistant", "content": text}, words)
-    | st.builds(lambda t, r: {"role": "assistant", "content": t, "reasoning_content": r}, words, words)
-    | st.builds(lambda one: {"role": "assistant", "content": None, "tool_calls": [one]}, calls)
-    | st.builds(lambda text: {"role": "tool", "content": text}, words),
-    max_size=6,
-)
+
+
+def said(role: str, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Messages of a role, with any text unless told."""
+    return st.fixed_dictionaries({"role": st.just(role), "content": words, **more})
+
+
+calling = said("assistant", content=st.none(), tool_calls=st.lists(calls, min_size=1, max_size=1))
+messages = said("user") | said("assistant") | said("assistant", reasoning_content=words) | calling | said("tool")
 chats = st.builds(
-    lambda system, first, rest: [*system, {"role": "user", "content": first}, *rest],
-    st.lists(st.builds(lambda text: {"role": "system", "content": text}, words), max_size=1),
-    words,
-    messages,
+    lambda system, first, rest: [*system, first, *rest],
+    *(st.lists(said("system"), max_size=1), said("user"), st.lists(messages, max_size=6)),
+)
+parameters = st.just({"type": "object", "properties": {}})
+functions = st.fixed_dictionaries(
+    {"name": st.sampled_from(["get_weather", "add"]), "description": words, "parameters": parameters}
 )
 tools = st.none() | st.lists(
-    st.builds(
-        lambda name, text: {
-            "type": "function",
-            "function": {"name": name, "description": text, "parameters": {"type": "object", "properties": {}}},
-        },
-        st.sampled_from(["get_weather", "add"]),
-        words,
-    ),
-    min_size=1,
-    max_size=2,
+    functions.map(lambda function: {"type": "function", "function": function}), min_size=1, max_size=2
 )
 
 
@@ -133,13 +129,11 @@ def test_rendered_chats_equal_transformers(
 
 
 @settings(max_examples=40, deadline=None)
-@given(chat=chats, last=words.filter(str.strip))
-def test_a_message_that_goes_on_equals_transformers(
-    pair: tuple[CheckpointTokenizer, Any], chat: list[Any], last: str
-) -> None:
+@given(last=words.filter(str.strip))
+def test_a_message_that_goes_on_equals_transformers(pair: tuple[CheckpointTokenizer, Any], last: str) -> None:
     ours, theirs = pair
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    chat = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": last}]
+    chat = [*user("Hello!"), {"role": "assistant", "content": last}]
     text = theirs.apply_chat_template(chat, tokenize=False, **options)
     assert ours.render_chat(chat, **options) == text
     parts = [chat[0], {"role": "assistant", "content": [{"type": "text", "text": last}]}]
@@ -185,16 +179,15 @@ def test_what_a_tool_brings_cannot_close_its_place() -> None:
     for trust, count in ((False, 1), (True, 2)):
         _, ids = ours.encode_chat([asked, {"role": "tool", "content": forged}], trust_special_tokens=trust)
         assert ids.count(closing) == count
-    assert ours.encode_chat([{"role": "user", "content": forged}])[1].count(closing) == 1  # a user's own words
+    assert ours.encode_chat(user(forged))[1].count(closing) == 1  # a user's own words
 
 
 def test_characters_that_stand_for_tokens_cannot_be_sent() -> None:
     ours = CheckpointTokenizer(DEMO)
     forged = "".join(chr(0xF0000 + i) for i in range(20))
-    text, ids = ours.encode_chat([{"role": "user", "content": forged}])
-    assert len([i for i in ids if i in ours.added_tokens_decoder]) == text.count("<|im_start|>") + text.count(
-        "<|im_end|>"
-    )
+    text, ids = ours.encode_chat(user(forged))
+    num_tokens = text.count("<|im_start|>") + text.count("<|im_end|>")
+    assert len([i for i in ids if i in ours.added_tokens_decoder]) == num_tokens
 
 
 @given(names=st.lists(st.text("<ab>1", min_size=1, max_size=5), max_size=12), text=st.text("<ab>1", max_size=40))
@@ -244,11 +237,8 @@ def test_a_request_cannot_set_the_renderers_own_variables(name: str) -> None:
 )
 def test_templates_stay_in_the_sandbox(source: str) -> None:
     template = ChatTemplate(source)
-    try:
-        text = template.render([{"role": "user", "content": "x"}])
-    except ValueError:
-        return
-    assert text == ""
+    with suppress(ValueError):
+        assert template.render(user("x")) == ""
 
 
 def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,20 +246,14 @@ def test_a_template_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) 
     inner = "{% for j in range(90000) %}{% set x = messages[0].role %}{% endfor %}"
     loops = "{% for i in range(90000) %}" + inner + "{% endfor %}"
     with pytest.raises(ValueError, match="takes longer than"):
-        ChatTemplate(loops).render([{"role": "user", "content": "x"}])
+        ChatTemplate(loops).render(user("x"))
 
 
-def test_a_template_that_is_none_is_refused() -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chat_template: not valid jinja2"):
         ChatTemplate("{% if %}")
-
-
-def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="half a surrogate pair"):
         CheckpointTokenizer(DEMO).encode("a\ud800")
-
-
-def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing"):
         CheckpointTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
@@ -286,19 +270,17 @@ OF_IMAGES = (
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_template_that_looks_for_images_sees_texts(apart: bool, tmp_path: Path) -> None:
     """It would pass over a content that is one text, without an error; older files have it in a file of its own."""
-    name, text = ("chat_template.json", json.dumps({"chat_template": OF_IMAGES})) if apart else (
-        "chat_template.jinja", OF_IMAGES
-    )  # fmt: skip
+    name, text = "chat_template.jinja", OF_IMAGES
+    if apart:
+        name, text = "chat_template.json", json.dumps({"chat_template": OF_IMAGES})
     for each in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / each, tmp_path / each)
     (tmp_path / name).write_text(text, encoding="utf-8")
-    chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
-    assert CheckpointTokenizer(tmp_path).render_chat(chat) == "user:hi;user:you;"
-    library = Tokenizer(EngineConfig(str(tmp_path)))
-    assert library.render_chat(chat) == "user:hi;user:you;"
+    chat = [*user("hi"), {"role": "user", "content": [{"type": "text", "text": "you"}]}]
+    for tokenizer in (CheckpointTokenizer(tmp_path), Tokenizer(EngineConfig(str(tmp_path)))):
+        assert tokenizer.render_chat(chat) == "user:hi;user:you;"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES])
-def test_which_templates_go_through_parts(family: str) -> None:
-    takes = ChatTemplate((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")).takes_parts
-    assert takes == (family == "gemma")
+def test_which_templates_go_through_parts() -> None:
+    templates = {family: ChatTemplate((TEMPLATES / f"{family}.jinja").read_text("utf-8")) for family in FAMILIES}
+    assert [family for family, template in templates.items() if template.takes_parts] == ["gemma"]
