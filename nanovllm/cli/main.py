@@ -1,6 +1,5 @@
 """`nanovllm COMMAND`: each command's module is imported when it is called for."""
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import nanovllm
 from nanovllm.cli.options import Parser
+from nanovllm.errors import near_miss
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
@@ -33,9 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0].startswith("-"):
         return _without_command(words)
     if words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMMANDS)}"
-        print(f"nanovllm: unknown command {words[0][:100]!r}; {hint}", file=sys.stderr)
+        hint = near_miss(words[0], COMMANDS) or f"; must be one of {', '.join(COMMANDS)}"
+        print(f"nanovllm: unknown command {words[0][:100]!r}{hint}", file=sys.stderr)
         return 2
     try:
         module = command(words[0])

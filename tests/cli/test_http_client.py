@@ -29,7 +29,7 @@ os.rmdir = rmdir
 
 
 def asked(read: Callable[[Client], Awaitable[Any]], *pieces: bytes) -> Any:
-    """What is read of a server that answers each request by these pieces, and then closes."""
+    """Result of `read` at a server that answers each request by these pieces, and then closes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

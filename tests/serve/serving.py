@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,35 @@ class Server:
             found.update(todo)
         return found
 
-    def num_running(self) -> int:
+    def num_running(self, key: str | None = None) -> int:
         """Completions in flight."""
-        return int(httpx.get(self.url + "/load", timeout=PATIENCE).json()["server_load"])
+        with self.client(key) as client:
+            return int(client.get("/load").json()["server_load"])
 
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers)
+
+    def connect(self, read_buffer: int | None = None, seconds: float = PATIENCE) -> socket.socket:
+        """A connection of a client that takes at most so many bytes before it reads them."""
+        connection = socket.socket()
+        if read_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
+        connection.settimeout(seconds)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def send(self, *pieces: bytes, seconds: float = 20.0) -> bytes:
+        """Sends bytes as they are; returns all that comes until the server closes."""
+        found = b""
+        with self.connect(seconds=seconds) as connection:
+            with suppress(OSError):  # refused before all of it was sent
+                for piece in pieces:
+                    connection.sendall(piece)
+            with suppress(ConnectionResetError):
+                while data := connection.recv(1 << 16):
+                    found += data
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of all samples of this name and these labels."""
@@ -246,23 +268,6 @@ def read_until(descriptor: int, end: bytes) -> bytes:
         assert data, found[-300:]
         found += data
     return found
-
-
-def raw(server: Server, *pieces: bytes, seconds: float = 20.0) -> bytes:
-    """Sends bytes as they are; returns all that comes until the server closes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
-        found = b""
-        try:
-            for piece in pieces:
-                connection.sendall(piece)
-        except OSError:
-            pass  # refused before all of it was sent
-        try:
-            while data := connection.recv(1 << 16):
-                found += data
-        except ConnectionResetError:
-            pass
-        return found
 
 
 def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:

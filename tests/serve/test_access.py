@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import socket
 import ssl
 import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
-from serving import ASK, CHAT, JSON, MESSAGES, OPENING, Server, raw, ready_server, refusal, streamed
+from serving import ASK, CHAT, JSON, MESSAGES, OPENING, Server, ready_server, refusal, streamed
 
 KEYS = ("sesame", "from-file", "from-environment")
 
@@ -31,7 +30,7 @@ def test_no_way_past_the_key(impatient: Server, path: str, value: str | None) ->
     key = b"" if value is None else b"authorization: " + value.encode() + b"\r\n"
     for host in (b"a", b"a/health", b"a/health?x="):
         request = b"GET %s HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n%s\r\n" % (path.encode(), host, key)
-        status, error = refusal(raw(impatient, request))
+        status, error = refusal(impatient.send(request))
         assert (status, error["code"]) == (401, "invalid_api_key")
 
 
@@ -40,7 +39,7 @@ def test_refused_before_the_body_is_read(impatient: Server) -> None:
     request's."""
     error = httpx.post(impatient.url + MESSAGES, json={}).json()
     assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
-    with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
+    with impatient.connect() as connection:
         connection.sendall(OPENING + b"content-length: 1000000\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 401"
         rest = b""
@@ -95,7 +94,7 @@ def test_tls(tmp_path: Path) -> None:
     arguments = ("--ssl-keyfile", key, "--ssl-certfile", certificate)
     with ready_server(tmp_path, *arguments, limits={"HEADER_SECONDS": 3.0}) as server:
         assert server.url.startswith("https://")
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent:
+        with server.connect() as silent:
             assert silent.recv(1) == b"", "a client that never begins TLS is let go"
         with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=certificate)) as client:
             assert client.post(CHAT, json=ASK).status_code == 200

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import watching
-from serving import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Server, message, read_until, ready_server, user
+from serving import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, message, read_until, ready_server, user
 from system import wait_for
 
 from nanovllm.serve import limits
@@ -155,7 +154,7 @@ def custom(grammar: str) -> Attack:
 def generate(**params: Any) -> Attack:
     masked = {"sampling_mask": True, "ignore_eos": True, "temperature": 2.0, "top_p": 0.999}
     status = 400 if params["max_tokens"] > 1000 else 200
-    return post(GENERATE, status, token_ids=[5], sampling_params=masked | params)
+    return post("/inference/v1/generate", status, token_ids=[5], sampling_params=masked | params)
 
 
 def hard(**constraint: Any) -> Attack:
@@ -171,9 +170,7 @@ def chained(count: int) -> dict[str, Any]:
 
 def echo_read_late(server: Server) -> None:
     """The first chunks of most prompts wait for a client that reads when the engine is done."""
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
+    with server.connect(4096) as connection:
         connection.sendall(message(COMPLETIONS, {"prompt": [[5] * 950] * 13, "stream": True} | ECHO))
         wait_for(lambda: server.num_running() > 1, "prompts")
         wait_for(lambda: server.num_running() <= 1, "end of the prompts")
@@ -183,7 +180,7 @@ def echo_read_late(server: Server) -> None:
 def pipeline(server: Server, reads: bool = False) -> None:
     """Asks on and on; 34 MB of questions once made 1.7 GB of requests that waited."""
     question = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection, suppress(ConnectionError):
+    with server.connect() as connection, suppress(ConnectionError):
         for _ in range(100):
             connection.sendall(question * 8000)
             if reads and not connection.recv(1 << 20):
@@ -211,8 +208,7 @@ def slow_schemas(server: Server) -> None:
 
 def more_connections_than_descriptors(server: Server) -> None:
     with ExitStack() as stack:
-        made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(250)]
-        made[-1].settimeout(20)
+        made = [stack.enter_context(server.connect()) for _ in range(250)]
         assert made[-1].recv(12) == b"HTTP/1.1 503"
         wait_for(lambda: "the limit of open files" in server.log, "line of the log")
 
@@ -282,7 +278,7 @@ ATTACKS = {
     f"{path}: the largest body of {kind}": send(path, 400, body=b'{"%b": %b}' % (name, value))
     for path, name in (
         (CHAT, b"messages"), (COMPLETIONS, b"prompt"), (MESSAGES, b"messages"), (RESPONSES, b"input"),
-        (GENERATE, b"token_ids"), (DETOKENIZE, b"tokens"),
+        ("/inference/v1/generate", b"token_ids"), (DETOKENIZE, b"tokens"),
     )
     for kind, value in LARGEST.items()
 }  # fmt: skip

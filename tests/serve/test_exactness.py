@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import DEMO, Server, streamed
+from serving import COMPLETIONS, DEMO, Server, streamed
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutput
 
 _WORDS = "Once upon a time there was the capital of France Monday Tuesday 1 2 3 hot cold Paris é 漢 🙂".split()
 NUM_REQUESTS = 60
@@ -44,14 +44,11 @@ Texts = list[tuple[str, list[int], str | None]]
 
 @pytest.fixture(scope="module")
 def expected() -> list[Texts]:
-    from nanovllm import StructuredOutput
-
-    requests = random_requests()
-    params = []
+    requests, params = random_requests(), []
     for request in requests:
         fields = {name: value for name, value in request.items() if name != "prompt"}
-        if "structured_outputs" in fields:
-            fields["structured_outputs"] = StructuredOutput(**fields["structured_outputs"])
+        if (wanted := fields.get("structured_outputs")) is not None:
+            fields["structured_outputs"] = StructuredOutput(**wanted)
         params.append(SamplingParams(**fields))
     with LLM(str(DEMO), device="cpu", max_num_seqs=32, num_kvcache_blocks=1024) as llm:
         outputs = llm.generate([request["prompt"] for request in requests], params, use_tqdm=False)
@@ -59,14 +56,14 @@ def expected() -> list[Texts]:
 
 
 def ask(client: httpx.Client, request: dict[str, Any]) -> Texts:
-    answer = client.post("/v1/completions", json=request | {"return_token_ids": True})
+    answer = client.post(COMPLETIONS, json=request | {"return_token_ids": True})
     assert answer.status_code == 200, answer.text
     return [(one["text"], one["token_ids"], one["finish_reason"]) for one in answer.json()["choices"]]
 
 
 def ask_streamed(client: httpx.Client, request: dict[str, Any]) -> Texts:
     found: list[Any] = [["", [], None] for _ in range(request.get("n", 1))]
-    for event in streamed(client, "/v1/completions", request | {"return_token_ids": True}):
+    for event in streamed(client, COMPLETIONS, request | {"return_token_ids": True}):
         for choice in event["choices"]:
             one = found[choice["index"]]
             assert one[2] is None, "text after the end"

@@ -83,8 +83,7 @@ def test_random_requests(server: Server) -> None:
     rng = random.Random(5)
     for _ in range(600):
         body = random_body(rng)
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.settimeout(20)
+        with server.connect() as connection:
             try:
                 whole = message(CHAT, body)
                 sent = mangled(rng, whole)

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -46,7 +47,7 @@ def test_client_that_leaves_is_aborted(small: Server, stream: bool, n: int) -> N
     wait_for(lambda: small.num_running() == 0, "rest")
     before = small.metric(ENDED, finished_reason="abort")
     computed = small.metric("vllm:iteration_tokens_total_sum")
-    with socket.create_connection(("127.0.0.1", small.port)) as connection:
+    with small.connect() as connection:
         connection.sendall(message(CHAT, LONG | {"stream": stream, "n": n}))
         wait_for(lambda: small.num_running() == n, "request")
         if stream:
@@ -69,7 +70,7 @@ def test_client_that_leaves_while_its_prompt_is_tokenized(small: Server) -> None
         wait_for(lambda: small.num_running() == 0, "rest")
         before = small.metric("vllm:prefix_cache_queries_total")
         for _ in range(8):
-            with socket.create_connection(("127.0.0.1", small.port)) as connection:
+            with small.connect() as connection:
                 connection.sendall(long)
                 linger = struct.pack("ii", 1, 0)  # a reset, which comes as fast as the body
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -85,14 +86,9 @@ def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
     keys = ("--api-key", "greedy", "--api-key", "patient")
     with (
         ready_server(tmp_path, "--max-num-seqs", "2", "--max-num-queued-reqs", "6", *keys) as server,
-        ThreadPoolExecutor(1) as pool,
-        server.client("greedy") as greedy,
-        server.client("patient") as patient,
-    ):
-
-        def in_flight() -> int:
-            return int(patient.get("/load").json()["server_load"])
-
+        ThreadPoolExecutor(1) as pool, server.client("greedy") as greedy, server.client("patient") as patient,
+    ):  # fmt: skip
+        in_flight = partial(server.num_running, "patient")
         with greedy.stream("POST", CHAT, json=LONG | {"n": 4, "stream": True}):
             wait_for(lambda: in_flight() == 4, "requests")
             refused = greedy.post(CHAT, json=LONG | {"max_tokens": 1})
@@ -112,15 +108,11 @@ def test_a_key_cannot_take_all_places_that_wait(tmp_path: Path) -> None:
 def test_overload(small: Server) -> None:
     wait_for(lambda: small.num_running() == 0, "rest")
     before = small.metric("vllm:admission_rejections_total", reason="queue_full")
-    with (
-        small.client() as client,
-        client.stream("POST", CHAT, json=LONG | {"stream": True, "n": 4}) as running,
-    ):
+    with small.client() as client, client.stream("POST", CHAT, json=LONG | {"stream": True, "n": 4}) as running:
         stream = running.iter_bytes()  # kept: httpx closes the response with it
         next(stream)
         refused = client.post(CHAT, json=LONG)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "server_overloaded"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
         assert int(refused.headers["retry-after"]) >= 1
         assert client.get("/health").status_code == 200
     assert small.metric("vllm:admission_rejections_total", reason="queue_full") == before + 1
@@ -128,9 +120,7 @@ def test_overload(small: Server) -> None:
 
 def test_slow_client_is_let_go_and_a_second_signal_ends_it(tmp_path: Path) -> None:
     with ready_server(tmp_path, limits={"SLOW_SECONDS": 1.0, "WRITE_BUFFER": 16384}) as server:
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(("127.0.0.1", server.port))
+        with server.connect(4096) as slow:
             slow.sendall(message(CHAT, LONG | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}))
             wait_for(lambda: server.num_running() == 8, "request")
             answer = httpx.post(server.url + CHAT, json=LONG | {"max_tokens": 8}, timeout=60)
@@ -162,8 +152,7 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
         wait_for(lambda: server.health().status_code == 503, "draining")
         assert server.health().json()["status"] == "draining"
         refused = httpx.post(server.url + CHAT, json=LONG)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "shutting_down"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert stream.last(200)["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(60) == 0
         wait_for(lambda: not alive(processes), "end of all processes")

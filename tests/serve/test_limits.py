@@ -4,17 +4,17 @@ import asyncio
 import json
 import os
 import re
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from http.client import HTTPResponse
 from typing import Any, cast
 from unittest.mock import MagicMock, patch
 
 import httpx
 import pytest
-from serving import ASK, COMPLETIONS, DEMO, JSON, OPENING, Server, raw, refusal
+from serving import ASK, COMPLETIONS, DEMO, JSON, OPENING, Server, refusal
 from system import wait_for
 
 from nanovllm.engine.prompt import Prompt
@@ -41,7 +41,7 @@ from nanovllm.serve.text_pool import SHORT
     ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path"],
 )
 def test_headers_too_large(server: Server, client: httpx.Client, head: bytes) -> None:
-    status, error = refusal(raw(server, head))
+    status, error = refusal(server.send(head))
     assert (status, error["code"]) == (431, "headers_too_large")
     assert client.get("/health").status_code == 200
 
@@ -49,8 +49,8 @@ def test_headers_too_large(server: Server, client: httpx.Client, head: bytes) ->
 @pytest.mark.parametrize("start", [b"", OPENING, OPENING + b"x: "], ids=["nothing", "half", "half a header"])
 def test_half_a_request_for_ever(impatient: Server, start: bytes) -> None:
     """Bytes now and then do not make the wait longer."""
-    assert raw(impatient, start, seconds=60) == b""
-    with socket.create_connection(("127.0.0.1", impatient.port), timeout=10) as connection:
+    assert impatient.send(start, seconds=60) == b""
+    with impatient.connect() as connection:
         connection.sendall(start)
         with pytest.raises(OSError):
             for _ in range(150):
@@ -59,7 +59,7 @@ def test_half_a_request_for_ever(impatient: Server, start: bytes) -> None:
 
 
 def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server) -> None:
-    with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
+    with impatient.connect() as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = HTTPResponse(connection)
         answer.begin()
@@ -70,12 +70,12 @@ def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server
 
 def test_body_too_large(server: Server, client: httpx.Client) -> None:
     """Refused as soon as it is known: by its length, or when too much of it has come."""
-    status, error = refusal(raw(server, OPENING + b"content-length: 60000000\r\n\r\n"))
+    status, error = refusal(server.send(OPENING + b"content-length: 60000000\r\n\r\n"))
     assert (status, error["code"]) == (413, "body_too_large")
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     trailer = b"0\r\nx: " + b" " * (1 << 20)  # without an end
     for pieces in ([chunk] * 60, [trailer] + [b" " * (1 << 20)] * 80):
-        status, error = refusal(raw(server, OPENING + b"transfer-encoding: chunked\r\n\r\n", *pieces))
+        status, error = refusal(server.send(OPENING + b"transfer-encoding: chunked\r\n\r\n", *pieces))
         assert (status, error["code"]) == (413, "body_too_large")
     assert client.get("/health").status_code == 200
 
@@ -86,16 +86,14 @@ def test_bodies_too_large_together(impatient: Server) -> None:
     key = {"authorization": "Bearer sesame"}
     head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 33000000\r\n\r\n"
     with ExitStack() as stack:
-        first, *others = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", impatient.port))) for _ in range(15)
-        ]
+        first, *others = [stack.enter_context(impatient.connect()) for _ in range(15)]
         for other in others:  # without a key: answered at once, and not kept
             other.sendall(OPENING + b"content-length: 33000000\r\n\r\n" + b" " * (1 << 20))
             assert other.recv(12) == b"HTTP/1.1 401"
         first.sendall(head + b" " * (30 << 20))
-        status, error = refusal(raw(impatient, head, b" " * (30 << 20)))
+        status, error = refusal(impatient.send(head, b" " * (30 << 20)))
         assert (status, error["code"]) == (503, "server_overloaded")
-        filling = stack.enter_context(socket.create_connection(("127.0.0.1", impatient.port)))
+        filling = stack.enter_context(impatient.connect())
         filling.sendall(head + b" " * ((10 << 20) - 8))
         first.sendall(b" ")  # both still come, and a small body passes them
         small = {"prompt": "a", "max_tokens": 1}
@@ -107,23 +105,17 @@ def test_bodies_too_large_together(impatient: Server) -> None:
 
 def test_slow_body(impatient: Server) -> None:
     head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 100\r\n\r\n{"
-    status, error = refusal(raw(impatient, head))
+    status, error = refusal(impatient.send(head))
     assert (status, error["code"]) == (408, "request_timeout")
 
 
 def test_unread_answers(impatient: Server) -> None:
     """A client that asks on and reads nothing is let go, whatever it asks for."""
 
-    def let_go() -> float:
-        return impatient.metric("vllm:slow_clients_closed_total")
-
-    def answered() -> float:
-        return impatient.metric("http_requests_total", handler="/")
-
+    let_go = partial(impatient.metric, "vllm:slow_clients_closed_total")
+    answered = partial(impatient.metric, "http_requests_total", handler="/")
     before = answered()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", impatient.port))
+    with impatient.connect(4096) as connection:
         sent = 0
         while not let_go():
             assert sent < 20_000
@@ -142,7 +134,7 @@ def test_a_short_pipeline_is_answered_in_order(server: Server) -> None:
     paths = [b"/health", b"/version", b"/v1/models", b"/nothing"] * 7
     asked = b"".join(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    found = re.findall(rb"HTTP/1.1 (\d+)", raw(server, asked + last))
+    found = re.findall(rb"HTTP/1.1 (\d+)", server.send(asked + last))
     assert found == [b"200", b"200", b"200", b"404"] * 7 + [b"200"]
 
 
@@ -150,7 +142,7 @@ def test_a_stream_for_http_1_0_is_not_cut_into_chunks(server: Server) -> None:
     """As proxies speak it, nginx by default."""
     body = json.dumps(ASK | {"stream": True}).encode()
     request = OPENING.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    head, _, rest = raw(server, request).partition(b"\r\n\r\n")
+    head, _, rest = server.send(request).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and b"connection: close" in head
     assert rest.endswith(b"data: [DONE]\n\n") and all(line.startswith(b"data: ") for line in rest.split(b"\n\n")[:-1])
 
@@ -163,7 +155,7 @@ def test_trailers_and_upgrades_are_passed_over(server: Server) -> None:
     chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-checksum: 5\r\n\r\n" % (len(body), body)
     length = b"content-length: %d\r\n\r\n%b" % (len(body), body)
     for rest in (b"connection: close\r\n" + chunked, upgrade + length):
-        assert raw(server, first + OPENING + rest).count(b"HTTP/1.1 200") == 2
+        assert server.send(first + OPENING + rest).count(b"HTTP/1.1 200") == 2
 
 
 def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
@@ -194,7 +186,7 @@ def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01 hello", b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost"], ids=str)
 def test_what_is_no_request_is_refused(server: Server, sent: bytes) -> None:
-    status, error = refusal(raw(server, sent + b"\r\n\r\n"))
+    status, error = refusal(server.send(sent + b"\r\n\r\n"))
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
@@ -226,13 +218,13 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCa
     assert "abc" in caplog.text and "a mistake of ours" in caplog.text
 
 
-@pytest.mark.parametrize(("num_tokens", "num_echoed"), [(5000, 0), (50_000, 0), (9, 9000), (9, 90_000)])
-def test_a_long_text_is_written_in_the_pool(num_tokens: int, num_echoed: int) -> None:
+def test_a_long_text_is_written_in_the_pool() -> None:
     """128 answers of 30,000 tokens took 0.8 s in which nobody else was served."""
-    request = object.__new__(Answer)
-    request.completions = [MagicMock(num_tokens=num_tokens, lines=None, kept=[])]
-    request.prompts, request.prompt_lines = [Prompt([5], text="a" * num_echoed)], [None]
-    assert (request.size > SHORT) == (num_tokens + num_echoed > 10_000)
+    for num_tokens, num_echoed, is_long in ((5000, 0, False), (50_000, 0, True), (9, 9000, False), (9, 90_000, True)):
+        request = object.__new__(Answer)
+        request.completions = [MagicMock(num_tokens=num_tokens, lines=None, kept=[])]
+        request.prompts, request.prompt_lines = [Prompt([5], text="a" * num_echoed)], [None]
+        assert (request.size > SHORT) == is_long
 
 
 def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Client) -> None:
@@ -253,7 +245,7 @@ def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:
     before = num_open()
     with ExitStack() as stack, ThreadPoolExecutor(20) as pool:
         for _ in range(2000):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(server.connect())
         assert set(pool.map(ask, range(40))) == {200}
     assert client.get("/health").status_code == 200
     wait_for(lambda: num_open() <= before + 5, "end of the connections")

@@ -90,13 +90,11 @@ def test_the_official_client_reads_responses() -> None:
     assert [type(event).__name__ for event in parsed if not hasattr(event, "sequence_number")] == []
     assert [event.sequence_number for event in parsed] == [*range(len(parsed))]
     assert [event.type for event in parsed] == [event["type"] for event in events]
-    texts = dict.fromkeys(("output_text", "reasoning_text", "function_call_arguments"), "")
-    for event in parsed:
-        for kind in texts:
-            if event.type == f"response.{kind}.delta":
-                texts[kind] += event.delta
-    assert texts["output_text"] == "Let me see." and texts["reasoning_text"] == "I need the weather."
-    assert texts["function_call_arguments"] == '{"city": "Paris"}{}'
+    for kind, text in (
+        ("output_text", "Let me see."), ("reasoning_text", "I need the weather."),
+        ("function_call_arguments", '{"city": "Paris"}{}'),
+    ):  # fmt: skip
+        assert "".join(event.delta for event in parsed if event.type == f"response.{kind}.delta") == text
     response = parsed[-1].response
     assert parsed[-1].type == "response.completed" and response.status == "completed"
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -158,9 +156,8 @@ def test_instructions_and_a_developers_message_are_one_system_message() -> None:
         {"role": "developer", "content": "Later."},
     ]
     found = of_responses({"instructions": "Be brief.", "input": items, "text": {"verbosity": "low"}})["messages"]
-    assert [(one["role"], one["content"]) for one in found] == [
-        *(("system", "Be brief.\n\nUse tools."), ("user", "Hi"), ("developer", "Later.")),
-    ]
+    expected = [("system", "Be brief.\n\nUse tools."), ("user", "Hi"), ("developer", "Later.")]
+    assert [(one["role"], one["content"]) for one in found] == expected
 
 
 def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None:
@@ -176,6 +173,5 @@ def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None
     assert inputs == ["a\nb"]
     custom, bought = parsed[-1].response.output
     assert (custom.type, custom.name, custom.input, custom.call_id) == ("custom_tool_call", "apply_patch", "a\nb", "c1")
-    assert (bought.type, bought.name, bought.namespace, bought.arguments) == (
-        *("function_call", "buy", "mcp__shop", "{}"),
-    )
+    expected = ("function_call", "buy", "mcp__shop", "{}")
+    assert (bought.type, bought.name, bought.namespace, bought.arguments) == expected

@@ -11,8 +11,6 @@ import pytest
 from serving import ASK, CHAT, COMPLETIONS, events, ready_server
 from system import wait_for
 
-from nanovllm.serve.options import ServeOptions
-
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -92,15 +90,12 @@ def test_an_answer(spans: dict[str, Any]) -> None:
     assert (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 == pytest.approx(whole, abs=1e-3)
 
 
-def test_a_span_has_its_parent(spans: dict[str, Any]) -> None:
+def test_a_parent_and_early_ends(spans: dict[str, Any]) -> None:
     span = spans["child"]
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
     said = attributes(span)
     assert said["gen_ai.request.choice.count"] == said["gen_ai.usage.num_sequences"] == 2
     assert said["gen_ai.response.finish_reasons"] == ["stop", "stop"]
-
-
-def test_early_ends(spans: dict[str, Any]) -> None:
     assert attributes(spans["left"])["gen_ai.response.finish_reasons"] == ["abort"]
     assert attributes(spans["left"])["gen_ai.operation.name"] == "text_completion"
     assert spans["wrong"].status.code == 2  # an error
@@ -112,8 +107,3 @@ def test_a_collector_that_is_not_there(tmp_path: Path) -> None:
     with ready_server(tmp_path, "--otlp-traces-endpoint", "http://127.0.0.1:9") as server:
         assert httpx.post(server.url + CHAT, json=ASK).status_code == 200
         assert server.stop(seconds=15) == 0
-
-
-def test_bad_endpoint() -> None:
-    with pytest.raises(ValueError, match="otlp_traces_endpoint"):
-        ServeOptions(otlp_traces_endpoint="localhost:4317")
