@@ -40,9 +40,9 @@ def asked(read: Callable[[Client], Awaitable[Any]], *pieces: bytes) -> Any:
         writer.close()
 
     async def ask() -> Any:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            async with Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
-                return await read(client)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server, Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+            return await read(client)
 
     return asyncio.run(ask())
 

@@ -54,6 +54,12 @@ def _before_it_runs() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
+def _children(process: int) -> list[int]:
+    """Processes that this one has started, from any of its threads."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 class Server:
     """One run of the command."""
 
@@ -110,27 +116,21 @@ class Server:
         wait_for(ready, "readiness")
 
     @property
-    def engine(self) -> int:
-        """Process id of the engine, which leads a session with its ranks."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return int(wait_for(lambda: children.read_text().split(), "engine")[0])
+    def engines(self) -> list[int]:
+        """Process ids of the engines, each of which leads a session with its ranks."""
+        return list(wait_for(lambda: _children(self.process.pid), "engine"))
 
     @property
     def ranks(self) -> list[int]:
-        """Process ids of the ranks but the first, and of other helpers of the engine."""
-        engine = self.engine
-        children = Path(f"/proc/{engine}/task/{engine}/children")
-        return [int(each) for each in wait_for(lambda: children.read_text().split(), "rank")]
+        """Process ids of the first engine's ranks but the first, and of its other helpers."""
+        return list(wait_for(lambda: _children(self.engines[0]), "rank"))
 
     def everything(self) -> set[int]:
         """All processes of this server."""
-        found = {self.process.pid}
-        todo = [self.process.pid]
+        found, todo = set(), [self.process.pid]
         while todo:
-            parent = todo.pop()
-            for task in Path(f"/proc/{parent}/task").glob("*/children"):
-                todo += [child for child in map(int, task.read_text().split()) if child not in found]
-            found.update(todo)
+            found.add(process := todo.pop())
+            todo += _children(process)
         return found
 
     def num_running(self, key: str | None = None) -> int:

@@ -280,21 +280,17 @@ def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/pause?mode=gently", {}, "mode"),
-        ("/pause", {"mode": 3}, "mode"),
-        ("/sleep?level=x", {}, "level"),
-        ("/start_weight_update", {"in_flight": "maybe"}, "in_flight"),
-        ("/update_weights", {}, "update_info"),
+        ("/pause?mode=gently", {}, "mode"), ("/pause", {"mode": 3}, "mode"), ("/sleep?level=x", {}, "level"),
+        ("/start_weight_update", {"in_flight": "maybe"}, "in_flight"), ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {}, "in_flight": "keep"}, "in_flight"),
         ("/update_weights", {"update_info": {}, "weight_version": 2}, "weight_version"),
         ("/update_weights", {"update_info": {}, "weight_dir": "x"}, "update_info"),
         ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "world_size"),
-        ("/init_weight_transfer_engine", {}, "init_info"),
-        ("/weight_checker", {"action": "compare"}, "baseline"),
+        ("/init_weight_transfer_engine", {}, "init_info"), ("/weight_checker", {"action": "compare"}, "baseline"),
         ("/abort_requests", {"request_ids": "all"}, "request_ids"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_named(admin: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
     assert call(admin, path, 400, **body)["error"]["param"] == param
     assert admin.get("/is_paused").json() == {"is_paused": False}
@@ -305,7 +301,7 @@ def test_a_call_ends_with_the_engine(server: Server, admin: httpx.Client, pool: 
     Stream(admin, n=8)
     pause = pool.submit(admin.post, "/pause?mode=wait")
     assert still_waits(pause)
-    os.kill(server.engine, signal.SIGKILL)
+    os.kill(server.engines[0], signal.SIGKILL)
     assert pause.result(10).json()["error"]["code"] == "engine_dead"
     assert server.process.wait(20) == 1
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +14,12 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.serve.api.routes import ROUTES
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as opened:
+        yield opened
 
 
 def test_chat_to_the_byte(client: httpx.Client) -> None:
@@ -128,13 +135,11 @@ def test_ids_of_prompts_in_streams(client: httpx.Client) -> None:
             assert len(ids) == len(choice["token_ids"])
 
 
-def test_prompt_logprobs(client: httpx.Client) -> None:
+def test_prompt_logprobs(client: httpx.Client, llm: LLM) -> None:
     """As the library has them."""
     body = {"prompt": "3 + 4 = 7", "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}
     choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
-    with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as llm:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-        [output] = llm.generate([body["prompt"]], params, use_tqdm=False)
+    [output] = llm.generate([body["prompt"]], SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
     assert choice["prompt_token_ids"] == output.prompt_token_ids
     ids = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
     chat = client.post(CHAT, json=ASK | {"prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 1}).json()
@@ -223,15 +228,14 @@ def test_tokens_in_tokens_out(client: httpx.Client, num_likeliest: int) -> None:
         assert choice["weight_versions"] == own[-1]["weight_versions"] == spans
 
 
-def test_sampling_masks(client: httpx.Client) -> None:
+def test_sampling_masks(client: httpx.Client, llm: LLM) -> None:
     """The ids that each token was sampled from, as the library has them."""
     constraint = {"regex": "[a-z ]{9,}"}
     fields: dict[str, Any] = {"n": 2, "seed": 1, "top_k": 3, "max_tokens": 5, "temperature": 1.5, "sampling_mask": True}
     body = {"token_ids": [5, 6, 7], "sampling_params": fields | {"structured_outputs": constraint}}
     choices = client.post(GENERATE, json=body).json()["choices"]
-    with LLM(str(DEMO), device="cpu", num_kvcache_blocks=64) as llm:
-        params = SamplingParams(**fields, structured_outputs=StructuredOutput(**constraint))
-        [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    params = SamplingParams(**fields, structured_outputs=StructuredOutput(**constraint))
+    [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     for choice, wanted in zip(choices, output.outputs, strict=True):
         assert wanted.sampling_mask is not None and choice["token_ids"] == wanted.token_ids
         assert choice["sampling_mask"] == [None if ids is None else ids.tolist() for ids in wanted.sampling_mask]

@@ -180,7 +180,7 @@ def test_death_of_the_engine_ends_everything(tmp_path: Path, victim: str) -> Non
         if victim == "engine that drains":
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: server.health().status_code == 503, "draining")
-        killed = server.ranks[0] if victim == "rank" else server.engine
+        killed = server.ranks[0] if victim == "rank" else server.engines[0]
         os.kill(killed, signal.SIGSTOP if stands_still else signal.SIGKILL)
         if stands_still:
             health = wait_for(lambda: (said := server.health()).status_code == 503 and said, "word of it")

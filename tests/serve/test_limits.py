@@ -231,13 +231,13 @@ def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Clie
     """They need no key."""
     text = client.get("/metrics").text
     assert "cache_config_info" in text
-    assert str(DEMO.parent) not in text and f'="{server.engine}"' not in text
+    assert str(DEMO.parent) not in text and f'="{server.engines[0]}"' not in text
     assert "pid" not in text
 
 
 def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:
     def num_open() -> int:
-        return sum(len(os.listdir(f"/proc/{process}/fd")) for process in (server.process.pid, server.engine))
+        return sum(len(os.listdir(f"/proc/{process}/fd")) for process in (server.process.pid, server.engines[0]))
 
     def ask(_: int) -> int:
         return httpx.post(server.url + COMPLETIONS, json={"prompt": "a", "max_tokens": 1}, timeout=120).status_code

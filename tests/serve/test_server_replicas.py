@@ -26,8 +26,7 @@ def text(url: str, seed: int) -> str:
 def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--admin-api-key", "admin", "--max-num-seqs", "4")
     with ready_server(tmp_path, *options, limits=SOON_SILENT) as server, ThreadPoolExecutor(6) as pool:
-        tasks = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        engines = [int(pid) for pid in tasks.read_text().split()]
+        engines = server.engines
         assert len(engines) == 2, "no process in between"
         expected = [*pool.map(lambda seed: text(server.url, seed), range(6))]
         again = [pool.submit(text, server.url, seed) for seed in range(6)]
