@@ -79,6 +79,8 @@ def test_sharegpt(server: Server, tmp_path: Path) -> None:
     [
         (("--request-rate", "0"), "request_rate"),
         (("--percentile-metrics", "speed"), "percentile_metrics"),
+        (("--metric-percentiles", "50,9O"), "metric_percentiles='50,9O': must be"),
+        (("--dataset-name", "sharegpt", "--dataset-path", __file__), "test_bench_command.py': must be ShareGPT's"),
         (("--backend", "openai-chat", "--prompt-token-ids"), "chats take text"),
         (("--tokenizer", "/no/such"), "tokenizer.json"),
         (("--extra-body", '{"temperature": -1}'), "temperature"),

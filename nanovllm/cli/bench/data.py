@@ -83,9 +83,12 @@ def sharegpt_samples(given: Any, tokenizer: PromptTokenizer) -> list[Sample]:
     short and very long ones are left out."""
     if given.dataset_path is None:
         raise ValueError("dataset_path=None: --dataset-name sharegpt needs a file")
-    entries = json.loads(Path(given.dataset_path).read_text(encoding="utf-8"))
-    turns = [entry.get("conversations") or entry.get("conversation") or [] for entry in entries]
-    pairs = [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
+    try:
+        entries = json.loads(Path(given.dataset_path).read_text(encoding="utf-8"))
+        turns = [entry.get("conversations") or entry.get("conversation") or [] for entry in entries]
+        pairs = [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise ValueError(f"dataset_path={given.dataset_path!r}: must be ShareGPT's JSON") from None
     random.Random(given.seed).shuffle(pairs)
     samples: list[Sample] = []
     for question, answer in pairs:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -145,9 +146,12 @@ def _check(given: argparse.Namespace) -> tuple[list[str], list[float]]:
     metrics = [name for name in given.percentile_metrics.split(",") if name]
     if unknown := [name for name in metrics if name not in METRICS]:
         raise ValueError(f"percentile_metrics={unknown[0]!r}: must be of {', '.join(METRICS)}")
-    percents = [float(text) for text in given.metric_percentiles.split(",")]
+    try:
+        percents = [float(text) for text in given.metric_percentiles.split(",")]
+    except ValueError:
+        percents = [math.nan]
     if not all(0 <= percent <= 100 for percent in percents):
-        raise ValueError(f"metric_percentiles={given.metric_percentiles!r}: must be in 0..100")
+        raise ValueError(f"metric_percentiles={given.metric_percentiles!r}: must be numbers in 0..100, such as 50,99")
     if given.prompt_token_ids and _PATHS[given.backend].endswith("/chat/completions"):
         raise ValueError("prompt_token_ids: chats take text; use --backend openai")
     return metrics, percents
