@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.1  # between two frames with counters, while the engine is busy
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
 _AWAKE_SECONDS = 0.001
+_TAKE_IN_SECONDS = 0.05
+"""Seconds of frames that are taken in between two steps: some hundred requests of usual size."""
 _SLOW_OPTIONS = ("structured_outputs", "bad_words")
 """Options whose check may be slow. Each has a thread for its checks."""
 
@@ -88,9 +90,13 @@ class EngineHost:
                 self._take_in(_IDLE_LOOK if idle else 0.0)
 
     def _take_in(self, seconds: float) -> None:
-        while (frame := self._intake.next(seconds)) is not None:
+        """Takes in what has come, after a wait of at most `seconds`. If there is much of it, the rest waits for a step of
+        the requests that run."""
+        frame = self._intake.next(seconds)
+        end = time.monotonic() + _TAKE_IN_SECONDS
+        while frame is not None:
             self.handle(frame)
-            seconds = 0.0
+            frame = self._intake.next(0.0) if time.monotonic() < end else None
 
     def handle(self, frame: wire.Down) -> None:
         """Queues the request or call of a frame."""

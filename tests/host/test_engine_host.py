@@ -2,6 +2,7 @@
 back."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -95,6 +96,20 @@ def test_a_known_grammar_overtakes(room: Room) -> None:
     assert room.began.wait(20)
     room.add(5, KNOWN)
     assert room.ids == [5]
+
+
+def test_requests_that_come_on_and_on_leave_time_for_steps() -> None:
+    """A thousand requests at once, with 4 KB of options each, held those that ran up for 0.2 s."""
+    begin = time.monotonic()
+
+    def come(seconds: float) -> wire.Down:
+        assert time.monotonic() < begin + 20, "no step in between"
+        return wire.Abort(1)
+
+    engine, intake = Mock(), Mock(next=come)
+    engine.step.side_effect = [StepColumns(), EOFError]
+    EngineHost(engine, Mock(), intake).run()
+    assert engine.step.call_count == 2
 
 
 def test_calls_run_in_the_order_in_which_they_came(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
