@@ -242,6 +242,9 @@ ATTACKS = {
     "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
     "stop strings": post(COMPLETIONS, 200, prompt=["a"] * 300, max_tokens=2, stop=[c + "b" * 255 for c in LETTERS]),
     "allowed ids": post(COMPLETIONS, 400, prompt="a", allowed_token_ids=[*range(262_144)]),
+    "a thousand prompts with large fields": post(
+        COMPLETIONS, 200, prompt=["a"] * 1000, max_tokens=1, logit_bias={str(i): 1.0 for i in range(600)}
+    ),
     "ids that each of many prompts may have": post(
         COMPLETIONS, 400, prompt=["a"] * 1000, max_tokens=1, allowed_token_ids=[5] * 100_000
     ),
