@@ -90,8 +90,8 @@ class EngineHost:
                 self._take_in(_IDLE_LOOK if idle else 0.0)
 
     def _take_in(self, seconds: float) -> None:
-        """Takes in what has come, after a wait of at most `seconds`. If there is much of it, the rest waits for a step of
-        the requests that run."""
+        """Takes in what has come, after a wait of at most `seconds`. If there is much of it, the rest waits for a step
+        of the requests that run."""
         frame = self._intake.next(seconds)
         end = time.monotonic() + _TAKE_IN_SECONDS
         while frame is not None:
