@@ -106,7 +106,7 @@ def add_options(parser: Parser) -> None:
     work.add_argument("--output-len", type=parse_range, metavar="LOW-HIGH", help="output tokens, by default 100-1024")
     work.add_argument("--seed", type=int, default=0)
     work.add_argument("--repeats", type=int, default=1, help="runs, each with fresh prompts; the median counts [1]")
-    limit = parser.add_argument_group("limit of the device (known for: H200)")
+    limit = parser.add_argument_group("limit of the device (known for: H200, H100 SXM)")
     limit.add_argument("--peak-bandwidth", type=float, help="memory reads, TB/s")
     limit.add_argument("--peak-tflops", type=float, help="dense 16-bit matrix products, TFLOP/s")
     limit.add_argument("--peak-link", type=float, help="to the other ranks, GB/s each way")

@@ -31,6 +31,7 @@ class DeviceFigures:
 KNOWN_DEVICES: dict[str, DeviceFigures] = {
     # Measured: a sweep of reads (its sheet says 4.8 TB/s), the largest cuBLAS bf16 product; links give 380 to 400 GB/s.
     "H200": DeviceFigures(4.55e12, 790e12, 400e9),
+    "H100 80GB HBM3": DeviceFigures(3.11e12, 765e12),  # SXM; its sheet says 3.35 TB/s. Links were not measured.
 }
 
 
