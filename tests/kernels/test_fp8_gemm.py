@@ -15,7 +15,7 @@ from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.moe import experts as grouped
 from nanovllm.kernels.moe.routing import TopK, route_reference
-from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig, streaming
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.pointwise import norm
 from nanovllm.kernels.pointwise.activation import activation
@@ -141,11 +141,11 @@ def test_products_of_many_rows(
             assert torch.equal(got.scales, want.scales) and torch.equal(got.values.float(), want.values.float())
 
 
+@pytest.mark.parametrize("config", [streaming(2, 2), streaming(1, 2, columns=256)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_of_few_rows(gated: bool, rows: int) -> None:
+def test_products_of_few_rows(gated: bool, rows: int, config: GemmConfig) -> None:
     """With norm, activation and residual the same results, whether x comes rounded or not."""
-    config = GemmConfig("stream", 16, block_k=256, stages=2, num_warps=2)
     for n, k, rows_each, in_blocks in ((64, 528, 16, True), (80, 2320, 1, False)):
         weight, x = weights(n, k, rows_each, in_blocks), already_rounded(inputs(rows, k) / 1000)
         rounded = quantize_rows_reference(x)

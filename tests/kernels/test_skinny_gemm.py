@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreting import some_nightly
 
 from nanovllm.kernels.gemm import skinny, stream
-from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig
+from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig, streaming
 from nanovllm.kernels.pointwise.norm import Norm
 
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
@@ -22,12 +22,11 @@ def fma(block_n: int, block_k: int, stages: int) -> GemmConfig:
     return GemmConfig("fma", block_n, block_k=block_k, stages=stages)
 
 
-def tensor_cores(num_warps: int, stages: int) -> GemmConfig:
-    return GemmConfig("stream", 16, block_k=64 * num_warps, stages=stages, num_warps=num_warps)
-
-
-FMA, STREAM = fma(8, 256, 2), tensor_cores(2, 2)
-GPU_CONFIGS = [fma(8, 1024, 2), fma(8, 512, 1), tensor_cores(4, 4), tensor_cores(8, 1)]
+FMA, STREAM, WIDE = fma(8, 256, 2), streaming(2, 2, columns=64), streaming(1, 2, columns=128)
+GPU_CONFIGS = [
+    fma(8, 1024, 2), fma(8, 512, 1),
+    streaming(4, 4, columns=64), streaming(8, 1, columns=64), streaming(4, 2, columns=128),
+]  # fmt: skip
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -78,17 +77,22 @@ INTERPRETED_SHAPES = [(1, 40, 72), (2, 26, 520), (3, 26, 264), (4, 202, 104)]
 @on_cpu
 def test_matches_float64_in_the_interpreter(op: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     t = inputs(*shape, dtype)
-    for config in (FMA, STREAM):
+    for config in (FMA, STREAM, WIDE):
         assert relative_error(run(op, t, config), exact(op, t)) < TOLERANCE[dtype]
 
 
-@given(st.sampled_from(OPS), st.integers(1, STREAM_ROWS), st.integers(1, 60), st.integers(1, 40))
+@given(
+    st.sampled_from(OPS), st.sampled_from((STREAM, WIDE)), st.integers(1, STREAM_ROWS), st.integers(1, 60),
+    st.integers(1, 40),
+)  # fmt: skip
 @settings(max_examples=10, deadline=None)
 @on_cpu
-def test_any_shape_matches_float64_and_so_does_the_twin(op: str, rows: int, half_n: int, k_over_8: int) -> None:
+def test_any_shape_matches_float64_and_so_does_the_twin(
+    op: str, stream_config: GemmConfig, rows: int, half_n: int, k_over_8: int
+) -> None:
     """Any number of outputs, and any K that is a multiple of 8."""
     t = inputs(rows, 2 * half_n, 8 * k_over_8, torch.float32)
-    found = [run(op, t, config) for config in ((FMA, STREAM) if rows <= SKINNY_ROWS else (STREAM,))]
+    found = [run(op, t, config) for config in ((FMA, stream_config) if rows <= SKINNY_ROWS else (stream_config,))]
     found.append(skinny.linear_reference(t["x"], t["weight"], **around(op, t)))
     for got in found:
         assert relative_error(got, exact(op, t)) < TOLERANCE[torch.float32]
@@ -96,7 +100,7 @@ def test_any_shape_matches_float64_and_so_does_the_twin(op: str, rows: int, half
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=str)
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:
     for n, k in ((512, 1024), (296, 1000)):
         t = inputs(STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS, n, k, torch.bfloat16)
@@ -114,7 +118,7 @@ def test_row_does_not_depend_on_its_neighbours(config: GemmConfig, counts: tuple
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda c: f"{c.kernel} {c.block_k}x{c.stages}")
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=str)
 def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
     t = inputs(2, 1024, 1024, torch.bfloat16)
     gates_and_ups = torch.cat([t["weight"], t["weight"]])

@@ -41,8 +41,9 @@ def stream_kernel(
     """Grid (tiles of 16 columns). x [rows <= ROWS, K]: of the weights' type, or for weights in e4m3 with X_SCALE
     [groups of K], scale_stride apart, or, where there is none, to be rounded; with GAIN [K] it is normalised first.
     GATED: weights are [2 n_out, K], and a program has 16 gates and the ups that belong to them. Where IN_BLOCKS, 16
-    divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH, groups]. PRELOAD: steps of weights in flight;
-    AHEAD: 8 columns of x. res_ptr: None, or [rows, n_out], which is added."""
+    divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH, groups]. WARPS: groups of columns in a
+    step, one or two a warp. PRELOAD: steps of weights in flight; AHEAD: 8 columns of x. res_ptr: None, or [rows, n_out]
+    to be added."""
     HALF: tl.constexpr = 64 if SCALE is not None else 32
     SPAN: tl.constexpr = WARPS * 2 * HALF
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -138,8 +139,9 @@ def linear(
         x, norm = _rounded(x, weight, norm, residual)
     out = torch.empty(rows, n_out, dtype=dtype, device=values.device) if residual is None else residual
     steps, block_rows = triton.cdiv(k, config.block_k), triton.next_power_of_2(rows)
-    parts = triton.cdiv(steps * block_rows, 8)
-    ahead = parts if rows == 1 or norm is not None or parts <= 4 else 2  # registers hold no more of x
+    parts, per_warp = triton.cdiv(steps * block_rows, 8), config.block_k // (_columns(weight) * config.num_warps)
+    fits = rows == 1 or norm is not None or parts * per_warp <= 4
+    ahead = parts if fits else 2 // per_warp  # registers hold no more of x
     scale, rows_each, in_blocks = None, 1, False
     if isinstance(weight, FP8Weight):
         scale, rows_each, in_blocks = weight.scale, weight.rows_each, weight.in_blocks
@@ -150,23 +152,29 @@ def linear(
         x, x_scale, gain, values, scale, out, residual, scale_stride=stride, n_out=n_out,
         groups=0 if scale is None else scale.shape[1], eps=eps, rows=rows, K=k, ROWS=block_rows, STEPS=steps,
         PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
-        EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
+        EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=per_warp * config.num_warps, num_warps=config.num_warps,
         maxnreg=config.max_registers or None,
         **pdl_options(values.device),
     )  # fmt: skip
     return out
 
 
+def _columns(weight: Tensor | FP8Weight) -> int:
+    """Columns of a group, of which a warp takes one or two in a step."""
+    return GROUP if isinstance(weight, FP8Weight) else GROUP // 2
+
+
 def _check(x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, n_out: int) -> None:
     (rows, k), values = tuple(x.shape), values_of(weight)
-    columns, multiple = (GROUP, 16) if isinstance(weight, FP8Weight) else (GROUP // 2, 8)
+    columns, multiple = _columns(weight), 16 if isinstance(weight, FP8Weight) else 8
     if not 1 <= rows <= STREAM_ROWS:
         raise ValueError(f"a streamed weight takes 1 to {STREAM_ROWS} rows, got {rows}")
     if values.shape[1] != k or k % multiple:
         fault = f"does not fit x {list(x.shape)}, or K is no multiple of {multiple}"
         raise ValueError(f"weight {list(values.shape)} {fault}")
-    if not values.is_contiguous() or config.block_n != 16 or config.block_k != columns * config.num_warps:
-        raise ValueError(f"{config}: must take 16 contiguous weight rows, and {columns} columns a warp and step")
+    widths = (columns, 2 * columns)
+    if not values.is_contiguous() or config.block_n != 16 or config.block_k / config.num_warps not in widths:
+        raise ValueError(f"{config}: must take 16 contiguous weight rows, and {widths} columns a warp and step")
     if isinstance(weight, FP8Weight) and weight.in_blocks and (weight.rows_each % 16 or n_out % 16):
         raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
 

@@ -1,11 +1,11 @@
 """Operands in registers of kernels that stream weights: weights and x as tensor cores take them, and the sums of their
 products.
 
-A step is a group of columns for each of W warps, 128 in e4m3 and 64 in 16 bits. Tensor cores multiply 16 weight rows by
-8 columns of the other operand, and these are the rows of x in 8 / rows steps: of each product the columns of one step
-count, and x is read and widened once for all. So a weight in e4m3 costs half a conversion and hardly more, where on
-CUDA cores conversions, products and sums take as long as the reads. e4m3 is widened to float16, which is exact, and
-float32 sums of a group are multiplied by both scales.
+A step is a group of columns, 128 in e4m3 and 64 in 16 bits, for each of W warps, or two groups for each of W / 2 warps.
+Tensor cores multiply 16 weight rows by 8 columns of the other operand, and these are the rows of x in 8 / rows steps:
+of each product the columns of one step count, and x is read and widened once for all. So a weight in e4m3 costs half a
+conversion and hardly more, where on CUDA cores conversions, products and sums take as long as the reads. e4m3 is
+widened to float16, which is exact, and float32 sums of a group are multiplied by both scales.
 """
 
 from nanovllm.kernels.base.float_order import magnitude

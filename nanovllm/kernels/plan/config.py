@@ -118,7 +118,9 @@ LIBRARY = GemmConfig()
 
 
 def streaming(warps: int, stages: int, block_n: int = 16, columns: int = 128, max_registers: int = 0) -> GemmConfig:
-    """The kernel "stream", `columns` of a step for each warp: 64 by weights of 16 bits, else 128."""
+    """The kernel "stream", `columns` of a step for each warp: 128 by weights of 4 bits, 64 or 128 of 16, 128 or 256 of
+    8. In half as many steps of twice the columns it compiles twice as fast, and half the stages keep as much in flight.
+    """
     return GemmConfig(
         "stream", block_n, block_k=columns * warps, stages=stages, num_warps=warps, max_registers=max_registers
     )

@@ -45,8 +45,9 @@ def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int =
 
 def _why_not_stream(dtype: str, config: GemmConfig) -> str:
     columns = 128 if dtype == FP8 else 64
-    fits = config.block_n == 16 and config.block_k == columns * config.num_warps and config.split_k == 1
-    reason = f"must have 16 weight rows, a warp for each {columns} columns of a step, no parts of K"
+    widths = (columns * config.num_warps, 2 * columns * config.num_warps)
+    fits = config.block_n == 16 and config.block_k in widths and config.split_k == 1
+    reason = f"must have 16 weight rows, a warp for each {columns} or {2 * columns} columns of a step, no parts of K"
     return "" if fits else f"{config}: {reason}"
 
 
@@ -54,8 +55,9 @@ def why_not_norm(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
     """Reason why "stream" cannot norm so many rows itself before it multiplies by weights of 16 bits; "" where it can.
     paired: with SiLU(gate) * up. Registers hold all of x, its gain, and the weights in flight: past these limits the
     compiler spills them, up to 9 KB a thread."""
-    steps = -(-k // config.block_k)
-    columns, flying = steps << (rows - 1).bit_length(), min(config.stages, steps) * (2 if paired else 1)
+    steps, wide = -(-k // config.block_k), config.block_k // (64 * config.num_warps)  # of 64 columns a warp
+    columns = steps * wide << (rows - 1).bit_length()
+    flying = min(config.stages, steps) * wide * (2 if paired else 1)
     if columns <= NORM_COLUMNS and flying <= 8 and config.num_warps <= 8:
         return ""
     needs = f"{columns} columns of x and {flying} steps of weights in {config.num_warps} warps"
