@@ -4,6 +4,7 @@ import pytest
 from simulation import Simulation, decoding, make_sequence, rows
 
 from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.wire.state import PageGroup
 
 # -- one step after another -----------------------------------------------------------------------------------------
 
@@ -281,6 +282,20 @@ def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
         plan = simulation.step()
     assert plan.seqs[-1] is new.seq and plan.starts[-1] == new.seq.num_cached_tokens == 8
     assert new.seq.num_prompt_cached_tokens == 0, "what preemption finds again is no hit of the prompt"
+    simulation.run_to_end()
+
+
+def test_a_prompt_in_progress_takes_the_memory_that_its_window_lacks_of_a_newer_one() -> None:
+    """Else nobody would get on: its blocks for a window come chunk by chunk, and here no row decodes."""
+    simulation = Simulation(
+        num_blocks=7, block_size=4, groups=(PageGroup(), PageGroup(12)), max_num_batched_tokens=12,
+        long_prefill_token_threshold=8, disable="lookahead",
+    )  # fmt: skip
+    simulation.add([1] * 10, max_tokens=2)
+    simulation.add([2], max_tokens=2)
+    steps = [rows(simulation.step()) for _ in range(3)]
+    assert steps == [[(1, 0, 1), (0, 0, 6)], [(1, 1, 1), (0, 6, 2)], [(0, 8, 1)]]
+    assert simulation.num_preemptions == 1
     simulation.run_to_end()
 
 
