@@ -221,12 +221,6 @@ def test_yarn_extends_the_context() -> None:
     assert resolve(config, parse_config(raw)).max_model_len == 131072
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ValueError) as error:
-        parse_config(SMALL).check_tensor_parallel(4)
-    assert str(error.value) == "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"
-
-
 # -- files and overrides --------------------------------------------------------------------------------------------
 
 
@@ -263,11 +257,6 @@ def test_a_missing_folder_is_named(model: str) -> None:
     with pytest.raises(FileNotFoundError) as error:
         resolve_model_folder(EngineConfig(model))
     assert repr(model) in str(error.value)
-
-
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
-        read_model_config(EngineConfig(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

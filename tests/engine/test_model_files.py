@@ -85,7 +85,7 @@ def test_a_mistake_in_an_option_or_in_the_configuration_is_found_there_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hub = Hub(tmp_path, {"config.json": SMALL, "model.safetensors": 1}, monkeypatch)
-    with pytest.raises(ValueError, match="tensor_parallel_size=4"):
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size=4: must be a divisor of num_attention_heads=6$"):
         resolve_model_folder(EngineConfig("owner/name", tensor_parallel_size=4))
     assert hub.fetched == ["config.json"]
 
