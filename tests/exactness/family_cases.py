@@ -60,7 +60,6 @@ class Case:
     config: str
     entries: dict[str, Any]
     written: dict[str, Any] | None = None
-    architecture: str | None = None
     dtype: torch.dtype = torch.float32
     """Type of the files, to which the model's own weights are rounded."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpoints import SMALL
 from comparing import Expected, assert_mostly_sure, assert_same
-from observing import LogitRecorder, StepWitness, margins
+from observing import LogitRecorder, margins
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
@@ -103,29 +103,9 @@ def assert_outputs(
         assert output.finish_reason == one.finish_reason
 
 
-class Engines:
-    """Engines by their options, each started once and watched."""
-
-    def __init__(self, **common: Any) -> None:
-        self._common = common
-        self._started: dict[str, tuple[LLM, StepWitness]] = {}
-
-    def get(self, model: str, **options: Any) -> tuple[LLM, StepWitness]:
-        key = repr((model, sorted(options.items())))
-        if key not in self._started:
-            llm = LLM(model, **{**self._common, **options})
-            self._started[key] = (llm, StepWitness().watch(llm))
-        return self._started[key]
-
-    def close(self) -> None:
-        for llm, _ in self._started.values():
-            llm.close()
-        self._started.clear()
-
-
-def shuffles(requests: Sequence[Request], expected: Sequence[Expected], seed: int) -> Iterator[
-    tuple[list[Request], list[Expected]]
-]:
+def shuffles(
+    requests: Sequence[Request], expected: Sequence[Expected], seed: int
+) -> Iterator[tuple[list[Request], list[Expected]]]:
     """Endless other orders of the same requests."""
     draw = random.Random(seed)
     pairs = list(zip(requests, expected, strict=True))

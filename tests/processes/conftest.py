@@ -3,14 +3,11 @@
 import gc
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 
 import process_checks
 import pytest
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(scope="session")
