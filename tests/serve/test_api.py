@@ -144,7 +144,7 @@ def test_prompt_logprobs(client: httpx.Client, llm: LLM) -> None:
     ids = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
     chat = client.post(CHAT, json=ASK | {"prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 1}).json()
     assert chat["prompt_token_ids"] == ids and len(chat["prompt_logprobs"]) == len(ids)
-    assert [str(token) in line for token, line in zip(ids[1:], chat["prompt_logprobs"][1:], strict=True)]
+    assert all(str(token) in line for token, line in zip(ids[1:], chat["prompt_logprobs"][1:], strict=True))
     assert output.prompt_logprobs is not None
     for found, wanted in zip(choice["prompt_logprobs"], output.prompt_logprobs, strict=True):
         assert (found is None) == (wanted is None)
@@ -165,25 +165,25 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, dict[str, lis
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "unstreamed"),
     [
-        {"max_tokens": 6}, {"max_tokens": 0}, {"max_tokens": 5, "prompt_logprobs": 0, "stream": False},
-        {"max_tokens": 9, "stop": ["9"]}, {"max_tokens": 3, "truncate_prompt_tokens": 4},
+        ({"max_tokens": 6}, {}), ({"max_tokens": 0}, {}), ({"max_tokens": 5}, {"prompt_logprobs": 0}),
+        ({"max_tokens": 9, "stop": ["9"]}, {}), ({"max_tokens": 3, "truncate_prompt_tokens": 4}, {}),
     ],
     ids=str,
 )  # fmt: skip
-def test_echo_with_logprobs_streamed_as_unstreamed(client: httpx.Client, more: dict[str, Any]) -> None:
+def test_echo_with_logprobs_streamed_as_unstreamed(
+    client: httpx.Client, more: dict[str, Any], unstreamed: dict[str, Any]
+) -> None:
     prompts = ["1 2 3 4 5", "\U0001f600 é: the capital of France is"]
     body = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 3, "temperature": 0} | more
-    whole = client.post(COMPLETIONS, json=body)
+    whole = client.post(COMPLETIONS, json=body | unstreamed)
     assert whole.status_code == 200, whole.text
-    if more.get("stream") is False:  # as without another number for the prompt
-        del body["prompt_logprobs"]
     chunks = streamed(client, COMPLETIONS, body)
     for index, choice in enumerate(whole.json()["choices"]):
         text, logprobs = joined(chunks, index)
         assert (text, logprobs["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
-        assert logprobs["text_offset"] == choice["logprobs"]["text_offset"]
+        assert logprobs["text_offset"] == choice["logprobs"]["text_offset"] and logprobs["token_logprobs"][0] is None
         for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert "\ufffd" in token or token.startswith(text[offset : offset + len(token)])
         for one, other in zip(logprobs["top_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):

@@ -77,17 +77,6 @@ def test_logprobs(client: Any) -> None:
     assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in content], abs=1e-5)
 
 
-def test_log_likelihood(client: Any) -> None:
-    """echo with max_tokens=0: the prompt's own log-probabilities, as evaluations ask for them."""
-    answer = client.completions.create(prompt="3 + 4 = 7", echo=True, logprobs=1, max_tokens=0, **GREEDY)
-    choice = answer.choices[0]
-    assert choice.text == "3 + 4 = 7" == "".join(choice.logprobs.tokens)
-    assert choice.logprobs.token_logprobs[0] is None
-    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
-    assert choice.logprobs.text_offset[:2] == [0, 1]
-    assert answer.usage.completion_tokens == 0
-
-
 def test_completion_logprobs(client: Any) -> None:
     arguments: dict[str, Any] = {"prompt": "Monday, Tuesday,", "max_tokens": 40, "logprobs": 2, **GREEDY}
     answer = client.completions.create(**arguments)
