@@ -99,6 +99,10 @@ def test_answers_that_are_cut_or_have_no_channel(model: Model) -> None:
         (call_text("now", {}), [Delta("reasoning", "{}")]),  # no tools were given
     ):
         assert model.read(plan, text, [1]) == model.read(plan, text) == expected
+        detokenizer = plan.detokenizer()
+        for token_id in model.ids(text):
+            detokenizer.push(token_id)
+        assert detokenizer.num_reasoning_tokens == ("analysis" in text) * len(model.ids(text)), "up to the cut"
     cut = model.plan(PROMPT)
     reader = model.reader(cut, model.ids(call_text("get_weather", {"city": "Rome"}))[:-3])
     reader.finish()

@@ -237,6 +237,7 @@ def test_reasoning_tokens_are_counted(models: dict[tuple[str, bool], Model]) -> 
         ("assistant\n", "\n<think>a b</think>c", "", False),
         ("assistant\n", "<think>a", "<think>a", True),
         ("assistant\n", "a b c</think>", "", True),
+        ("assistant\n", "a <think>b</think>c", "", True),
     ):
         model = models["hermes", has_tokens]
         detokenizer = model.plan(prompt, tools=None).detokenizer()
