@@ -14,17 +14,14 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 TAGS = {
-    "hermes": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
-    "qwen3_coder": ["<think>", "</think>", "<tool_call>", "</tool_call>"],
-    "glm45": [
-        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"),
-        "</arg_value>",
-    ],
-    "minimax_m2": ["<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"],
+    "hermes": "<think> </think> <tool_call> </tool_call>".split(),
+    "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
+    "glm45": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    "minimax_m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>".split(),
     "llama3_json": ["<|python_tag|>"],
-    "mistral": ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"],
+    "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
-    "harmony": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"],
+    "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
 REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2"), "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony"}
@@ -34,25 +31,19 @@ MODELS = [
 ]
 """Families whose calls are a part of a text; False: in a tokenizer that has no tokens for their tags."""
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "days": {"type": "integer"},
-                    "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-                    "where": {"$ref": "#/$defs/point"},
-                },
-                "required": ["city"],
-                "additionalProperties": False,
-                "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
-            },
-        },
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}, "where": {"$ref": "#/$defs/point"},
     },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+}  # fmt: skip
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object"}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
 ARGUMENTS = {

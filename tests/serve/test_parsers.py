@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import DEMO, REASONING, TOOLS, Message, Model, calls, message_of, read, steps, words
+from parsing import DEMO, REASONING, SCHEMAS, TOOLS, Message, Model, calls, message_of, read, steps, words
 from serving import user
 
 from nanovllm import StructuredOutput
@@ -69,7 +69,6 @@ def test_text_that_is_no_call_stays_content(model: Model) -> None:
         assert model.admits(plan, text) and model.read(plan, text, [1]) == [Delta("content", text)]
 
 
-SCHEMAS: dict[str, Any] = {"get_weather": TOOLS[0]["function"]["parameters"], "now": {"type": "object"}}  # type: ignore[index]
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
 
 
@@ -132,7 +131,7 @@ def test_what_a_grammar_refuses(model: Model) -> None:
 
 
 def test_tools_that_are_not_strict_take_any_object(model: Model) -> None:
-    loose = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": False}}]  # type: ignore[dict-item]
+    loose = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": False}}]
     plan = model.plan("", "required", tools=loose)
     made = [("get_weather", {"town": "Paris"})]
     text = model.calls_text(made)
