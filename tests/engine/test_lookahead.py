@@ -57,7 +57,8 @@ def test_known_lengths_are_not_preempted() -> None:
 
 
 def test_memory_is_used_where_lengths_are_not_known() -> None:
-    """Outputs of 16 tokens, of 60 that they may have: few are preempted, and few wait without need."""
+    """Outputs of 16 tokens, of 60 that they may have: few are preempted, as past outputs foretell, and few wait without
+    need."""
     preemptions, running = {}, {}
     for ahead in (True, False):
         simulation = crowd(60, STOP, ahead)
@@ -67,7 +68,7 @@ def test_memory_is_used_where_lengths_are_not_known() -> None:
             counts.append(len(simulation.scheduler.running))
         simulation.run_to_end()
         preemptions[ahead], running[ahead] = simulation.num_preemptions, sum(counts) / len(counts)
-    assert preemptions[True] < 10 and preemptions[False] > 40
+    assert preemptions[True] < 5 and preemptions[False] > 40
     assert running[True] > 0.7 * running[False]
 
 
