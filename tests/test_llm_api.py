@@ -1,7 +1,6 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import run
 
 from nanovllm import LLM, SamplingParams, StepOutput
 from nanovllm.attention import AttentionSetup, select_backend
@@ -299,7 +299,7 @@ def test_torch_is_left_alone_until_an_engine_starts() -> None:
         "assert issubclass(nanovllm.WorkerError, RuntimeError) and issubclass(nanovllm.StepTimeout, RuntimeError)\n"
         "assert issubclass(nanovllm.WeightsIncomplete, RuntimeError) and nanovllm.LLM.generate"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    run("-c", program)
 
 
 def test_closed() -> None:

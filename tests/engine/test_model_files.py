@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from programs import run
 from test_config import SMALL
 
 from nanovllm.config import EngineConfig
@@ -98,8 +97,8 @@ def test_a_refusal_takes_no_torch(tmp_path: Path) -> None:
         "try: read_model_config(EngineConfig(sys.argv[1]))\n"
         "except ValueError as error: print(error, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith("DeepseekV3ForCausalLM has latent attention") and done.stdout.endswith("False\n")
+    said = run("-c", code, tmp_path)
+    assert said.startswith("DeepseekV3ForCausalLM has latent attention") and said.endswith("False\n")
 
 
 def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The timeline of a run: what it says is what happened, and nothing runs twice at once on a track."""
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run
 
 from nanovllm import SamplingParams
 from nanovllm.llm import LLM
@@ -90,7 +89,7 @@ llm = LLM("demo", trace={str(tmp_path)!r}, device="cpu", num_kvcache_blocks=32)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run("-c", code)
     [path] = tmp_path.glob("*.json")
     text = path.read_text()
     events = json.loads(text[: text.rindex(",\n")] + "]")  # Perfetto takes an array without its end

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from process_checks import MARK, marked_processes, write_tiny_config
+from programs import run
 from system import wait_for
 
 from nanovllm.config import EngineConfig
@@ -171,11 +172,9 @@ def run_script(script: str, folder: Path, **config: object) -> None:
     """Runs it in its own program: these tests may run under Triton's interpreter. The target is a GPU that need not
     be there: compiling for it takes none."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
     config = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5, **config}
     script = script.replace("MODEL", write_tiny_config(folder / "model", **config))
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("-c", script, TRITON_CACHE_DIR=str(folder / "cache"), TRITON_INTERPRET="0")
 
 
 def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:

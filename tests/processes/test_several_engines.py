@@ -2,21 +2,18 @@
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from process_checks import GREEDY, LONG, marked_processes, open_files, tiny_llm, token_ids
+from programs import run
 from system import cpu_seconds, wait_for
 from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
 
 
@@ -35,12 +32,11 @@ def test_two_at_once_and_one_ends_before_the_other(tiny: str, mark: str) -> None
         assert token_ids(second, *PROMPTS) == expected
 
 
-TWO_TOKENIZERS = f"""
+TWO_TOKENIZERS = """
 import sys, threading
-sys.path.insert(0, {str(ROOT)!r})
 from nanovllm.config import EngineConfig
 from nanovllm.text.tokenizer import Tokenizer
-two = [Tokenizer(EngineConfig({str(ROOT / "assets" / "demo-qwen3")!r})) for _ in range(2)]
+two = [Tokenizer(EngineConfig("demo")) for _ in range(2)]
 print([len(each.own.encode("a b")) for each in two], "transformers" in sys.modules)
 lengths = []
 threads = [threading.Thread(target=lambda each=each: lengths.append(len(each.of_user.encode("a b")))) for each in two]
@@ -54,8 +50,7 @@ print(lengths)
 
 def test_both_load_their_tokenizers_at_once() -> None:
     """Each in a thread of its own; those of transformers too, the second while the first imports the library."""
-    done = subprocess.run([sys.executable, "-c", TWO_TOKENIZERS], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "[2, 2] False\n[2, 2]\n", done.stderr
+    assert run("-c", TWO_TOKENIZERS) == "[2, 2] False\n[2, 2]\n"
 
 
 def test_a_call_from_within_a_call_is_refused(tiny: str, mark: str) -> None:
