@@ -285,6 +285,17 @@ def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
     simulation.run_to_end()
 
 
+def test_a_request_has_begun_from_its_first_admission_on() -> None:
+    """Also while it waits again: a call that waits for such requests would else not wait for it."""
+    simulation = Simulation()
+    simulation.add([1, 2])
+    assert not simulation.scheduler.has_begun()
+    simulation.step()
+    simulation.replace_weights()
+    assert simulation.scheduler.has_begun() and not simulation.scheduler.running
+    simulation.run_to_end()
+
+
 def test_a_prompt_in_progress_takes_the_memory_that_its_window_lacks_of_a_newer_one() -> None:
     """Else nobody would get on: its blocks for a window come chunk by chunk, and here no row decodes."""
     simulation = Simulation(
