@@ -8,7 +8,6 @@ the machine does not count. Imported by the processes that are watched; the test
 import asyncio
 import mmap
 import os
-import struct
 import sys
 import threading
 import time
@@ -20,8 +19,7 @@ from typing import Any
 FILE = "NANOVLLM_TEST_WATCH"
 """Environment variable: the file."""
 BEAT = 0.005
-_FIELD = struct.Struct("d")
-CALLBACK, LOOP, ENGINE = 0, 8, 16
+CALLBACK, LOOP, ENGINE = range(3)
 """Places of the longest callback of the event loop (CPU seconds of its thread), of the longest time in which the
 loop did nothing else (CPU seconds of its thread, and of that other thread which worked most: one at a time can hold the
 loop up), and between two steps (CPU seconds of the engine)."""
@@ -32,19 +30,16 @@ class Watch:
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).exists():
-            Path(path).write_bytes(b"\0" * 24)
+            Path(path).write_bytes(bytes(24))
         with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 24)
+            self.longest = memoryview(mmap.mmap(file.fileno(), 24)).cast("d")
 
     def note(self, field: int, seconds: float) -> None:
-        if seconds > self[field]:
-            _FIELD.pack_into(self._map, field, seconds)
-
-    def __getitem__(self, field: int) -> float:
-        return float(_FIELD.unpack_from(self._map, field)[0])
+        self.longest[field] = max(self.longest[field], seconds)
 
     def reset(self) -> None:
-        self._map[:] = b"\0" * 24
+        for field in (CALLBACK, LOOP, ENGINE):
+            self.longest[field] = 0.0
 
 
 def watch_front() -> None:
