@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -38,6 +37,14 @@ def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool]) -> list[Any]
         select.select([handle], [], [], 1.0)
         found += handle.receive()
     return found
+
+
+def end_of(handle: ChildHandle) -> Lost:
+    """What is said of its end, which it has come to by itself."""
+    lost = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1]
+    assert isinstance(lost, Lost) and handle.receive() == []
+    handle.close()
+    return lost
 
 
 @pytest.fixture(scope="module")
@@ -94,28 +101,24 @@ def test_an_engine_that_stands_still_is_silent(handle: ChildHandle) -> None:
     assert handle.silent_for() <= 1
 
 
-def test_a_mistake_of_the_user_is_raised_here() -> None:
-    handle = ChildHandle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
-    [lost] = [one for one in frames_until(handle, lambda frame: isinstance(frame, Lost)) if isinstance(one, Lost)]
-    assert lost.kind is ValueError and "max_model_len=999999: must be at most" in lost.reason
-    handle.close()
-
-
-def test_signals_are_left_to_the_driver_from_the_first_moment_on() -> None:
-    handle = ChildHandle(wire.Start("no such model", OPTIONS))
-    for number in LEFT_TO_PARENT:
+@pytest.mark.parametrize(
+    ("model", "options", "signals", "reason", "code"),
+    [
+        (DEMO, {"max_model_len": 999999}, (), "max_model_len=999999: must be at most", 0),
+        ("no such model", {}, LEFT_TO_PARENT, "no such model", 0),  # it went on, whatever came from the first moment on
+        (DEMO, {}, (signal.SIGKILL,), "died by signal 9 (SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_the_end_of_an_engine_says_why(
+    model: str, options: dict[str, Any], signals: Sequence[int], reason: str, code: int
+) -> None:
+    """As the error that is to be raised, if it was a mistake of the user."""
+    handle = ChildHandle(wire.Start(model, {**OPTIONS, **options}))
+    for number in signals:
         os.kill(handle.pid, number)
-    [lost] = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1:]
-    assert "no such model" in lost.reason, "it went on"
-    handle.close()
-
-
-def test_an_engine_that_is_killed_is_lost() -> None:
-    handle = ChildHandle(wire.Start(DEMO, OPTIONS))
-    os.kill(handle.pid, signal.SIGKILL)
-    [lost] = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1:]
-    assert lost == Lost("died by signal 9 (SIGKILL)") and handle.receive() == []
-    handle.close()
+    lost = end_of(handle)
+    assert reason in lost.reason and handle.process.returncode == code
+    assert (lost.kind is None) == (code != 0) and (lost.kind is ValueError or "max_model_len" not in options)
 
 
 def test_a_lost_engine_whose_process_lingers_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +184,7 @@ def test_an_engine_of_a_program_without_output_ends_in_order() -> None:
     finally:
         os.dup2(output, 1)
         os.close(output)
-    assert isinstance(frames_until(handle, lambda frame: isinstance(frame, Lost))[-1], Lost)
-    handle.close()
+    end_of(handle)
     assert handle.process.returncode == 0, "it had said what is wrong"
 
 
@@ -202,34 +204,14 @@ def test_an_engine_ends_with_its_driver_though_a_fork_of_it_holds_the_socket(whe
                 os.kill(left, signal.SIGKILL)
 
 
-class Quiet:
-    """A driver that says how an engine starts, and nothing more."""
-
-    def __init__(self) -> None:
-        self._frames = [wire.Start(DEMO, OPTIONS)]
-        self.looks = 0
-
-    def next(self, seconds: float) -> Any:
-        self.looks += 1
-        assert self.looks < 10, "nobody looks at the ranks"
-        return self._frames.pop() if self._frames else None
-
-    def wake(self) -> None:
-        pass
-
-
 def test_a_rank_that_dies_while_nothing_runs_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> None:
-        raise WorkerError("rank 1 died by signal 9")
-
-    executor = SimpleNamespace(failed=True, check=check)
+    """Though its driver says nothing after the first frame."""
+    executor = Mock(failed=True, check=Mock(side_effect=WorkerError("rank 1 died by signal 9")))
     config = EngineConfig(DEMO, **{**OPTIONS, "kvcache_block_size": 16})
-    engine: Any = Mock(config=config, executor=executor)
-    engine.is_busy.return_value, engine.info.return_value = False, {}
-    monkeypatch.setattr(program, "_load", lambda *_: engine)
-    monkeypatch.setattr(program, "describe", lambda _: {})
-    monkeypatch.setattr(program, "freeze_objects", lambda: None)
+    engine: Any = Mock(config=config, executor=executor, is_busy=lambda: False, info=dict)
+    for name, value in (("_load", engine), ("describe", {}), ("freeze_objects", None)):
+        monkeypatch.setattr(program, name, lambda *_, value=value: value)
     said: list[Any] = []
-    assert program.run(said.append, Quiet()) == 1
+    assert program.run(said.append, Mock(next=Mock(side_effect=[wire.Start(DEMO, OPTIONS), *[None] * 9]))) == 1
     assert said[-1] == wire.Failed("rank 1 died by signal 9")
     engine.close.assert_called_once_with()

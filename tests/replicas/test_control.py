@@ -64,11 +64,6 @@ def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:
     assert ends_of(drain(llm)) == {number: "abort" if number == ids[2] else "length" for number in ids}
 
 
-def test_replicas_hold_what_one_engine_does(llm: LLM) -> None:
-    with LLM(DEMO, **OPTIONS) as one:
-        assert one.checksum() == llm.checksum()
-
-
 def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> None:
     """Until then none runs with the weights of the checkpoint, which others have replaced."""
     weights = load_file(f"{DEMO}/model.safetensors")

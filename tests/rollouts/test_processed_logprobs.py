@@ -143,15 +143,6 @@ def test_penalties_count_what_an_output_begins_with(llm: LLM) -> None:
     assert rest == pytest.approx(whole[8:], abs=1e-5)
 
 
-def test_probabilities_of_what_is_kept_add_up(llm: LLM) -> None:
-    params = SamplingParams(temperature=0.9, top_p=0.8, logprobs=-1, logprobs_mode="processed", max_tokens=4, seed=1)
-    [output] = llm.generate([PROMPT], params, use_tqdm=False)
-    assert output.outputs[0].logprobs is not None
-    for found in output.outputs[0].logprobs:
-        assert found is not None
-        assert sum(math.exp(one.logprob) for one in found.values()) == pytest.approx(1, abs=1e-5)
-
-
 def test_scoring_takes_its_context_from_the_cache(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     """prompt_logprob_start: four answers to one question compute the question once; the values are those of a whole
     pass."""
