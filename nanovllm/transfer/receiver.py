@@ -23,7 +23,7 @@ def _bytes_together(settings: dict[str, Any]) -> int:
     if not settings.get("packed"):
         return -1
     limit = settings.get("packed_buffer_size_bytes") or PACKED_BYTES
-    if not isinstance(limit, int) or limit < 1:
+    if not is_integer(limit) or limit < 1:
         refuse("packed_buffer_size_bytes", limit, "an integer >= 1")
     return limit
 

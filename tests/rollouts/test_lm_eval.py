@@ -12,15 +12,27 @@ integration = pytest.importorskip("nanovllm.integrations.lm_eval")
 
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 DOCS = [
-    {
-        "question": "Once upon a time there was a",
-        "choices": [" rabbit", " stone", " big big house", " of"],
-        "answer": 0,
-    },
-    {"question": "The capital of France is", "choices": [" Paris.", " London.", " a cat"], "answer": 0},
-    {"question": "Lily and Tom went to the park. " * 12 + "They saw", "choices": [" a", " two dogs"], "answer": 1},
-    {"question": "7 + 5 =", "choices": [" 12", " 13", " 75"], "answer": 0},
+    {"question": question, "choices": choices, "answer": answer}
+    for question, choices, answer in (
+        ("Once upon a time there was a", [" rabbit", " stone", " big big house", " of"], 0),
+        ("The capital of France is", [" Paris.", " London.", " a cat"], 0),
+        ("Lily and Tom went to the park. " * 12 + "They saw", [" a", " two dogs"], 1),
+        ("7 + 5 =", [" 12", " 13", " 75"], 0),
+    )
 ]
+TASKS: dict[str, dict[str, Any]] = {
+    "multiple_choice": {
+        "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "target_delimiter": "", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "loglikelihood_rolling": {  # longer than the model's window
+        "doc_to_text": "", "doc_to_target": "{{question * 5}}", "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "generate_until": {
+        "doc_to_text": "{{question}}", "doc_to_target": "x", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 20, "do_sample": False},
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,57 +45,31 @@ def models() -> Iterator[tuple[Any, Any]]:
     ours.llm.close()
 
 
-def evaluate(model: Any, folder: Path, **config: Any) -> dict[str, Any]:
-    file = folder / "docs.jsonl"
+def flat(value: Any) -> list[Any]:
+    """Numbers and texts in an answer."""
+    if isinstance(value, (list, tuple)):
+        return [part for each in value for part in flat(each)]
+    try:
+        return [float(value)]
+    except ValueError:
+        return [str(value)]
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_answers_are_those_of_the_hugging_face_class(kind: str, models: tuple[Any, Any], tmp_path: Path) -> None:
+    file = tmp_path / "docs.jsonl"
     file.write_text("\n".join(json.dumps(doc) for doc in DOCS))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
-    return lm_eval.simple_evaluate(model, tasks=[{"task": "tiny", **data, **config}], bootstrap_iters=0)
-
-
-def answers(results: dict[str, Any]) -> list[Any]:
-    return [sample["resps"] for sample in sorted(results["samples"]["tiny"], key=lambda sample: sample["doc_id"])]
-
-
-def test_choices(models: tuple[Any, Any], tmp_path: Path) -> None:
-    config = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }
-    ours, theirs = (evaluate(model, tmp_path, **config) for model in models)
-    assert ours["results"]["tiny"]["acc,none"] == theirs["results"]["tiny"]["acc,none"]
-    for mine, other in zip(answers(ours), answers(theirs), strict=True):
-        for ((value, greedy),), ((expected, expected_greedy),) in zip(mine, other, strict=True):
-            assert float(value) == pytest.approx(float(expected), abs=1e-3)
-            assert str(greedy) == str(expected_greedy)
-
-
-def test_rolling(models: tuple[Any, Any], tmp_path: Path) -> None:
-    """Also of a text that is longer than the model's window."""
-    config = {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question * 5}}",
-        "metric_list": [{"metric": "bits_per_byte"}],
-    }
-    ours, theirs = (answers(evaluate(model, tmp_path, **config)) for model in models)
-    for [[value]], [[expected]] in zip(ours, theirs, strict=True):
-        assert float(value) == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_generation(models: tuple[Any, Any], tmp_path: Path) -> None:
-    config = {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "x",
-        "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 20, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    }
-    ours, theirs = (answers(evaluate(model, tmp_path, **config)) for model in models)
-    assert ours == theirs
+    tasks = [{"task": "tiny", "output_type": kind, **data, **TASKS[kind]}]
+    ours, theirs = (lm_eval.simple_evaluate(model, tasks=tasks, bootstrap_iters=0) for model in models)
+    for mine, other in zip(ours["samples"]["tiny"], theirs["samples"]["tiny"], strict=True):
+        assert mine["doc_id"] == other["doc_id"]
+        found, expected = flat(mine["resps"]), flat(other["resps"])
+        assert found and len(found) == len(expected)
+        for one, two in zip(found, expected, strict=True):
+            assert one == (pytest.approx(two, abs=1e-3, rel=1e-4) if isinstance(two, float) else two)
+    if kind == "multiple_choice":
+        assert ours["results"]["tiny"]["acc,none"] == theirs["results"]["tiny"]["acc,none"]
 
 
 def test_a_question_is_computed_once(models: tuple[Any, Any]) -> None:

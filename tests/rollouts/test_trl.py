@@ -11,22 +11,11 @@ integration = pytest.importorskip("nanovllm.integrations.trl")
 
 DEMO = str(Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3")
 COMMON: dict[str, Any] = {
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "use_cpu": True,
-    "bf16": False,
-    "fp16": False,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "max_steps": 4,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
+    "use_vllm": True, "vllm_mode": "colocate", "use_cpu": True, "bf16": False, "fp16": False, "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant", "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4,
+    "max_completion_length": 12, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
     "model_init_kwargs": {"dtype": "float32"},
-}
+}  # fmt: skip
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
@@ -57,23 +46,19 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: A
     return trainer, sums
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "vllm_enable_sleep_mode": True}], ids=str)
-def test_grpo_sees_its_own_probabilities(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("GRPO", {}), ("GRPO", {"temperature": 0.7, "vllm_enable_sleep_mode": True}), ("RLOO", {})],
+    ids=str,
+)
+def test_trainers_see_their_own_probabilities(
+    kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, sums = train("GRPO", tmp_path, monkeypatch, **options)
-    differences = [
-        line["sampling/sampling_logp_difference/max"]
-        for line in trainer.state.log_history
-        if "sampling/sampling_logp_difference/max" in line
-    ]
-    assert len(differences) == 4 and max(differences) < 1e-5
-    assert len({str(one) for one in sums}) == 4, "weights move"
-
-
-def test_rloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, sums = train("RLOO", tmp_path, monkeypatch)
-    assert trainer.state.global_step == 4
+    trainer, sums = train(kind, tmp_path, monkeypatch, **options)
+    name = "sampling/sampling_logp_difference/max"
+    differences = [line[name] for line in trainer.state.log_history if name in line]
+    assert trainer.state.global_step == 4 and len(differences) == 4 * (kind == "GRPO")
+    assert max(differences, default=0) < 1e-5
     assert len({str(one) for one in sums}) == 4, "weights move"
 
 
