@@ -10,61 +10,49 @@ from recorded_engines import INFO, PROMPT, Engines
 
 from nanovllm.host import wire
 
-Key = tuple[str, int]
 
-
-def keys(first_row: int, params: dict[str, Any]) -> dict[int, Key]:
-    """Row of each completion -> what its tokens are sampled by."""
-    seed, rows = params.get("seed"), range(first_row, first_row + params.get("n", 1))
-    return {row: ("row", row) if seed is None else ("seed", seed + row - first_row) for row in rows}
-
-
-def token_of(key: Key, position: int) -> int:
-    return hash((key[1], position)) % 1000
-
-
-def length_of(key: Key) -> int:
-    return 1 + key[1] % 7
+def tokens_of(first_row: int, params: dict[str, Any]) -> dict[int, list[int]]:
+    """Tokens of each completion, by row: one to seven, which its seed alone decides."""
+    rows = range(first_row, first_row + params.get("n", 1))
+    seeds = {row: 1000 + row if "seed" not in params else params["seed"] + row - first_row for row in rows}
+    return {row: [100 * seed + position for position in range(1 + seed % 7)] for row, seed in seeds.items()}
 
 
 class Engine:
     """Computes the rows that it is sent."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, tuple[Key, int]] = {}
-        """Key and number of tokens of each unfinished row."""
+        self.rows: dict[int, list[int]] = {}
+        """Tokens that unfinished rows are still to gain."""
         self.requests: dict[int, tuple[set[int], bool]] = {}
-        """Unfinished rows of a request, and whether the prompt's log-probabilities are wanted."""
+        """Rows of each unfinished request, and whether the prompt's log-probabilities are wanted."""
         self.aborted: set[int] = set()
 
     def take(self, frame: wire.Down) -> None:
         if isinstance(frame, wire.Add):
-            rows, known = keys(frame.request_id, frame.params), len(frame.known_ids())
-            assert not known or len(rows) == 1
-            self.rows |= {row: (key, known) for row, key in rows.items()}
+            rows, known = tokens_of(frame.request_id, frame.params), frame.known_ids()
+            assert not known or [known] == [tokens[: len(known)] for tokens in rows.values()]
+            self.rows |= {row: tokens[len(known) :] for row, tokens in rows.items()}
             self.requests[frame.request_id] = {*rows}, "prompt_logprobs" in frame.params
         elif isinstance(frame, wire.Abort) and frame.request_id in self.requests:
             self.aborted |= self.requests[frame.request_id][0]
 
-    def step(self, gains: list[int]) -> wire.Step:
-        """Row number i gains gains[i] tokens, or as many as it may have."""
+    def step(self, gain: int) -> wire.Step:
+        """Rows gain up to two tokens each, some more than others."""
         step = wire.Step([], [])
-        for (row, (key, count)), gain in zip(list(self.rows.items()), gains * len(self.rows), strict=False):
-            last = length_of(key) - 1
-            for position in range(count, min(count + gain, last)):
-                step.rows.append(row)
-                step.tokens.append(token_of(key, position))
-                step.logprobs.append((row, b"%d" % position))
-            self.rows[row] = key, min(count + gain, last)
+        for row, tokens in list(self.rows.items()):
             if row in self.aborted:
                 step.finishes.append(wire.Finish(row, None, "abort", None))
-            elif count + gain > last:
-                step.finishes.append(wire.Finish(row, token_of(key, last), "length", None))
-                step.logprobs.append((row, b"%d" % last))
-        for end in step.finishes:
-            del self.rows[end.row]
+                tokens.clear()
+            for _ in range((gain + row) % 3):
+                if len(tokens) > 1:
+                    step.rows.append(row)
+                    step.tokens.append(tokens.pop(0))
+                elif tokens:
+                    step.finishes.append(wire.Finish(row, tokens.pop(), "length", None))
+        self.rows = {row: tokens for row, tokens in self.rows.items() if tokens}
         for request_id, (rows, wants_prompt) in list(self.requests.items()):
-            if not rows.intersection(self.rows):
+            if rows.isdisjoint(self.rows):
                 step.done.append(wire.Done(request_id))
                 step.prompts += [(request_id, [b"line"])] * wants_prompt
                 del self.requests[request_id]
@@ -74,42 +62,34 @@ class Engine:
 class FleetMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engines = Engines(3)
-        self.computing = [Engine() for _ in range(3)]
-        self.starting: set[int] = set()
-        self.num_rows = 0
+        self.engines, self.computing, self.starting = Engines(3), [Engine() for _ in range(3)], set[int]()
         self.params: dict[int, dict[str, Any]] = {}
-        self.expected: dict[int, Key] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.lines: dict[int, list[bytes]] = {}
-        self.ends: dict[int, wire.Finish] = {}
+        self.expected: dict[int, list[int]] = {}
+        self.gained: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
         self.prompts: set[int] = set()
         self.done: list[int] = []
         self.aborted: set[int] = set()
         """Rows that had not ended when their request was aborted."""
 
-    @rule(
-        n=st.integers(1, 4), seed=st.none() | st.integers(0, 99), more=st.sampled_from(({}, {"prompt_logprobs": 1}))
-    )
-    def add(self, n: int, seed: int | None, more: dict[str, Any]) -> None:
-        params = {"max_tokens": 9, **more} | ({"n": n} if n > 1 else {}) | ({} if seed is None else {"seed": seed})
-        self.params[self.num_rows] = params
-        self.expected |= keys(self.num_rows, params)
-        self.engines.fleet.requests.add(self.num_rows, PROMPT, params)
+    @rule(n=st.integers(1, 4), options=st.sampled_from(({}, {"seed": 7}, {"prompt_logprobs": 1})))
+    def add(self, n: int, options: dict[str, Any]) -> None:
+        number, params = len(self.expected), {"max_tokens": 9, "n": n, **options}
+        self.params[number] = params
+        self.expected |= tokens_of(number, params)
+        self.engines.fleet.requests.add(number, PROMPT, params)
         self.engines.fleet.requests.bind()
-        self.num_rows += n
 
-    @rule(gains=st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    def step(self, gains: list[int]) -> None:
+    @rule(gain=st.integers(0, 2))
+    def step(self, gain: int) -> None:
         for engine in {0, 1, 2} - self.starting:
-            self.engines.fleet.take(engine, self.computing[engine].step(gains))
+            self.engines.fleet.take(engine, self.computing[engine].step(gain))
 
     @precondition(lambda self: len(self.starting) < 3)
     @rule(data=st.data())
     def lose(self, data: Any) -> None:
-        there = {0, 1, 2} - self.starting
-        computing = sorted(engine for engine in there if self.computing[engine].rows)
-        engine = data.draw(st.sampled_from(computing or sorted(there)))
+        there = sorted({0, 1, 2} - self.starting)
+        engine = data.draw(st.sampled_from([each for each in there if self.computing[each].rows] or there))
         self.engines.time += 1e6  # it is restarted however often it is lost
         self.computing[engine] = Engine()
         self.starting.add(engine)
@@ -124,7 +104,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: Any) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.params)))
-        self.aborted |= keys(request_id, self.params[request_id]).keys() - self.ends.keys()
+        self.aborted |= tokens_of(request_id, self.params[request_id]).keys() - self.reasons.keys()
         self.engines.fleet.requests.abort(request_id)
 
     @invariant()
@@ -135,37 +115,30 @@ class FleetMachine(RuleBasedStateMachine):
         for step in self.engines.out():
             assert isinstance(step, wire.Step)
             self.prompts |= {request_id for request_id, _ in step.prompts}
-            for row, line in step.logprobs:
-                self.lines.setdefault(row, []).append(line)
-            ends = [(end.row, end.token) for end in step.finishes if end.token is not None]
-            for row, token in [*zip(step.rows, step.tokens, strict=True), *ends]:
-                assert row not in self.ends
-                self.tokens.setdefault(row, []).append(token)
+            last = [(end.row, end.token) for end in step.finishes if end.token is not None]
+            for row, token in [*zip(step.rows, step.tokens, strict=True), *last]:
+                self.gained.setdefault(row, []).append(token)
+                assert row not in self.reasons and self.gained[row] == self.expected[row][: len(self.gained[row])]
             for end in step.finishes:
-                assert end.row not in self.ends
-                self.ends[end.row] = end
+                assert end.row not in self.reasons
+                self.reasons[end.row] = end.reason
+                assert end.reason == "abort" or self.gained[end.row] == self.expected[end.row]
             for done in step.done:
-                assert all(row in self.ends for row in keys(done.request_id, self.params[done.request_id]))
+                assert tokens_of(done.request_id, self.params[done.request_id]).keys() <= self.reasons.keys()
                 self.done.append(done.request_id)
-        for row, tokens in self.tokens.items():
-            assert tokens == [token_of(self.expected[row], position) for position in range(len(tokens))]
-            assert self.lines[row] == [b"%d" % position for position in range(len(tokens))]
-            if row in self.ends and self.ends[row].reason == "length":
-                assert len(tokens) == length_of(self.expected[row])
 
     def teardown(self) -> None:
         while self.starting:
             self.start()
-        for _ in range(40 * len(self.params)):
+        for number in range(40 * len(self.params)):
             self.outputs_are_right()
-            if not self.engines.fleet.requests.num_live:
-                break
-            self.step([1])
+            if self.engines.fleet.requests.num_live:
+                self.step(number)
         assert sorted(self.done) == sorted(self.params) and not self.engines.fleet.requests.num_live
-        assert {self.ends[row].reason for row in self.aborted} <= {"abort"}
+        assert {self.reasons[row] for row in self.aborted} <= {"abort"}
         for request_id, params in self.params.items():
-            whole = all(self.ends[row].reason == "length" for row in keys(request_id, params))
-            assert request_id in self.prompts or "prompt_logprobs" not in params or not whole
+            is_whole = all(self.reasons[row] == "length" for row in tokens_of(request_id, params))
+            assert not is_whole or (request_id in self.prompts) == ("prompt_logprobs" in params)
 
 
 TestFleetMachine = FleetMachine.TestCase
