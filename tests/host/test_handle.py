@@ -40,7 +40,7 @@ def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool]) -> list[Any]
 
 
 def end_of(handle: ChildHandle) -> Lost:
-    """What is said of its end, which it has come to by itself."""
+    """Last frame of an engine that ends by itself; closes it."""
     lost = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1]
     assert isinstance(lost, Lost) and handle.receive() == []
     handle.close()
