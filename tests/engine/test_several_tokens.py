@@ -17,10 +17,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.outputs import RequestMetrics, StepColumns
+from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.state import PageGroup, StateSize
-from nanovllm.wire.step import SlotConstants
 
 STOP = 7
 
@@ -36,13 +35,6 @@ def begin(scheduler: Scheduler, seq: Sequence) -> None:
     plan = scheduler.schedule()
     scheduler.apply(plan, [1])
     assert seq.last_token_on_device
-
-
-def sampling_row(
-    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (), matcher: Any = None
-) -> SamplingRow:
-    ends = frozenset(params.stop_token_ids)
-    return SamplingRow(params, stop_ids=ends, vocab_size=16, text=None, bad_words=bad_words, matcher=matcher)
 
 
 def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
@@ -80,13 +72,10 @@ def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
     options: dict[str, Any], bad_words: tuple[tuple[int, ...], ...], matcher: Any, most: int
 ) -> None:
     scheduler = scheduler_of(40, 4)
-    params = SamplingParams(stop_token_ids=(STOP,), max_tokens=9, **options)
-    row = sampling_row(params, bad_words, matcher)
+    params, stop = SamplingParams(stop_token_ids=(STOP,), max_tokens=9, **options), frozenset({STOP})
+    row: Any = SamplingRow(params, stop_ids=stop, vocab_size=16, text=None, bad_words=bad_words, matcher=matcher)
     row.watches = False
-    seq = Sequence(
-        0, Prompt([3] * 6), params, constants=SlotConstants(0, 0), stop_token_ids=frozenset({STOP}),
-        max_total_tokens=15, metrics=RequestMetrics(0.0), sampling=row,
-    )  # fmt: skip
+    seq = make_sequence(0, [3] * 6, 9, stop=stop, watcher=row)
     begin(scheduler, seq)
     assert scheduler.schedule().seqs == [seq] * most
 

@@ -162,11 +162,6 @@ def test_one_rank_fails_at_its_start(fault: str, tiny: str, mark: str, monkeypat
         assert "in fail" in raised.value.__notes__[0]
 
 
-def weights_of(llm: LLM) -> list[tuple[str, torch.Tensor]]:
-    """Other weights for the same model."""
-    return [(weight.name, torch.randn(weight.shape)) for weight in llm.engine.executor.runner.weights.all]
-
-
 @pytest.mark.parametrize("how", ["sleep", "half", pytest.param("work", marks=pytest.mark.slow)])
 def test_a_long_call_is_one_that_computes(
     how: str, tiny: str, mark: str, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +171,7 @@ def test_a_long_call_is_one_that_computes(
     monkeypatch.setattr(processes, "_WORKER_MODULE", "faulty_worker")
     monkeypatch.setenv("FAULT", f"call:{how}")
     with tiny_llm(tiny, step_timeout=1.2) as llm:
-        weights = weights_of(llm)
+        weights = [(each.name, torch.randn(each.shape)) for each in llm.engine.executor.runner.weights.all]
         begin = time.monotonic()
         if how == "work":
             llm.load_weights(weights)
