@@ -37,49 +37,32 @@ class Setting:
 
 COMMON: dict[str, Any] = {**ROOMY, "max_num_batched_tokens": 1024}
 TIGHT = {"num_kvcache_blocks": ONE_REQUEST, "disable": ("lookahead",)}
+TWO, FOUR = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}
 SETTINGS = {
     "defaults": Setting({}, crowd=12),
     "synchronous, no prefix cache": Setting(
-        {"disable": ("async_scheduling",), "enable_prefix_caching": False}, crowd=12
-    ),
+        {"disable": ("async_scheduling",), "enable_prefix_caching": False}, crowd=12),
     "one slot": Setting({"max_num_seqs": 1}, crowd=1),
     "one block a step": Setting({"max_num_batched_tokens": BLOCK}, chunks=True),
     "fewer tokens than rows": Setting({"max_num_batched_tokens": 3, "max_num_seqs": 8}, chunks=True, crowd=3),
     "blocks of 48, no chunk left over": Setting(
-        {"kvcache_block_size": 48, "max_num_batched_tokens": 50, "max_num_partial_prefills": 1}, chunks=True
-    ),
+        {"kvcache_block_size": 48, "max_num_batched_tokens": 50, "max_num_partial_prefills": 1}, chunks=True),
     "room for one request": Setting(TIGHT, preempts=True),
     "room for one, chunked": Setting({**TIGHT, "max_num_batched_tokens": BLOCK}, chunks=True, preempts=True),
     "room for one, looking ahead": Setting({"num_kvcache_blocks": ONE_REQUEST}),
-    "two ranks, tight": Setting(
-        {**TIGHT, "tensor_parallel_size": 2, "max_num_batched_tokens": 20}, chunks=True, preempts=True
-    ),
-    "four ranks, tight": Setting(
-        {**TIGHT, "tensor_parallel_size": 4, "max_num_batched_tokens": 32}, chunks=True, preempts=True
-    ),
+    "two ranks, tight": Setting({**TIGHT, **TWO, "max_num_batched_tokens": 20}, chunks=True, preempts=True),
+    "four ranks, tight": Setting({**TIGHT, **FOUR, "max_num_batched_tokens": 32}, chunks=True, preempts=True),
     "room for one, chunked, fp8": Setting(
-        {**TIGHT, "max_num_batched_tokens": 20, "kv_cache_dtype": "fp8"}, chunks=True, preempts=True
-    ),
-    "two ranks, fp8": Setting(
-        {"tensor_parallel_size": 2, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}, chunks=True
-    ),
+        {**TIGHT, "max_num_batched_tokens": 20, "kv_cache_dtype": "fp8"}, chunks=True, preempts=True),
+    "two ranks, fp8": Setting({**TWO, "max_num_batched_tokens": 64, "kv_cache_dtype": "fp8"}, chunks=True),
     "two ranks, heads cut unevenly": Setting(
-        {"tensor_parallel_size": 2, "max_num_batched_tokens": 64},
-        chunks=True,
-        model={"num_attention_heads": 6, "num_key_value_heads": 3},
-    ),
+        {**TWO, "max_num_batched_tokens": 64}, chunks=True,
+        model={"num_attention_heads": 6, "num_key_value_heads": 3}),
     "three ranks, tied, two heads in a group of six": Setting(
-        {**TIGHT, "tensor_parallel_size": 3, "max_num_batched_tokens": 64, "num_kvcache_blocks": 8},
-        chunks=True,
-        preempts=True,
-        model={
-            "num_attention_heads": 6,
-            "num_key_value_heads": 1,
-            "intermediate_size": 131,  # no rank count divides it: padded
-            "tie_word_embeddings": True,
-        },
-    ),
-}
+        {**TIGHT, "tensor_parallel_size": 3, "max_num_batched_tokens": 64, "num_kvcache_blocks": 8}, chunks=True,
+        preempts=True, model={"num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True,
+                              "intermediate_size": 131}),  # no rank count divides it: padded
+}  # fmt: skip
 NIGHTLY = {"four ranks, tight", "two ranks, fp8"}
 REQUESTS = make_requests()
 
