@@ -36,24 +36,10 @@ def make_model(seed: int = 0, weight_std: float = 0.15, **config: Any) -> Qwen3F
 
 
 def save(
-    model: Qwen3ForCausalLM,
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "1GB",
-    old_rope_spelling: dict[str, Any] | None = None,
-    eos_token_id: int | list[int] | None = None,
+    model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB"
 ) -> Path:
-    """Writes `model` to `folder`. `old_rope_spelling`: entries that replace config.json's rope_parameters.
-    `eos_token_id` goes to generation_config.json. The model's own weights are rounded to `dtype`."""
+    """Writes `model` to `folder`; its own weights are rounded to `dtype`."""
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    if old_rope_spelling is not None:
-        config = read_json(folder / "config.json")
-        del config["rope_parameters"]
-        write_json(folder / "config.json", {**config, **old_rope_spelling})
-    if eos_token_id is not None:
-        generation = read_json(folder / "generation_config.json")
-        write_json(folder / "generation_config.json", {**generation, "eos_token_id": eos_token_id})
     return folder
 
 

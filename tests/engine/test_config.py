@@ -14,19 +14,10 @@ from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config, read_model_config, resolve_model_folder
 
 SMALL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 7,
-}
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "rope_theta": 5000.0, "tie_word_embeddings": True, "eos_token_id": 7,
+}  # fmt: skip
 
 
 def small(**changes: Any) -> dict[str, Any]:
@@ -46,20 +37,10 @@ def folder(tmp_path: Path) -> Path:
 # -- engine options -------------------------------------------------------------------------------------------------
 
 AT_LEAST_1 = [
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_num_partial_prefills",
-    "max_long_partial_prefills",
-    "max_model_len",
-    "num_kvcache_blocks",
-    "max_num_prefill_tokens_with_decodes",
-    "max_queued_requests",
-]
-BOOLS = [
-    "skip_tokenizer_init",
-    "enable_prefix_caching",
-    "enforce_eager",
-]
+    "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills", "max_long_partial_prefills",
+    "max_model_len", "num_kvcache_blocks", "max_num_prefill_tokens_with_decodes", "max_queued_requests",
+]  # fmt: skip
+BOOLS = ["skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"]
 BAD_OPTIONS = [
     *[(name, value, "an integer >= 1") for name in AT_LEAST_1 for value in (0, -3, 1.5, "4", True)],
     *[(name, None, "an integer >= 1") for name in AT_LEAST_1[:4]],

@@ -61,14 +61,8 @@ def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, 
     """By default near 1,024, or near the power of two below an eighth of the prompt tokens that wait, at most 2048 or,
     on several ranks, 4096: whole tiles, with the decodes and their padding. Fewer where not much waits, unless they
     are the last; not at a long prompt's end."""
-    simulation = Simulation(
-        depth=1,
-        num_blocks=600,
-        block_size=128,
-        max_num_prefill_tokens_with_decodes=cap,
-        long_prefill_token_threshold=0,
-        tensor_parallel_size=ranks,
-    )
+    options = {"max_num_prefill_tokens_with_decodes": cap, "long_prefill_token_threshold": 0}
+    simulation = Simulation(depth=1, num_blocks=600, block_size=128, tensor_parallel_size=ranks, **options)
     decoding(simulation, 2)
     simulation.add([1] * waiting)
     plan = simulation.step()

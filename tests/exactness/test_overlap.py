@@ -63,15 +63,8 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
         through = (before.cu_seqlens_q.diff() > 0).sum() + (after.cu_seqlens_q.diff() > 0).sum()
         rows = len(set(before.row_slot.tolist()) | set(after.row_slot.tolist()))
         first_chunk = second.positions[after.cu_seqlens_q[1:-1].long()]
-        cuts.append(
-            Cut(
-                input_ids.shape[0],
-                first.positions.shape[0],
-                before.num_decode_rows,
-                int(through) > rows,
-                bool((first_chunk > 0).any()),
-            )
-        )
+        sizes = input_ids.shape[0], first.positions.shape[0], before.num_decode_rows
+        cuts.append(Cut(*sizes, int(through) > rows, bool((first_chunk > 0).any())))
         return whole(self, input_ids, steps, *wanted)
 
     monkeypatch.setattr(DecoderForCausalLM, "forward_two_batch", watched)
@@ -88,15 +81,9 @@ def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
     ],
 )
 def test_the_cut_changes_no_token(
-    ranks: int,
-    budget: int,
-    min_rows: int,
-    multiple: int,
-    checkpoint: str,
-    expected: list[Expected],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    ranks: int, budget: int, min_rows: int, multiple: int, checkpoint: str, expected: list[Expected],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
     """Chunks end anywhere, so cuts go through them, through decodes, and through neither."""
     model, wanted = checkpoint, expected
     if ranks == 3:

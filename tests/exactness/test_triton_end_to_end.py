@@ -25,13 +25,9 @@ CALLS: list[list[tuple[list[int], int]]] = [
     [([*SHARED, 3, 4], 3)],  # begins with a block of the first
 ]
 OPTIONS: dict[str, Any] = {
-    "num_kvcache_blocks": 4,
-    "max_num_batched_tokens": 24,
-    "max_num_seqs": 4,
-    "max_model_len": 64,
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-}
+    "num_kvcache_blocks": 4, "max_num_batched_tokens": 24, "max_num_seqs": 4, "max_model_len": 64,
+    "skip_tokenizer_init": True, "device": "cpu",
+}  # fmt: skip
 
 
 def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:

@@ -17,12 +17,8 @@ BLOCK = 16
 LONGEST = 6 * BLOCK
 """Tokens of the longest request, output included: six blocks hold its KV (the last token needs none)."""
 ROOMY: dict[str, Any] = {
-    "num_kvcache_blocks": 128,
-    "max_num_seqs": 16,
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "max_model_len": 256,
-}
+    "num_kvcache_blocks": 128, "max_num_seqs": 16, "skip_tokenizer_init": True, "device": "cpu", "max_model_len": 256,
+}  # fmt: skip
 """Options of an engine that runs all of make_requests() at once."""
 
 

@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 from threads import run_in_threads
 
-from nanovllm.parallel.peer.memory import (
-    Layout,
-    PeerMemory,
-    PeerMemoryUnavailable,
-    agree,
-    fill_with_sentinels,
-)
+from nanovllm.parallel.peer.memory import Layout, PeerMemory, PeerMemoryUnavailable, agree, fill_with_sentinels
 
 
 def test_all_ranks_give_up_together() -> None:

@@ -12,11 +12,8 @@ MARK = "NANOVLLM_TEST_MARK"
 """An environment variable that workers inherit: finds them whoever their parent is by now."""
 
 OPTIONS: dict[str, Any] = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "num_kvcache_blocks": 64,
-}
+    "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 64,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
 

@@ -37,14 +37,9 @@ class Rows:
 
 
 def record(
-    flags: int = 0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    presence: float = 0.0,
-    frequency: float = 0.0,
-    repetition: float = 1.0,
-) -> torch.Tensor:
+    flags: int = 0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, presence: float = 0.0,
+    frequency: float = 0.0, repetition: float = 1.0,
+) -> torch.Tensor:  # fmt: skip
     log_min_p = math.log(min_p) if min_p else -math.inf
     packed = RECORD.pack(flags, top_k, top_p, log_min_p, presence, frequency, repetition)
     return torch.frombuffer(bytearray(packed), dtype=torch.int32)
