@@ -97,6 +97,8 @@ _FP8_ROLES = [(64, 64, 6), (128, 64, 4), (64, 128, 8), (128, 128, 4), (128, 128,
 _FP8_ONE_ROW = [(2, 8), (4, 8), (4, 6), (4, 4), (4, 3), (4, 2), (8, 4), (8, 3)]
 _STREAM = [(4, 4), (4, 8), (8, 3), (8, 6), (16, 3)]
 """(warps, stages), of one row and of several."""
+_STREAM_WIDE = [(4, 2), (4, 3), (4, 4), (4, 5), (8, 3)]
+"""The same, with two groups of columns a warp and step."""
 _REGISTERS = (0, 96, 128, 144, 168, 224, 255)
 """Limits of a thread's registers; 0: the compiler's."""
 _INT4 = {
@@ -131,7 +133,9 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
         by_rows = _FP8_GATED if gemm.kind == "gate_up" else _FP8
         if rows == 1:
             found += [streaming(*sizes) for sizes in _FP8_ONE_ROW]
-        found += [streaming(*sizes) for sizes in _STREAM if 1 < rows <= STREAM_ROWS]
+        if 1 < rows <= STREAM_ROWS:
+            found += [streaming(*sizes, columns=256) for sizes in _STREAM_WIDE]
+            found += [streaming(*sizes) for sizes in _STREAM]
         for n, m, k, stages, warps in next(tiles for most, tiles in by_rows.items() if rows <= most):
             found += [GemmConfig("tile", n, m, k, stages, split_k, warps) for split_k in (1, 2, 3, 4)]
         found += [with_roles(*sizes, split_k) for sizes in _FP8_ROLES if rows > 1 for split_k in (1, 2, 4)]
@@ -139,7 +143,9 @@ def contenders(gemm: Gemm, rows: int) -> list[GemmConfig]:
     if rows <= SKINNY_ROWS:
         for n, k, stages, warps in _FMA_ONE_ROW if rows == 1 else _FMA_TWO_ROWS:
             found.append(GemmConfig("fma", n, block_k=k, stages=stages, num_warps=warps))
-    found += [streaming(*sizes, columns=64) for sizes in _STREAM if 1 < rows <= STREAM_ROWS]
+    if 1 < rows <= STREAM_ROWS:
+        found += [streaming(*sizes, columns=64) for sizes in _STREAM]
+        found += [streaming(*sizes, columns=128) for sizes in _STREAM_WIDE]
     if 1 < rows <= (16 if gemm.kind == "head" else TILE_ROWS):
         tiles = _DECODE_GATED + _SHARING_GATED if gemm.kind == "gate_up" else _DECODE + _SHARING
         for n, m, k, stages, warps in tiles:
