@@ -142,7 +142,7 @@ def test_products_of_many_rows(
 
 
 @pytest.mark.parametrize("config", [streaming(2, 2), streaming(1, 2, columns=256)], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 7])
 @pytest.mark.parametrize("gated", [False, True])
 def test_products_of_few_rows(gated: bool, rows: int, config: GemmConfig) -> None:
     """With norm, activation and residual the same results, whether x comes rounded or not."""
