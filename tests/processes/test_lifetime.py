@@ -57,14 +57,9 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", code, tiny],
-        env={**os.environ, MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **{"preexec_fn": end_with_test_run, **options},  # type: ignore[call-overload]
-    )
+        [sys.executable, "-c", code, tiny], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, **{"preexec_fn": end_with_test_run, **options},
+    )  # type: ignore[call-overload]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -377,13 +372,8 @@ def test_main_module_needs_no_guard_and_runs_once(how: str, tiny: str, tmp_path:
         for name in ("torch", "queue", "nanovllm"):
             (elsewhere / f"{name}.py").write_text("raise ImportError('imported from the current folder')")
     arguments = {"script": [str(tmp_path / "script.py")], "stdin": ["-"], "-c": ["-c", UNGUARDED]}[how]
-    done = subprocess.run(
-        [sys.executable, *arguments, tiny, str(tmp_path / "counter")],
-        input=UNGUARDED if how == "stdin" else None,
-        cwd=elsewhere,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, *arguments, tiny, str(tmp_path / "counter")]
+    given = UNGUARDED if how == "stdin" else None
+    done = subprocess.run(command, input=given, cwd=elsewhere, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("3\n", "")
     assert (tmp_path / "counter").read_text() == "run "

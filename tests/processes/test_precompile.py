@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process_checks import MARK, marked_processes, write_tiny_config
@@ -168,26 +169,22 @@ assert counts["tile_kernel"] >= 2 and set(counts) >= set(names), counts
 """
 
 
-def run_script(script: str, folder: Path, **config: object) -> None:
-    """Runs it in its own program: these tests may run under Triton's interpreter. The target is a GPU that need not
-    be there: compiling for it takes none."""
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 4,
+           "moe_intermediate_size": 64}  # fmt: skip
+SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "what a launch looks up is compiled": (ROUND_TRIP, {}), "a dry run meets every kernel of start-up": (DENSE, {}),
+    "and of a mixture of experts": (MIXTURE, EXPERTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> None:
+    """In a program of its own: these tests may run under Triton's interpreter."""
     pytest.importorskip("triton")
-    config = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5, **config}
-    script = script.replace("MODEL", write_tiny_config(folder / "model", **config))
-    run("-c", script, TRITON_CACHE_DIR=str(folder / "cache"), TRITON_INTERPRET="0")
-
-
-def test_compiles_what_a_launch_will_look_up(tmp_path: Path) -> None:
-    run_script(ROUND_TRIP, tmp_path)
-
-
-def test_dry_run_meets_every_kernel_of_start_up(tmp_path: Path) -> None:
-    run_script(DENSE, tmp_path)
-
-
-def test_dry_run_meets_every_kernel_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    experts = {"num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
-    run_script(MIXTURE, tmp_path, architectures=["Qwen3MoeForCausalLM"], **experts)
+    script, entries = SCRIPTS[name]
+    shape = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5}
+    script = script.replace("MODEL", write_tiny_config(tmp_path / "model", **shape, **entries))
+    run("-c", script, TRITON_CACHE_DIR=str(tmp_path / "cache"), TRITON_INTERPRET="0")
 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
