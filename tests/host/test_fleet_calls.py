@@ -13,24 +13,25 @@ from nanovllm.errors import OutOfMemory, ReplicaError
 from nanovllm.host import fleet, wire
 
 
-def test_a_call_ends_with_the_last_answer_and_raises_what_the_first_raises() -> None:
+@pytest.mark.parametrize(
+    ("name", "values", "result"),
+    [
+        ("sleep", [{"freed_bytes": 3}, {"freed_bytes": 4}], {"freed_bytes": 7}),
+        ("checksum", [{"checksums": {"a": "1"}}, {"checksums": {"a": "1"}}], {"checksums": {"a": "1"}}),
+        ("checksum", [{"checksums": {"a": "1"}}, {"checksums": {"a": "2"}}], "replicas hold different values of a"),
+    ],
+)
+def test_a_call_ends_with_the_last_answer(name: str, values: list[Any], result: Any) -> None:
     engines = Engines(2)
-    pending = engines.fleet.call("sleep", {"mode": None})
-    [number] = {frame.number for _, frame in engines.take_sent()}
-    engines.fleet.take(0, answer(number, {"freed_bytes": 3}))
-    assert pending.waiting == {1}
-    engines.fleet.take(1, answer(number, {"freed_bytes": 4}))
-    assert pending.result() == {"freed_bytes": 7}
-    pending = engines.fleet.call("checksum", {})
-    for engine, sums in enumerate(({"a": "1"}, {"a": "2"})):
-        engines.fleet.take(engine, answer(number + 1, {"checksums": sums}))
-    with pytest.raises(RuntimeError, match="replicas hold different values of a"):
-        pending.result()
-    pending = engines.fleet.call("wake_up", {})
-    engines.fleet.take(0, answer(number + 2, None, kind="ValueError", message="not this"))
-    engines.fleet.lose(1, "died")
-    with pytest.raises(ValueError, match="not this"):
-        pending.result()
+    pending = engines.fleet.call(name, {})
+    for engine, value in enumerate(values):
+        assert engine in pending.waiting
+        engines.fleet.take(engine, answer(1, value))
+    if isinstance(result, str):
+        with pytest.raises(RuntimeError, match=result):
+            pending.result()
+    else:
+        assert pending.result() == result
 
 
 NEW = EngineState(weight_version=1)
@@ -89,12 +90,15 @@ def test_an_engine_that_is_lost_while_a_trainer_has_its_device_returns_with_the_
     assert computing(engines, 108) == {0, 1}
 
 
-def test_engines_with_the_checkpoints_weights_alone_are_the_end() -> None:
+@pytest.mark.parametrize("answers", [1, 2])
+def test_engines_with_the_checkpoints_weights_alone_are_the_end(answers: int) -> None:
     """Where others have had newer ones, and no trainer is heard of: requests would wait for ever."""
     engines = Engines(2)
-    engines.complete("load_weights", NEW, folder="x")
+    number = engines.call("load_weights", folder="x")
+    for engine in range(answers):
+        engines.fleet.take(engine, answer(number, {}, NEW))
     engines.fleet.lose(0, "died")
-    assert engines.started == [0] and engines.fleet.ended is None
+    assert engines.fleet.ended is None
     engines.fleet.lose(1, "died too")
     assert engines.fleet.ended == "no replica is left: replica 1: died too"
 
@@ -176,15 +180,6 @@ def test_versions_go_on_from_those_of_lost_engines() -> None:
     assert call.options == {"weight_version": 8}
 
 
-def test_weights_that_an_engine_had_before_it_was_lost_are_not_replaced_by_the_checkpoints() -> None:
-    engines = Engines(2)
-    number = engines.call("load_weights", folder="x")
-    engines.fleet.take(0, answer(number, {}, EngineState(weight_version=1)))
-    engines.fleet.lose(0, "died")
-    engines.fleet.lose(1, "died too")
-    assert engines.fleet.ended == "no replica is left: replica 1: died too"
-
-
 @pytest.mark.parametrize(
     ("name", "options", "ends"),
     [
@@ -260,16 +255,17 @@ def test_an_engine_is_restarted_three_times_an_hour() -> None:
 def test_a_sleep_that_some_could_not_do_is_repeated_by_those_alone() -> None:
     """As is a wake_up; the others have done it already."""
     engines = Engines(2)
-    for number, (name, before, after) in enumerate((("sleep", [], ["weights"]), ("wake_up", ["weights"], [])), start=1):
+    for name, before, after in (("sleep", [], ["weights"]), ("wake_up", ["weights"], [])):
         pending = engines.fleet.call(name, {"tags": ["weights"]})
-        assert [engine for engine, _ in engines.take_sent()] == [0, 1]
-        engines.fleet.take(0, wire.Answer(2 * number - 1, {"freed_bytes": 1}, EngineState(asleep=after)))
-        state = EngineState(asleep=before)
-        engines.fleet.take(1, wire.Answer(2 * number - 1, None, state, "OutOfMemory", "taken by others"))
+        (_, call), _ = engines.take_sent()
+        engines.fleet.take(0, answer(call.number, {"freed_bytes": 1}, EngineState(asleep=after)))
+        error = {"kind": "OutOfMemory", "message": "taken by others"}
+        engines.fleet.take(1, answer(call.number, None, EngineState(asleep=before), **error))
         with pytest.raises(OutOfMemory, match="taken by others"):
             pending.result()
         assert engines.fleet.state.asleep == ["weights"], "one of them sleeps"
         pending = engines.fleet.call(name, {"tags": ["weights"]})
-        assert [engine for engine, _ in engines.take_sent()] == [1]
-        engines.fleet.take(1, wire.Answer(2 * number, {"freed_bytes": 1}, EngineState(asleep=after)))
+        [(engine, call)] = engines.take_sent()
+        assert engine == 1
+        engines.fleet.take(1, answer(call.number, {"freed_bytes": 1}, EngineState(asleep=after)))
         assert pending.result() == {"freed_bytes": 1} and engines.fleet.state.asleep == after

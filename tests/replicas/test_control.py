@@ -39,15 +39,11 @@ def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
     with LLM(DEMO, **OPTIONS) as one:
         for version, weights in ((0, old), (3, new), (4, old)):
             replace_one(one, name, weights)
-            spans = [
-                (output.token_ids, prompt, start, end)
-                for prompt, output in zip(PROMPTS, outputs, strict=True)
-                for found, start, end in output.weight_versions
-                if found == version
-            ]
-            ids = [one.add_request(prompt, LONG, tokens[:start] or None) for tokens, prompt, start, _ in spans]
-            for alone, (tokens, _, _, end) in zip(finish(one, ids), spans, strict=True):
-                assert alone.token_ids[:end] == tokens[:end]
+            for prompt, output in zip(PROMPTS, outputs, strict=True):
+                for start, end in [(start, end) for found, start, end in output.weight_versions if found == version]:
+                    known = output.token_ids[:start] or None
+                    [alone] = finish(one, [one.add_request(prompt, LONG, known)])
+                    assert alone.token_ids[:end] == output.token_ids[:end]
 
 
 def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:

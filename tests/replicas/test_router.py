@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prefix_keys import prefix_keys
@@ -119,27 +118,6 @@ def test_a_replica_gets_the_rows_that_its_blocks_hold_in_all_tables() -> None:
     fleet.run([([chance.randrange(1000) for _ in range(80)], 40) for _ in range(600)], at_once=600)
     assert fleet.idle_beside_a_queue == 0
     assert fleet.most_waiting <= 0.3 * 400 / 6, "rows of one block in each of six tables"
-
-
-def load(key: int, **changes: Any) -> Load:
-    return Load(key, **{"hashes": [], "num_prompt_tokens": 10, "max_output_tokens": 10, **changes})
-
-
-def test_what_is_queued_survives_a_loss_and_waits_for_a_return() -> None:
-    router = Router(2, BLOCK, 1)
-    for key in range(9):
-        router.add(load(key))  # no replica is there yet
-    assert router.num_waiting == 9 and router.bind() == []
-    router.join(0, 100)
-    router.join(1, 100)
-    bound = router.bind()
-    lost = [key for number, key in bound if number == 0]
-    assert sorted(router.leave(0)) == sorted(lost)
-    assert all(number == 1 for number, _ in router.bind())
-    gone = next(key for key in range(9) if router.withdraw(key))
-    assert not router.withdraw(gone)
-    bound_keys = [key for _, key in bound]
-    assert router.num_waiting == 9 - len(bound_keys) - 1
 
 
 def test_sixty_four_replicas() -> None:

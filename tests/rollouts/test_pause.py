@@ -125,24 +125,22 @@ def test_all_are_aborted(llm: LLM, by_pause: bool) -> None:
     assert llm.abort_all() == []
     if not llm.config.has_front:
         llm.engine.scheduler.check_integrity()
-
-
-def test_bad_modes_are_named(llm: LLM) -> None:
     with pytest.raises(ValueError, match="mode='gently'"):
         llm.pause("gently")
     assert not llm.is_paused
 
 
-CONTINUED = [
-    {},
-    {"temperature": 0},
-    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "sampling_mask": True},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 0},
-    {"min_tokens": 20, "stop_token_ids": list(range(0, 301, 3)), "max_tokens": 60},
-]
-
-
-@pytest.mark.parametrize("options", CONTINUED, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2, "logprobs_mode": "processed", "sampling_mask": True},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logprobs": 0},
+        {"min_tokens": 20, "stop_token_ids": list(range(0, 301, 3)), "max_tokens": 60},
+    ],
+    ids=str,
+)
 def test_an_output_goes_on_as_if_it_had_not_been_cut(llm: LLM, options: dict[str, Any]) -> None:
     params = SamplingParams(**{"seed": 11, "max_tokens": 30, "ignore_eos": True, **options})
     prompt = list(range(30, 60))
@@ -155,25 +153,21 @@ def test_an_output_goes_on_as_if_it_had_not_been_cut(llm: LLM, options: dict[str
         found = llm.engine.book.completion(row)
         assert (found.token_ids, found.finish_reason) == (whole.token_ids, whole.finish_reason)
         assert found.weight_versions[0][1:] == (cut, len(whole.token_ids))
-        if whole.logprobs is not None and found.logprobs is not None:
-            assert [found.logprobs[at] for at in range(cut)] == [None] * cut
-            for at in range(cut, len(whole.token_ids)):
-                one, other = found.logprobs[at], whole.logprobs[at]
-                assert one is not None and other is not None
-                assert one[gained[at - cut]].logprob == pytest.approx(other[gained[at - cut]].logprob, abs=1e-5)
+        for name in ("logprobs", "sampling_mask"):
+            of_rest, of_whole = getattr(found, name) or (), getattr(whole, name) or ()
+            assert len(of_rest) == len(of_whole) and all(row is None for row in of_rest[:cut])
+            for token, one, other in zip(gained, of_rest[cut:], of_whole[cut:], strict=bool(of_rest)):
+                if name == "logprobs":
+                    assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
+                else:
+                    assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize(
     ("options", "given"),
-    [
-        ({"max_tokens": 3}, [1, 2, 3]),
-        ({"n": 2}, [1]),
-        ({}, [301]),
-        ({}, [-1]),
-        ({"stop_token_ids": [5]}, [4, 5]),
-        ({}, ["a"]),
-    ],
-)
+    [({"max_tokens": 3}, [1, 2, 3]), ({"n": 2}, [1]), ({}, [301]), ({}, [-1]), ({"stop_token_ids": [5]}, [4, 5]),
+     ({}, ["a"])],
+)  # fmt: skip
 def test_outputs_that_cannot_go_on_are_refused(llm: LLM, options: dict[str, Any], given: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"^output_token_ids: "):
         llm.add_request([1, 2], SamplingParams(**options), output_token_ids=given)

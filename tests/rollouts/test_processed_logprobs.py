@@ -111,10 +111,8 @@ def test_a_token_of_logits_that_leave_nothing_has_no_probability(
 
 def test_together_as_alone(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     """Any mixture of modes and numbers, on any number of ranks: what a request gets is its own."""
-    params = [
-        SamplingParams(**{"logprobs": 0, **options}, max_tokens=6, seed=number, sampling_mask=True,
-                       logprobs_mode="processed") for number, options in enumerate(CASES)
-    ]  # fmt: skip
+    common = {"max_tokens": 6, "sampling_mask": True, "logprobs_mode": "processed", "logprobs": 0}
+    params = [SamplingParams(**{**common, **options}, seed=number) for number, options in enumerate(CASES)]
     params += [SamplingParams(logprobs=k, top_p=0.9, max_tokens=6, seed=2, prompt_logprobs=k) for k in (2, -1)]
     prompts = [[number, *PROMPT] for number in range(len(params))]
     together = llm.generate(prompts, params, use_tqdm=False)

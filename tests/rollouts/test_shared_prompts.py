@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from stepping import drain, tokens_of
 from tiny_policy import OPTIONS, VOCAB, Policy
 
 from nanovllm import LLM, SamplingParams
@@ -37,14 +38,8 @@ def test_a_group_computes_its_prompt_once(llm: LLM, way: str) -> None:
         [output] = llm.generate([prompt], replace(params[0], n=8), use_tqdm=False)
         found = [completion.token_ids for completion in output.outputs]
     else:
-        gained: dict[int, list[int]] = {}
-        waiting = list(params)
-        while waiting or llm.has_unfinished_requests():
-            if waiting:
-                gained[llm.add_request(prompt, waiting.pop(0))] = []
-            for step in llm.step():
-                gained[step.request_id] += step.new_token_ids
-        found = [*gained.values()]
+        outputs = [output for param in params if llm.add_request(prompt, param) >= 0 for output in llm.step()]
+        found = [tokens for _, tokens in sorted(tokens_of(outputs + drain(llm)).items())]
     assert num_computed(llm) - before == len(prompt) + 7
     assert found == [output.token_ids for output in llm.generate([prompt] * 8, apart(params), use_tqdm=False)]
 
