@@ -28,18 +28,15 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import why_not
-from nanovllm.kernels.plan.plan import Experts, Product, Rules, choose, plan
+from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch, Product, Rules, choose, plan
+from nanovllm.kernels.plan.rules import FEW_TOKENS
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
 H200 = shipped_table("NVIDIA H200")
 GEMMS = st.builds(
-    Gemm,
-    st.sampled_from(KINDS),
-    st.integers(1, 200_000),
-    st.integers(1, 30_000),
-    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", INT4]),
-    st.booleans(),
-)
+    Gemm, st.sampled_from(KINDS), st.integers(1, 200_000), st.integers(1, 30_000),
+    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", INT4]), st.booleans(),
+)  # fmt: skip
 OWN = GemmConfig("tile", 64, 16, 256, 5)
 
 
@@ -51,13 +48,16 @@ def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -
 
 @pytest.mark.parametrize("after", ["", "residual"])
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
-@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after: str, rows: int) -> None:
+    """Which no more rows do than have their experts read token by token, though others may norm eight."""
     qkv = Product("qkv", 5120, 2048, dtype, before="norm")
     o = Product("o", 2048, 4096, dtype, after="residual", adds_parts=True)
     experts = Experts(128, 8, 2048, 768, dtype, after=after)
-    planned = plan((qkv, o, experts), rows, Rules(KNOWN[0], own_kernels=True, table=H200))
+    tried = {qkv.gemm(1): {8: streaming(8, 4, columns=64)}, o.gemm(1): {8: streaming(4, 4, columns=64)}}
+    planned = plan((qkv, o, experts), rows, Rules(KNOWN[0], own_kernels=True, table=H200, tried=tried))
     found = planned.launches["experts"]
+    assert isinstance(found, ExpertsLaunch) and (found.tiles is not None or rows <= FEW_TOKENS)
     assert (found.norm, found.residual) == (planned.is_complete, planned.is_complete)
     assert planned.is_complete or rows > 1 or not after
 
@@ -135,23 +135,13 @@ def test_ranges_are_as_few_as_can_be() -> None:
 ENTRY = {"kind": "o", "n": 512, "k": 512, "dtype": "bfloat16", "fused": True, "rows": [[16, {"kernel": "library"}]]}
 TILES = {"kernel": "tile", "block_n": 64, "block_m": 16, "block_k": 128, "stages": 3}
 SPOILT_CONFIGS: list[dict[str, object]] = [
-    {"kernel": "tile"},
-    {"splits": 2},
-    {"kernel": "fma", "block_n": 8},
-    {"kernel": "split", "split_k": 7},
-    {"num_warps": 0},
-    TILES | {"block_m": 0},
-    TILES | {"split_k": 0},
-    TILES | {"split_k": 2, "round_sums": True},
-]
+    {"kernel": "tile"}, {"splits": 2}, {"kernel": "fma", "block_n": 8}, {"kernel": "split", "split_k": 7},
+    {"num_warps": 0}, TILES | {"block_m": 0}, TILES | {"split_k": 0}, TILES | {"split_k": 2, "round_sums": True},
+]  # fmt: skip
 SPOILT_ENTRIES: list[dict[str, object]] = [
-    {"kind": "other"},
-    {"n": -512},
-    {"rows": []},
-    {"rows": [[16, {}], [8, {}]]},
-    {"rows": [["16", {}]]},
+    {"kind": "other"}, {"n": -512}, {"rows": []}, {"rows": [[16, {}], [8, {}]]}, {"rows": [["16", {}]]},
     *({"rows": [[16, config]]} for config in SPOILT_CONFIGS),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
     }
     experts = [one for one in operations if isinstance(one, Experts)]
     complete = any(each.norm or each.residual for each in launches.values())
-    complete &= all(one.after == "residual" and (rows == 1 or one.dtype != FP8) for one in experts)
+    complete &= all(one.after == "residual" and rows <= (1 if one.dtype == FP8 else FEW_TOKENS) for one in experts)
     launches |= {one.kind: experts_launch(one, rows, rules, complete) for one in experts}
     why = "" if complete else _why_apart(operations, rules)
     o = next((one for one in operations if one.kind == "o"), None)
