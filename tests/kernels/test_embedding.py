@@ -9,16 +9,12 @@ from nanovllm.kernels.pointwise.embedding import embed_shard, embed_shard_refere
 def test_equals_its_twin(
     hidden: int, start: int, num_valid: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Ids of this rank's first and last row, of its neighbours' and of padded rows."""
+    """Ids of this rank's first and last row, of its neighbours' and of padded rows; and no ids."""
     weight = torch.randn(40, hidden, dtype=dtype, device=device)
     edges = [0, start - 1, start, start + num_valid - 1, start + num_valid, start + 39, start + 40, 100]
     ids = torch.tensor([token for token in edges if token >= 0], dtype=torch.int32, device=device)
     expected = embed_shard_reference(ids, weight, start, num_valid)
     assert torch.equal(embed_shard(ids, weight, start, num_valid), expected)
+    assert embed_shard(ids[:0], weight, start, num_valid).shape == (0, hidden)
     mine = (ids >= start) & (ids < start + num_valid)
     assert (expected.abs().sum(1) > 0).equal(mine)
-
-
-def test_no_tokens(dtype: torch.dtype, device: torch.device) -> None:
-    weight = torch.randn(16, 64, dtype=dtype, device=device)
-    assert embed_shard(torch.empty(0, dtype=torch.int32, device=device), weight, 0, 16).shape == (0, 64)

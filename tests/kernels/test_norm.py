@@ -12,7 +12,7 @@ def assert_within_one_rounding(actual: torch.Tensor, expected: torch.Tensor) -> 
     """Equal to float32 accuracy, or to one step of bfloat16 where a statistic's last bit decided a rounding."""
     tolerance = 2e-6 if actual.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 4)
-    if actual.dtype != torch.float32:
+    if actual.dtype != torch.float32 and actual.numel():
         assert (actual != expected).float().mean() < 0.01
 
 
@@ -25,7 +25,7 @@ def random_norm(kind: str, hidden: int, dtype: torch.dtype, device: torch.device
     ("kind", "place", "parts", "shape"),
     [
         *product(("rms", "rms_float32", "layer"), ("first", "pre", "post", "sandwich"), (1, 3, 8), [(5, 100)]),
-        *product(["rms"], ["pre"], [1], [(1, 64), (5, 96), (3, 1000), (2, 5120), (7, 1024)]),
+        *product(["rms"], ["pre"], [1], [(1, 64), (5, 96), (3, 1000), (2, 5120), (7, 1024), (0, 64)]),
     ],
 )
 def test_add_norms_equals_its_twin(
@@ -65,11 +65,6 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, device: tor
     x[1:] = float("nan")
     assert torch.equal(normed(x, weight)[0], together[0])
     assert torch.equal(normed(x[:1], weight)[0], together[0])
-
-
-def test_no_rows(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.empty(0, 64, dtype=dtype, device=device)
-    assert normed(x, torch.ones(64, dtype=dtype, device=device)).shape == (0, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
