@@ -68,7 +68,7 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
 
 
 def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:
-    """One that is no plain mixture is gpt-oss's, with biases and a clamped activation."""
+    """Launches the kernels of a mixture; one that is not plain is gpt-oss's, with biases and a clamped activation."""
     x, options = empty(rows, one.hidden), TopK(one.num_experts, one.top_k)
     made = empty_fp8 if one.dtype == FP8 else empty
     gate_up, down = made(one.num_experts, 2 * one.width, one.hidden), made(one.num_experts, one.hidden, one.width)
@@ -120,7 +120,7 @@ def compile_plans(
 DENSE = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-8B",
          "Llama-3.2-1B", "Qwen2.5-7B", "Gemma-2-9B")  # fmt: skip
 MIXTURES = ("Qwen3-30B-A3B", "gpt-oss-20b")
-"""Of which the second has no plain mixture, and is not served in FP8."""
+"""Mixtures of which the second is not plain, and not served in FP8."""
 DEVICES = ["H200", "H100", "B200", "A100", "L40S", "5090"]
 
 
