@@ -98,6 +98,13 @@ def log_probs(
     return log_probs_of(load_model(folder, dtype), texts, prompts)
 
 
+def references(
+    folder: str, texts: Sequence[list[int]], prompts: Sequence[list[int]] = PROMPTS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_probs in float32, which are exact, and in bfloat16."""
+    return log_probs(folder, torch.float32, texts, prompts), log_probs(folder, torch.bfloat16, texts, prompts)
+
+
 @torch.inference_mode()
 def log_probs_of(
     model: Any, texts: Sequence[list[int]], prompts: Sequence[list[int]] = PROMPTS

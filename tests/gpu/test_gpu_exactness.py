@@ -15,8 +15,8 @@ from small_models import (
     assert_no_farther,
     assert_parts_only_at_ties,
     eager_scores,
-    log_probs,
     make_checkpoint,
+    references,
 )
 from test_overlap import lower_thresholds
 from workload import Request, run
@@ -30,14 +30,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 LAYERS = {"num_hidden_layers": 6}
 SHAPE = {name: value for name, value in PUBLISHED_SHAPES["Qwen3-0.6B"].items() if name in (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "tie_word_embeddings",
-)} | LAYERS
+)} | LAYERS  # fmt: skip
 BLOCK = OPTIONS["kvcache_block_size"]
 NUM_TOKENS = 24
 TIGHT_BLOCKS = 5
@@ -54,17 +49,9 @@ def make_requests() -> list[Request]:
 
     shared = tokens(BLOCK)
     prompts = [
-        tokens(1),
-        tokens(BLOCK - 1),
-        shared,
-        [*shared, *tokens(1)],
-        [*shared, *tokens(90)],
-        tokens(2 * BLOCK + 3),
-        tokens(TIGHT_BLOCKS * BLOCK - NUM_TOKENS),
-        tokens(BLOCK - 5),
-        tokens(40),
-        [*shared, *tokens(BLOCK)],
-    ]
+        tokens(1), tokens(BLOCK - 1), shared, [*shared, *tokens(1)], [*shared, *tokens(90)], tokens(2 * BLOCK + 3),
+        tokens(TIGHT_BLOCKS * BLOCK - NUM_TOKENS), tokens(BLOCK - 5), tokens(40), [*shared, *tokens(BLOCK)],
+    ]  # fmt: skip
     return [
         Request(prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=NUM_TOKENS, seed=i, ignore_eos=True))
         for i, prompt in enumerate(prompts)
@@ -72,7 +59,6 @@ def make_requests() -> list[Request]:
 
 
 REQUESTS = make_requests()
-
 
 
 def drawn_by(requests: list[Request], log_probs: torch.Tensor) -> torch.Tensor:
@@ -104,8 +90,7 @@ def test_log_probabilities_against_transformers(kind: str, folder: str) -> None:
         pytest.skip("needs flash-attn-4")
     crowds = [REQUESTS] if "attention_backend" in KINDS[kind] else [REQUESTS[:8], REQUESTS[8:]]
     texts, ours = eager_scores(folder, crowds, **{**ROOMY, "max_num_batched_tokens": 512, **KINDS[kind]})
-    prompts = [request.prompt for request in REQUESTS]
-    exact, theirs = (log_probs(folder, dtype, texts, prompts) for dtype in (torch.float32, torch.bfloat16))
+    exact, theirs = references(folder, texts, [request.prompt for request in REQUESTS])
     assert_no_farther(ours, theirs, exact)
     scores = drawn_by(REQUESTS, ours)
     assert (scores.amax(-1) - scores.gather(-1, torch.tensor(texts)[..., None])[..., 0]).max() < 1e-3
@@ -132,8 +117,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(folder: str) -> Reference:
     texts, ours = eager_scores(folder, [REQUESTS], **ROOMY, disable=("gemm_kernels",))
-    prompts = [request.prompt for request in REQUESTS]
-    exact, theirs = (log_probs(folder, dtype, texts, prompts) for dtype in (torch.float32, torch.bfloat16))
+    exact, theirs = references(folder, texts, [request.prompt for request in REQUESTS])
     return Reference(texts, drawn_by(REQUESTS, ours), 2 * (theirs - exact).abs().max().item())
 
 
@@ -148,9 +132,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two ranks, tight, NCCL": {**TIGHT, "tensor_parallel_size": 2, "disable": ("lookahead", "peer_all_reduce")},
     "four ranks": {"tensor_parallel_size": 4},
     "two ranks, eager, tight, in halves": {
-        **TIGHT,
-        "tensor_parallel_size": 2,
-        "enforce_eager": True,
+        **TIGHT, "tensor_parallel_size": 2, "enforce_eager": True,
         "disable": ("lookahead", "gemm_kernels"),  # their parts of sums are for fewer rows than real halves have
     },
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_models import (
     GREEDY,
     KINDS,
@@ -16,8 +15,8 @@ from small_models import (
     assert_no_farther,
     assert_parts_only_at_ties,
     eager_scores,
-    log_probs,
     make_checkpoint,
+    references,
 )
 
 from nanovllm import LLM
@@ -45,14 +44,10 @@ def random_shape(seed: int) -> tuple[str, dict[str, Any]]:
     group, kv_heads = rng.randint(1, 16), rng.choice((2, 4))
     heads = group * kv_heads
     return shape(
-        rng.choice(("Qwen3", "Llama")),
-        head_dim=8 * rng.randint(2, 32),
-        group=group,
-        kv_heads=kv_heads,
+        rng.choice(("Qwen3", "Llama")), head_dim=8 * rng.randint(2, 32), group=group, kv_heads=kv_heads,
         hidden=8 * heads * rng.randint(1, 1 + 80 // heads),  # transformers' Llama takes only multiples of its heads
-        intermediate=rng.randint(150, 1500),
-        vocab=rng.randint(1021, 3000),
-    )
+        intermediate=rng.randint(150, 1500), vocab=rng.randint(1021, 3000),
+    )  # fmt: skip
 
 
 SHAPES = {
@@ -70,7 +65,7 @@ def test_a_model_in_bfloat16(name: str, tmp_path: Path) -> None:
     kind, entries = SHAPES.get(name, (name, {}))
     folder = make_checkpoint(kind, tmp_path, **entries)
     texts, ours = eager_scores(folder)
-    exact, theirs = (log_probs(folder, dtype, texts) for dtype in (torch.float32, torch.bfloat16))
+    exact, theirs = references(folder, texts)
     largest = assert_no_farther(ours, theirs, exact)
     for setting, options in SETTINGS.items():
         if setting == "plain kernels" and name in SHAPES:

@@ -17,9 +17,9 @@ from small_models import (
     assert_parts_only_at_ties,
     eager_scores,
     load_model,
-    log_probs,
     log_probs_of,
     make_checkpoint,
+    references,
 )
 
 from nanovllm import LLM
@@ -38,15 +38,16 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
-def noise_of(folder: str, texts: list[list[int]]) -> torch.Tensor:
-    """Differences that rounding makes in transformers' log-probabilities."""
-    return log_probs(folder, torch.bfloat16, texts) - log_probs(folder, torch.float32, texts)
+def bound_of(folder: str, texts: list[list[int]]) -> float:
+    """Bound on differences of log-probabilities: twice what rounding makes in transformers'."""
+    exact, theirs = references(folder, texts)
+    return 2 * (theirs - exact).abs().max().item()
 
 
 def test_a_window_and_a_softcap_given_to_flex_equal_the_models_own(tmp_path: Path) -> None:
     folder = make_checkpoint("gemma2", tmp_path, **MODELS_OWN)
     texts, ours = eager_scores(folder)
-    bound = 2 * noise_of(folder, texts).abs().max()
+    bound = bound_of(folder, texts)
     found, scores = eager_scores(folder, attention_backend="flex", **NEITHER, **FUNCTIONS)
     assert (scores[:, 0] - ours[:, 0]).abs().max() <= bound
     assert_parts_only_at_ties(found, texts, ours, bound)
@@ -59,7 +60,7 @@ def test_a_window_and_a_softcap_given_to_flex_equal_the_models_own(tmp_path: Pat
 def test_flash_attention_with_windows_caps_and_sinks(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
     texts, ours = eager_scores(folder, attention_backend="triton")
-    bound = 2 * noise_of(folder, texts).abs().max()
+    bound = bound_of(folder, texts)
     found, scores = eager_scores(folder, attention_backend="flash")
     assert (scores[:, 0] - ours[:, 0]).abs().max() <= bound
     assert_parts_only_at_ties(found, texts, ours, bound)
@@ -69,7 +70,7 @@ def test_flash_attention_with_windows_caps_and_sinks(kind: str, tmp_path: Path) 
 def test_modules_of_transformers_over_the_paged_cache(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
     texts, ours = eager_scores(folder, model_impl="transformers")
-    exact, theirs = (log_probs(folder, dtype, texts) for dtype in (torch.float32, torch.bfloat16))
+    exact, theirs = references(folder, texts)
     assert (ours - exact).square().mean().sqrt() <= 1.5 * (theirs - exact).square().mean().sqrt()
     with LLM(folder, model_impl="transformers", **OPTIONS) as llm:
         alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in [*PROMPTS, PROMPTS[-1]]]

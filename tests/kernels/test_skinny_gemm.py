@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from gemm_checks import EPS, TOLERANCE, check_pdl, check_rows_apart, on_cpu, randn, relative_error
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kernels.gemm import skinny, stream
 from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig, streaming
+from nanovllm.kernels.plan.fits import why_not_norm
 from nanovllm.kernels.pointwise.norm import Norm
 
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
@@ -64,7 +65,7 @@ def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("op", OPS)
 @given(
     st.sampled_from([torch.float32, torch.float16]), st.sampled_from((STREAM, WIDE)), st.integers(1, STREAM_ROWS),
-    st.integers(1, 60), st.integers(1, 70),
+    st.integers(1, 60), st.integers(1, 40),
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
 @example(torch.float32, WIDE, 2, 13, 65)
@@ -73,7 +74,8 @@ def exact(op: str, t: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_any_shape_matches_float64_and_so_does_the_twin(
     op: str, dtype: torch.dtype, stream_config: GemmConfig, rows: int, half_n: int, k_over_8: int
 ) -> None:
-    """Any number of outputs, and any K that is a multiple of 8."""
+    """Any number of outputs, and any K that is a multiple of 8, if registers hold all of x that is to be normed."""
+    assume("norm" not in op or not why_not_norm(rows, 8 * k_over_8, "silu" in op, stream_config))
     t = inputs(rows, 2 * half_n, 8 * k_over_8, dtype)
     found = [run(op, t, config) for config in ((FMA, stream_config) if rows <= SKINNY_ROWS else (stream_config,))]
     found.append(skinny.linear_reference(t["x"], t["weight"], **around(op, t)))
