@@ -1,6 +1,7 @@
 """Random steps over a paged cache, with everything in it that a kernel must not touch or must survive."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,18 @@ from nanovllm.kernels.pointwise.kv_store import quantised_reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCE = 1e-2 if DEVICE == "cuda" else 2e-6
+
+FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
+    (8, (3, 1), {}),
+    (72, (7, 1), {"window": 100}),
+    (80, (16, 1), {"softcap": 5.0}),
+    (96, (6, 2), {"has_sinks": True, "block_size": 64}),
+    (192, (4, 4), {"window": 7}),
+    (32, (4, 2), {"window": 140, "has_sinks": True, "block_size": 48}),
+    (256, (3, 1), {"window": 40, "softcap": 20.0, "has_sinks": True, "block_size": 64}),
+]
+"""Heads' dimension, queries' and keys' heads, what else: windows shorter than a tile, than a chunk of decoded keys and
+than some rows, odd groups, odd sizes."""
 
 
 @dataclass

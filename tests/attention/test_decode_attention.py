@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
+from cases import DEVICE, FEATURES, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
 from interpreting import nightly
 
 from nanovllm.kernels.attention import decode
@@ -51,18 +51,6 @@ def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **option
 def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
     case = decode_case(LENGTHS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size)
     assert case.error_of(run(case)) < TOLERANCE
-
-
-# head_dim, heads, what else: windows shorter than a tile, than a chunk and than some rows, odd groups, odd sizes.
-FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
-    (8, (3, 1), {}),
-    (72, (7, 1), {"window": 100}),
-    (80, (16, 1), {"softcap": 5.0}),
-    (96, (6, 2), {"has_sinks": True, "block_size": 64}),
-    (192, (4, 4), {"window": 7}),
-    (32, (4, 2), {"window": 150, "has_sinks": True, "block_size": 48}),
-    (256, (3, 1), {"window": 200, "softcap": 20.0, "has_sinks": True, "block_size": 64}),
-]
 
 
 @pytest.mark.parametrize(

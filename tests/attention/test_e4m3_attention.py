@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case
+from cases import DEVICE, DTYPE, FEATURES, TOLERANCE, Case, make_case
 from test_backends import make_backend, run
 
 from nanovllm.attention import AttentionSetup, AttentionSpec, select_backend
@@ -14,13 +14,6 @@ FP8 = torch.float8_e4m3fn
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
 # Decode rows (one of them padding), a prompt, a chunk behind a prefix, padding.
 STEP: tuple[list[int], list[int], int] = ([1, 1, 1, 5, 37, 0], [50, 0, 200, 5, 90, 0], 3)
-FEATURES: list[dict[str, Any]] = [
-    {"head_dim": 64, "block_size": 128},
-    {"head_dim": 8, "num_q_heads": 3, "num_kv_heads": 1},
-    {"head_dim": 72, "num_q_heads": 3, "num_kv_heads": 1, "window": 50},
-    {"head_dim": 96, "softcap": 5.0, "has_sinks": True, "block_size": 64},
-    {"head_dim": 32, "window": 150, "has_sinks": True, "block_size": 48},
-]
 
 
 def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> Case:
@@ -29,11 +22,13 @@ def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> C
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("options", FEATURES)
-def test_mixed_step_matches_float64(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("head_dim", "heads", "options"), [FEATURES[i] for i in (0, 1, 2, 3, 5)])
+def test_mixed_step_matches_float64(
+    name: str, head_dim: int, heads: tuple[int, int], options: dict[str, Any]
+) -> None:
     if name == "triton":
         pytest.importorskip("triton")
-    case = fp8_case(**options)
+    case = fp8_case(head_dim=head_dim, num_q_heads=heads[0], num_kv_heads=heads[1], **options)
     assert case.error_of(run(case, make_backend(name, case))) < TOLERANCE
 
 

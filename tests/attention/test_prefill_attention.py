@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like
+from cases import DEVICE, DTYPE, FEATURES, TOLERANCE, Case, make_case, nan_like
 from interpreting import nightly
 
 from nanovllm.kernels.attention.prefill import (
@@ -46,18 +46,6 @@ def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int)
     case = chunk_case(QUERIES, CONTEXTS, heads=heads, head_dim=head_dim, block_size=block_size, seed=block_size,
                       padding_tokens=3)
     assert case.error_of(run(case)) < TOLERANCE
-
-
-# head_dim, heads, what else: windows shorter than a tile, longer than one, than some rows, odd groups, odd sizes.
-FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
-    (8, (3, 1), {}),
-    (72, (7, 1), {"window": 50}),
-    (80, (4, 2), {"softcap": 5.0}),
-    (96, (6, 2), {"has_sinks": True, "block_size": 64}),
-    (192, (2, 2), {"window": 7}),
-    (32, (4, 2), {"window": 65, "has_sinks": True, "block_size": 48}),
-    (256, (3, 1), {"window": 40, "softcap": 20.0, "has_sinks": True, "block_size": 64}),
-]
 
 
 @pytest.mark.parametrize(
