@@ -129,8 +129,14 @@ def test_mistakes(llm: LLM, policies: tuple[Policy, Policy]) -> None:
     llm.update(weights[:3])
     with pytest.raises(ValueError, match=f"surplus weight '{weights[0][0]}'"):
         llm.update(weights[:1])
-    with pytest.raises(ValueError, match=r"no\.such"):
-        llm.update([("no.such", torch.zeros(1))])
+    name, value = weights[3]
+    for wrong, said in (
+        (("no.such", torch.zeros(1)), r"no\.such"), (name, "pairs, such as a dict's items"),
+        (("no", "tensor"), "'no' must"), ((name, value.to("meta")), "on the meta device"),
+        ((name, value.to_sparse()), "must be a dense tensor"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            llm.update([wrong])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=f"{len(weights) - 3} missing: {min(name for name, _ in weights[3:])}"):
         llm.finish_update()
     llm.update(weights[3:])
