@@ -106,8 +106,11 @@ class Engines:
             self._on_end(lost)
 
     def _look(self) -> None:
-        """Gives up engines that are silent for too long; called once a second."""
+        """Gives up engines that are silent for too long, and looks for frames of all; called once a second. (uvloop
+        tells only once of a connection that was reset, when the engine's exit code may not be there yet.)"""
         self._handles.check_silence()
+        for handle in [*self._handles.all]:
+            self._read(handle)
         self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
 
     # -- out ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,34 @@
+"""Engines in the event loop of the server: each loss is noticed."""
+
+import asyncio
+import socket
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from nanovllm.host.handle import Lost
+from nanovllm.serve.engines import Engines
+from nanovllm.serve.http.server import run_loop
+
+
+@pytest.mark.parametrize("run", [run_loop, asyncio.run], ids=["uvloop", "asyncio"])
+def test_an_engine_that_dies_with_frames_it_has_not_read_is_lost(run: Any) -> None:
+    """uvloop tells once of a connection that was reset; the exit code may come later."""
+    ours, theirs = socket.socketpair()
+    lost = Lost("died by signal 9")
+    handle = Mock(number=0, fileno=ours.fileno, receive=Mock(side_effect=[[], [lost], *[[]] * 1000]))
+    handles = Mock(all=[handle], take_start=lambda _, frame: frame)
+
+    async def notice() -> int:
+        found = asyncio.get_running_loop().create_future()
+        engines = Engines(handles, Mock(), Mock(), found.set_result)
+        engines.listen()
+        ours.send(b"a frame")
+        theirs.close()
+        assert await asyncio.wait_for(found, 10) is lost
+        engines.close()
+        return 0
+
+    assert run(notice if run is run_loop else notice()) == 0
+    ours.close()
