@@ -198,16 +198,15 @@ class Router:
         mean, output = self._mean_output, num_output_tokens / load.num_rows
         self._mean_output = output if mean is None else mean + _MEAN_WEIGHT * (output - mean)
 
-    def withdraw(self, request_id: int) -> bool:
-        """Removes a request that is not bound to a replica; returns whether there was one."""
+    def withdraw(self, request_id: int) -> None:
+        """Removes a request that is not bound to a replica."""
         for queue, replica in [(self._homeless, None), *((each.queue, each) for each in self._replicas)]:
             for load in queue:
                 if load.request_id == request_id:
                     queue.remove(load)
                     if replica is not None:
                         replica.load -= load.cost
-                    return True
-        return False
+                    return
 
     def forget_cached(self) -> None:
         """Notes that the replicas' prefix caches were emptied."""
