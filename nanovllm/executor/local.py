@@ -205,9 +205,7 @@ class LocalExecutor:
         FileNotFoundError for a folder without any. What can be read only once, such as a generator, is not looked
         at."""
         if isinstance(weights, (str, Path)):
-            if not any(Path(weights).glob("*.safetensors")):
-                raise FileNotFoundError(f"weights={str(weights)!r}: must be a folder with *.safetensors")
-            self.runner.weights.open_folder(Path(weights))
+            self.runner.weights.open_folder(Path(weights), "weights")
         elif isinstance(weights, Collection):
             self.runner.weights.check_all([named_tensor(item, gathered=False) for item in weights])
 

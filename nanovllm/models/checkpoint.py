@@ -73,8 +73,8 @@ def _files_of_index(index: Path) -> list[str]:
     return sorted(files)
 
 
-def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
-    """All tensors of a model folder: of the files its index names, or of every *.safetensors."""
+def open_checkpoint(folder: Path, option: str = "model") -> dict[str, FileTensor]:
+    """All tensors of a folder that an option names: of the files its index names, or of every *.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = [folder / name for name in _files_of_index(index)]
@@ -84,7 +84,7 @@ def open_checkpoint(folder: Path) -> dict[str, FileTensor]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"model={str(folder)!r}: no *.safetensors file")
+        raise FileNotFoundError(f"{option}={str(folder)!r}: must be a folder with *.safetensors")
     tensors: dict[str, FileTensor] = {}
     for file in files:
         for name, tensor in read_safetensors(file).items():

@@ -77,19 +77,19 @@ class RankWeights:
         nothing."""
         self._new_update(partial=False).check(tensors, are_all=True)
 
-    def open_folder(self, folder: Path) -> dict[str, TensorSource]:
-        """Opens the tensors of a folder under the names of `all`. Raises ValueError or FileNotFoundError where one is
-        missing, surplus or misshapen."""
-        tensors = self._tensors_of(folder)
+    def open_folder(self, folder: Path, option: str = "model") -> dict[str, TensorSource]:
+        """Opens the tensors of a folder, named by `option`, under the names of `all`. Raises ValueError or
+        FileNotFoundError where one is missing, surplus or misshapen."""
+        tensors = self._tensors_of(folder, option=option)
         if self._model_config.tie_word_embeddings:
             tensors.pop(HEAD, None)
         for weight in self.all:
             weight.check(tensors[weight.name])
         return tensors
 
-    def _tensors_of(self, folder: Path, wide: bool = True) -> dict[str, TensorSource]:
+    def _tensors_of(self, folder: Path, wide: bool = True, option: str = "model") -> dict[str, TensorSource]:
         """wide: see Int4Reader.read."""
-        tensors = widened(dict(self._spelling.select(open_checkpoint(folder).items())), self._device)
+        tensors = widened(dict(self._spelling.select(open_checkpoint(folder, option).items())), self._device)
         if self._int4_reader is not None:
             tensors = dict(self._int4_reader.read(tensors.items(), wide))
         check_names(self.all, tensors, self._model_config.tie_word_embeddings)
