@@ -98,6 +98,13 @@ def _number(low: float, high: float, bound: str) -> Bound:
     return lambda value: is_number(value) and low <= value <= high, bound
 
 
+
+
+def wrap_seed(seed: int) -> int:
+    """Any integer as one of 64 bits, so that seeds can be counted up past the largest."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 _COUNT = integer(0)
 _LOGPROBS: Bound = (integer(-1)[0], "None or an integer >= -1 (-1: the whole vocabulary)")
 _BOUNDS: dict[str, Bound] = {

@@ -15,7 +15,7 @@ from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, Ending, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, wrap_seed
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.step import SlotConstants
 
@@ -172,7 +172,7 @@ class RequestBook:
             number = self.config.seed + (request_id + 1) * _SEED_STRIDE
         if index:
             number += index if params.seed is not None else index * _SEED_STRIDE
-        return (number + 2**63) % 2**64 - 2**63
+        return wrap_seed(number)
 
     def set_version(self, version: int) -> None:
         """Tokens from here on come from weights of this version."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, wrap_seed
 
 NO_BOUND = 1 << 40
 _OF_WHOLE = ("n", "prompt_logprobs", "prompt_logprob_start")
@@ -81,7 +81,7 @@ class Flight:
         for index in sorted({*range(self.n)} - self.ended):
             params = own if found else own | of_prompt
             if (seed := params.get("seed")) is not None:
-                params = {**params, "seed": (seed + index + 2**63) % 2**64 - 2**63}
+                params = {**params, "seed": wrap_seed(seed + index)}
             tokens, versions = [self.tokens[index]], [self.versions[index]]
             part = Flight(self.request_id, self.row + index, self.prompt, params, tokens, versions)
             part.num_engines, part.num_losses = self.num_engines, self.num_losses
