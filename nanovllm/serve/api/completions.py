@@ -142,8 +142,10 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
 
 def _check_params(params: dict[str, Any], num_prompts: int) -> None:
     """Raises ApiError where sampling fields take too much, which each prompt brings to an engine anew."""
+    if num_prompts == 1:
+        return
     size = len(msgspec.msgpack.encode(params))
-    if num_prompts > 1 and size * num_prompts > limits.PARAMS_BYTES:
+    if size * num_prompts > limits.PARAMS_BYTES:
         what = f"{num_prompts} prompts with {size} bytes of sampling fields each are {num_prompts * size}"
         raise bad_request(f"prompt: {what}, at most {limits.PARAMS_BYTES} are taken; send fewer at once")
 
