@@ -14,7 +14,6 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
-from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.stream_operands import (
     add_halves,
     block_scales,
@@ -27,7 +26,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     part_of_x,
 )
 from nanovllm.kernels.plan.config import STREAM_ROWS, GemmConfig
-from nanovllm.kernels.plan.fits import why_not_norm
+from nanovllm.kernels.plan.fits import stream_columns, why_not_norm, why_not_stream
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
 
@@ -139,7 +138,8 @@ def linear(
         x, norm = _rounded(x, weight, norm, residual)
     out = torch.empty(rows, n_out, dtype=dtype, device=values.device) if residual is None else residual
     steps, block_rows = triton.cdiv(k, config.block_k), triton.next_power_of_2(rows)
-    parts, per_warp = triton.cdiv(steps * block_rows, 8), config.block_k // (_columns(weight) * config.num_warps)
+    columns = stream_columns(isinstance(weight, FP8Weight))
+    parts, per_warp = triton.cdiv(steps * block_rows, 8), config.block_k // (columns * config.num_warps)
     fits = rows == 1 or norm is not None or parts * per_warp <= 4
     ahead = parts if fits else 2 // per_warp  # registers hold no more of x
     scale, rows_each, in_blocks = None, 1, False
@@ -159,22 +159,18 @@ def linear(
     return out
 
 
-def _columns(weight: Tensor | FP8Weight) -> int:
-    """Columns of a group, of which a warp takes one or two in a step."""
-    return GROUP if isinstance(weight, FP8Weight) else GROUP // 2
-
-
 def _check(x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, n_out: int) -> None:
     (rows, k), values = tuple(x.shape), values_of(weight)
-    columns, multiple = _columns(weight), 16 if isinstance(weight, FP8Weight) else 8
+    multiple = 16 if isinstance(weight, FP8Weight) else 8
     if not 1 <= rows <= STREAM_ROWS:
         raise ValueError(f"a streamed weight takes 1 to {STREAM_ROWS} rows, got {rows}")
     if values.shape[1] != k or k % multiple:
         fault = f"does not fit x {list(x.shape)}, or K is no multiple of {multiple}"
         raise ValueError(f"weight {list(values.shape)} {fault}")
-    widths = (columns, 2 * columns)
-    if not values.is_contiguous() or config.block_n != 16 or config.block_k / config.num_warps not in widths:
-        raise ValueError(f"{config}: must take 16 contiguous weight rows, and {widths} columns a warp and step")
+    if not values.is_contiguous():
+        raise ValueError(f"weight {list(values.shape)}: must be contiguous")
+    if reason := why_not_stream(isinstance(weight, FP8Weight), config):
+        raise ValueError(reason)
     if isinstance(weight, FP8Weight) and weight.in_blocks and (weight.rows_each % 16 or n_out % 16):
         raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
 

@@ -28,7 +28,7 @@ def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int =
     if kernel == "stream":
         if gemm.dtype == INT4:
             return why_not_row(k, paired, config)
-        reason = _why_not_stream(gemm.dtype, config)
+        reason = why_not_stream(gemm.dtype == FP8, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
         return why_not_norm(normed_rows, k, paired, config) if is_wide_norm and not reason else reason
     if kernel == "fma":
@@ -43,8 +43,14 @@ def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int =
     return _why_not_roles(paired, config) if kernel == "roles" else ""
 
 
-def _why_not_stream(dtype: str, config: GemmConfig) -> str:
-    columns = 128 if dtype == FP8 else 64
+def stream_columns(is_fp8: bool) -> int:
+    """Columns of a group of weights in 8 or 16 bits, of which a warp of "stream" takes one or two in a step."""
+    return 128 if is_fp8 else 64
+
+
+def why_not_stream(is_fp8: bool, config: GemmConfig) -> str:
+    """Reason why "stream" cannot multiply by weights in 8 or 16 bits with these numbers; "" where it can."""
+    columns = stream_columns(is_fp8)
     widths = (columns * config.num_warps, 2 * columns * config.num_warps)
     fits = config.block_n == 16 and config.block_k in widths and config.split_k == 1
     reason = f"must have 16 weight rows, a warp for each {columns} or {2 * columns} columns of a step, no parts of K"
