@@ -213,6 +213,13 @@ def more_connections_than_descriptors(server: Server) -> None:
         wait_for(lambda: "the limit of open files" in server.log, "line of the log")
 
 
+def path_of_slashes(server: Server) -> None:
+    """Each once took a second, before a key was asked for."""
+    for _ in range(5):
+        answer = server.send(b"GET " + b"/" * 65_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 414")
+
+
 LARGEST = {
     "text": b'"' + b"a" * (limits.BODY_BYTES - 200) + b'"',
     "numbers": b"[" + b"5555," * (limits.JSON_COMMAS - 10) + b"5]",
@@ -274,6 +281,7 @@ ATTACKS = {
     "sampling masks": generate(max_tokens=60, n=16),
     "more sampling masks": generate(max_tokens=1900, n=3),
     # connections
+    "paths of slashes": Attack(path_of_slashes),
     "a pipeline that is not read": Attack(pipeline),
     "a pipeline that is read": Attack(lambda server: pipeline(server, reads=True)),
     "more connections than descriptors": Attack(more_connections_than_descriptors),

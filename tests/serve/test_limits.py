@@ -35,18 +35,19 @@ from nanovllm.serve.text_pool import SHORT
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "answer"),
     [
-        OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n",
-        OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n",
-        OPENING + b"x" * 5_000_000,
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        (OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n", (431, "headers_too_large")),
+        (OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n", (431, "headers_too_large")),
+        (OPENING + b"x" * 5_000_000, (431, "headers_too_large")),
+        (b"GET /" + b"a" * limits.URL_BYTES + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", (414, "path_too_long")),
+        (b"GET /?" + b"a" * 5_000_000, (414, "path_too_long")),
     ],
-    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path"],
+    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path", "a query without end"],
 )
-def test_headers_too_large(server: Server, client: httpx.Client, head: bytes) -> None:
+def test_headers_too_large(server: Server, client: httpx.Client, head: bytes, answer: tuple[int, str]) -> None:
     status, error = refusal(server.send(head))
-    assert (status, error["code"]) == (431, "headers_too_large")
+    assert (status, error["code"]) == answer
     assert client.get("/health").status_code == 200
 
 

@@ -200,6 +200,8 @@ class Connection(Client, asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        if len(self._url) > limits.URL_BYTES:
+            self._stop_parsing(ApiError(414, f"the request's path exceeds {limits.URL_BYTES} bytes", "path_too_long"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # trailers, which may follow a body, say nothing to us
