@@ -32,7 +32,7 @@ class Front:
         """`path`: of the model, as the command names it."""
         self.options = options
         self.model = model = ServedModel(path, options)
-        self.metrics = metrics = Metrics(model.name, lambda: self.engines.state)
+        self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
         self.pool = TextPool(metrics, len(options.api_keys))
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(model, self.streams, self.pool, metrics)

@@ -34,6 +34,11 @@ class ServedModel:
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
 
+    @property
+    def public_name(self) -> str:
+        """Name without the folders that it is in, for those who need no key."""
+        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+
     def read_text(self, folder: str) -> None:
         """Reads tokenizer, templates and sampling defaults. Raises ValueError and OSError naming what is wrong."""
         self._read_defaults(folder)

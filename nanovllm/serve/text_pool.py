@@ -42,8 +42,9 @@ class TextPool:
         work: Callable[[dict[str, Any]], Result],
         is_short: Callable[[dict[str, Any]], bool] = lambda body: True,
     ) -> Result:
-        """Returns what `work` makes of the object in a body that has been received. Raises ApiError, as `in_thread`. A large
-        body is read and worked on in a thread. `is_short`: whether `work` on a small one is less than a hand-over."""
+        """Returns what `work` makes of the object in a body that has been received. Raises ApiError, as `in_thread`. A
+        large body is read and worked on in a thread. `is_short`: whether `work` on a small one is less than a
+        hand-over."""
         if call.size > limits.SMALL_BODY:
             return await self.in_thread(call, lambda: work(limits.parse_json(call.body())), call.size)
         body = limits.parse_json(call.body())

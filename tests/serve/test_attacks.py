@@ -208,7 +208,7 @@ def slow_schemas(server: Server) -> None:
 
 
 def more_connections_than_descriptors(server: Server) -> None:
-    """Of one address: it loses its oldest ones, and a connection of another address stays."""
+    """An address that opens them loses its oldest ones; another one keeps its own."""
     question = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))

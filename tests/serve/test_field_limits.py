@@ -176,7 +176,10 @@ def test_all_dialects_take_what_is_sampled_by() -> None:
         assert api.read(api.ChatFields, request)[1] == []
 
 
-CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format", "grammar", "regex")
+CONSTRAINTS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "guided_new"),
+    *("guided_decoding_backend", "output_format", "grammar", "regex"),
+)
 
 
 @pytest.mark.parametrize(

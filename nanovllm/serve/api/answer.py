@@ -57,8 +57,8 @@ class Answer(Request):
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval
         options = fields.stream_options
-        self.include_usage = options is not None and bool(options.include_usage)
         self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self.include_usage = self.usage_in_chunks or (options is not None and bool(options.include_usage))
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
         self.show = token_formatter(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
@@ -154,6 +154,8 @@ class Answer(Request):
 
     def _event(self, choice: Any, **about: Any) -> bytes:
         """A chunk with one choice. `about`: what it says beside that."""
+        if self.fields.return_token_ids:
+            choice.setdefault("token_ids", [])
         if self.usage_in_chunks:
             about["usage"] = self.usage(self.num_sent)
         end = b"]," + msgspec.json.encode(about)[1:] if about else b"]}"
