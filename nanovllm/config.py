@@ -17,7 +17,6 @@ OPTIMISATIONS = {
     "fused_kernels": "plain PyTorch replaces the Triton kernels around attention, so there are no CUDA graphs",
     "gemm_kernels": "the library computes every GEMM",
     "pdl": "no kernel starts before the previous one has ended",
-    "mailbox": "decode steps and tokens are copied between graphs, which otherwise read and write host memory",
     "peer_all_reduce": "NCCL for every all-reduce",
     "window_groups": "layers with a window keep all tokens, like those without",
     "two_batch_overlap": "no step is split into two halves, of which one computes while the ranks sum the other",

@@ -253,9 +253,10 @@ def test_a_corrupt_config_is_named(tmp_path: Path, content: bytes, message: str)
 
 def test_optimisations_are_disabled_by_name() -> None:
     assert EngineConfig("m").disable == () and all(EngineConfig("m").uses(name) for name in OPTIMISATIONS)
-    for given in (["pdl", "mailbox", "pdl"], ("mailbox", "pdl"), {"pdl", "mailbox"}, "pdl, mailbox", "mailbox,pdl"):
+    lists = ["pdl", "lookahead", "pdl"], ("lookahead", "pdl"), {"pdl", "lookahead"}
+    for given in (*lists, "pdl, lookahead", "lookahead,pdl"):
         config = EngineConfig("m", disable=given)  # type: ignore[arg-type]
-        assert config.disable == ("mailbox", "pdl")
-        assert {name for name in OPTIMISATIONS if not config.uses(name)} == {"mailbox", "pdl"}
+        assert config.disable == ("lookahead", "pdl")
+        assert {name for name in OPTIMISATIONS if not config.uses(name)} == {"lookahead", "pdl"}
     with pytest.raises(ValueError, match=r"^disable='pld': must be one of 'fused_kernels', "):
         EngineConfig("m", disable=("pld",))
