@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.base.triton_import import tl, triton
 
 
 @dataclass(frozen=True)

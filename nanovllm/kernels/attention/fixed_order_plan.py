@@ -6,13 +6,12 @@ rows long ones, so that little is written and merged. No bit depends on which it
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.base.triton_import import tl, triton
 
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
 _CLASS = tl.constexpr(256)  # keys by which first units are sorted

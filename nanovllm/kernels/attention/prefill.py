@@ -9,8 +9,6 @@ The online softmax is FlashAttention-2's (Dao, 2023).
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
 from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_chunk, fold, tile_keys
@@ -18,6 +16,7 @@ from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device import paged_descriptor
+from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.plan.config import SHARED_BYTES
 from nanovllm.kernels.plan.device import Device
 
