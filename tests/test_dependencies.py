@@ -46,7 +46,7 @@ DOCUMENTED = {"_replace", "_asdict", "_fields", "_exit"}
 
 
 def homes_of_private_names() -> dict[str, object]:
-    """Where this package looks for names of others that may move without a word."""
+    """Places where this package looks for names of others that may move without a word."""
     import torch
     import torch.distributed as dist
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -36,7 +36,7 @@ class RowPages:
 
 @dataclass(slots=True, eq=False)
 class RowPrefix:
-    """What a row may share with others; PrefixCache alone writes it."""
+    """Blocks that a row may share with others; PrefixCache alone writes it."""
 
     keys: list[bytes] = field(default_factory=list)
     """Keys of the row's first blocks, as far as they were needed."""

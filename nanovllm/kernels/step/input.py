@@ -229,8 +229,8 @@ def _prepare_decode_kernel(
     INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, S: tl.constexpr,
     NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """_apply_deltas_kernel and _expand_rows_kernel of a step of decodes, whose tokens are its rows. One program, so
-    that a barrier is enough between the updates and their readers."""
+    """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
+    rows. One program, so that a barrier is enough between the updates and their readers."""
     num_rows = tl.load(BUFFER + 0)
     _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
@@ -296,8 +296,8 @@ def expand_rows(
 def prepare_decode(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
 ) -> None:
-    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
-    rows. Here padding rows have a token too: row r is token r throughout. One launch."""
+    """apply_deltas, then expand_rows for a packed step, int32 [words], of decode rows alone, one token each, in an
+    `out` of as many tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
         out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
