@@ -107,7 +107,7 @@ class LiveModule:
         weights, theirs = list(model.checkpoint_weights("model")), self._parameters()
         check_names(weights, theirs, is_tied)
         for weight in weights:
-            _check(weight, theirs[weight.name], next(model.parameters()).device)
+            _check(weight, theirs[weight.name], next(model.parameters()).device, next(self._module.parameters()).dtype)
         if is_tied and theirs.get(HEAD, theirs[EMBEDDING]) is not theirs[EMBEDDING]:
             raise ValueError("module: tie_word_embeddings=True, but its head is not its embedding (tie_weights())")
         by_memory: dict[int, list[CheckpointWeight]] = {}
@@ -172,11 +172,12 @@ class LiveModule:
         return {"shared_parameters": self.num_shared, "copied_parameters": self.num_copied}
 
 
-def _check(weight: CheckpointWeight, tensor: torch.Tensor, device: torch.device) -> None:
+def _check(weight: CheckpointWeight, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """dtype: the module's, of which some tensors are kept wider than they come."""
     weight.check(tensor)
     wanted = weight.shards[0].target.dtype
-    is_wider = wanted.is_floating_point and tensor.dtype.is_floating_point and wanted.itemsize > tensor.dtype.itemsize
-    if tensor.device != device or not (tensor.dtype == wanted or is_wider or weight.offset):
+    is_widened = tensor.dtype == dtype and wanted.is_floating_point and wanted.itemsize > dtype.itemsize
+    if tensor.device != device or not (tensor.dtype == wanted or is_widened or weight.offset):
         found = f"is {tensor.dtype} on {tensor.device}"
         raise ValueError(f"module: parameter {weight.name!r} {found}: must be {wanted} on {device}")
     if type(tensor.data) is not torch.Tensor or tensor.is_inference():

@@ -128,7 +128,7 @@ class Owner(torch.nn.Module):
 
 
 class Mixer(WeightedModule):
-    """It keeps queries with keys, gates apart, and the decay in float32."""
+    """A layer that keeps queries with keys, gates apart, and the decay in float32."""
 
     def __init__(self) -> None:
         super().__init__()
