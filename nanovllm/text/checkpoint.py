@@ -108,6 +108,12 @@ class CheckpointTokenizer:
         """One token's own bytes, special or not; none for ids past the vocabulary."""
         return self._token_bytes[token_id] if self.is_byte_level else self.decode([token_id], False).encode()
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that the tokenizer's files name as the end of a text."""
+        name = self.special_tokens.get("eos_token")
+        return None if name is None else self.backend_tokenizer.token_to_id(name)
+
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
 
