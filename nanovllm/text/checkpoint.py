@@ -18,6 +18,8 @@ from nanovllm.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, 
 from nanovllm.text.template import ChatTemplate, Messages
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_TAIL = 64
+"""Last tokens of a prompt among which is one with text, if it has any."""
 _STAND_IN = 0xF0000
 """The first of the private-use characters that stand for control tokens in messages while a template is rendered."""
 
@@ -64,7 +66,12 @@ class CheckpointTokenizer:
         self.backend_tokenizer.no_padding()
         self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
         self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
-        self._token_bytes = TokenBytes(self.backend_tokenizer)
+        by_token = not self.is_byte_level and _decodes_by_token(self.backend_tokenizer.decoder)
+        self._has_bytes = self.is_byte_level or by_token
+        """Whether a token has the same bytes in any text, unless it begins it."""
+        self._inner = [] if self.is_byte_level else self.encode("x", add_special_tokens=False)
+        """Tokens of some text, after which no text begins."""
+        self._token_bytes = TokenBytes(self.backend_tokenizer, None if self.is_byte_level else self._inner)
         self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in templates.items()}
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
@@ -90,23 +97,39 @@ class CheckpointTokenizer:
             raise
         return list(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
+        """Text of token ids, which continue the text of the prompt `after`: what both have more than that has."""
+        if self._has_bytes and not self.is_byte_level:  # the library has other text for bytes that are no character
+            detokenizer = self.detokenizer(skip_special_tokens, after)
+            return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        before = [] if self._begins(after, skip_special_tokens) else self._inner
+        text = self._decode([*before, *token_ids], skip_special_tokens)
+        return text[len(self._decode(before, skip_special_tokens)) :] if before else text
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return str(self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def _begins(self, prompt: Sequence[int], skip_special_tokens: bool) -> bool:
+        """Whether a prompt has no text, so that what follows it begins one."""
+        skipped = self._token_bytes.special_ids if skip_special_tokens else ()
+        return not any(i not in skipped and self._token_bytes.is_known(i) for i in prompt[-_TAIL:])
 
     def token_text(self, token_id: int) -> str | None:
-        """One token's own text, special or not."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """One token's own text within a text, special or not."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Creates an incremental detokenizer for one output; in the end its text equals that of `decode`."""
-        if self.is_byte_level:
-            return ByteDetokenizer(self._token_bytes, skip_special_tokens)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """Creates an incremental detokenizer for one output, which continues the prompt `after`; in the end its text
+        equals that of `decode`."""
+        begins = not self.is_byte_level and self._begins(after, skip_special_tokens)
+        if self._has_bytes:
+            return ByteDetokenizer(self._token_bytes, skip_special_tokens, begins)
+        skipped = self._token_bytes.special_ids if skip_special_tokens else ()
+        return WindowDetokenizer(lambda ids: self._decode(ids, False), () if begins else self._inner, skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's own bytes, special or not; none for ids past the vocabulary."""
-        return self._token_bytes[token_id] if self.is_byte_level else self.decode([token_id], False).encode()
+        """One token's own bytes within a text, special or not; none for ids past the vocabulary."""
+        return self._token_bytes[token_id]
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
@@ -260,6 +283,20 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     return content if isinstance(content, dict) else {}
+
+
+def _decodes_by_token(decoder: Any) -> bool:
+    """Whether a decoder makes of a token, unless it begins the text, the same bytes in any text."""
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    for part in state.get("decoders", [state]):
+        kind = part.get("type")
+        if not (
+            kind in ("ByteFallback", "Fuse", "Metaspace")
+            or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
+            or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
+        ):
+            return False
+    return True
 
 
 def _content(token: Any) -> str:

@@ -71,9 +71,10 @@ class Answer(Request):
         stop = params.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
         for index in range(len(prompts) * params.get("n", 1)):
-            detokenizer = self.detokenizer(params.get("skip_special_tokens", True))
+            prompt_index = index // params.get("n", 1)
+            detokenizer = self.detokenizer(params.get("skip_special_tokens", True), prompts[prompt_index].token_ids)
             text = VisibleText(detokenizer, stops, includes, stop_ids)
-            self.completions.append(self._completion(index, index // params.get("n", 1), text))
+            self.completions.append(self._completion(index, prompt_index, text))
 
     def _completion(self, index: int, prompt_index: int, text: VisibleText) -> Completion:
         completion = Completion(self, index, prompt_index, text)
@@ -84,9 +85,9 @@ class Answer(Request):
         completion.prefix = self._begin + self.fast_prefix(index)
         return completion
 
-    def detokenizer(self, skip_special_tokens: bool) -> Any:
-        """A detokenizer for one completion."""
-        return self.front.model.tokenizer.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
+        """A detokenizer for one completion of a prompt."""
+        return self.front.model.tokenizer.detokenizer(skip_special_tokens, prompt)
 
     def explain(self, error: ApiError) -> None:
         if error.code == "invalid_schema":

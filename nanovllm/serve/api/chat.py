@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,10 +46,10 @@ class ChatAnswer(Answer):
     def object_name(self) -> str:  # type: ignore[override]
         return "chat.completion.chunk" if self.fields.stream else "chat.completion"
 
-    def detokenizer(self, skip_special_tokens: bool) -> Any:
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
         if self.plan.program is None:
-            return super().detokenizer(skip_special_tokens)
-        self.texts.append(self.plan.detokenizer(skip_special_tokens))
+            return super().detokenizer(skip_special_tokens, prompt)
+        self.texts.append(self.plan.detokenizer(skip_special_tokens, prompt))
         return self.texts[-1]
 
     def fast_prefix(self, index: int) -> bytes:

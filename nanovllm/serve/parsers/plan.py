@@ -1,7 +1,7 @@
 """The plan for one answer: what it is held to, and how its text is read."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,8 +32,8 @@ class Plan:
     program: Callable[[Source, Output], Steps] | None
     detokenizer_kind: type[MarkedDetokenizer] = MarkedDetokenizer
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> MarkedDetokenizer:
-        inner = self.tokenizer.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> MarkedDetokenizer:
+        inner = self.tokenizer.detokenizer(skip_special_tokens, prompt)
         return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
 
     def reader(self) -> Reader | None:
