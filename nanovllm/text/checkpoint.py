@@ -20,8 +20,9 @@ from nanovllm.text.template import ChatTemplate, Messages
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _TAIL = 64
 """Last tokens of a prompt among which is one with text, if it has any."""
-_STAND_IN = 0xF0000
-"""The first of the private-use characters that stand for control tokens in messages while a template is rendered."""
+_FIRST_STAND_IN, _MOST_HIDDEN = 0xD800, 0x800
+_STAND_INS = re.compile("[\ud800-\udfff]")
+"""Half surrogate pairs stand for control tokens in messages while a template is rendered: no text holds them."""
 
 
 class CheckpointTokenizer:
@@ -176,18 +177,18 @@ class CheckpointTokenizer:
     ) -> tuple[str, list[int]]:
         """The chat as text and as token ids. A special token that a message or tool spells out becomes plain text's
         ids: it cannot end a turn or begin one. `trust_special_tokens` True: it becomes the token."""
-        guard = self._guard(bool(tools))
+        guard, hidden = self._guard(bool(tools)), dict[str, str]()
         if not trust_special_tokens:
-            messages, tools, chat_template_kwargs = guard.hide(messages, tools, chat_template_kwargs)
+            (messages, tools, chat_template_kwargs), hidden = guard.hide(messages, tools, chat_template_kwargs)
         text = self.render_chat(messages, tools, chat_template_kwargs=chat_template_kwargs, **options)
-        return (text, self.encode(text, add_special_tokens=False)) if trust_special_tokens else guard.encode(text)
+        return guard.encode(text, hidden)
 
 
 class _Guard:
     """Keeps control tokens that a client spells out apart from those that a template writes.
 
-    Before rendering, each becomes one private-use character; after it, the text is cut there, and the token's text is
-    put in as ids of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
+    Before rendering, each becomes one stand-in; after it, the text is cut there, and the token's text is put in as ids
+    of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
     """
 
     def __init__(self, tokenizer: CheckpointTokenizer, template: ChatTemplate) -> None:
@@ -196,44 +197,44 @@ class _Guard:
         special = [token.content for token in added if token.special]
         # Users and assistants may write these: "<think>" in an earlier turn is no attack. What a tool brings may not.
         others = [t.content for t in added if not t.special and t.content in template.literals and t.content.strip()]
-        names = sorted({*special, *others}, key=len, reverse=True)
-        self._stand_ins = {name: chr(_STAND_IN + i) for i, name in enumerate(names)}
-        self._names = {stand_in: name for name, stand_in in self._stand_ins.items()}
-        self._special, self._all = _any_of(special), _any_of(names)
-        first, last = chr(_STAND_IN), chr(_STAND_IN + len(names))
-        self._private = re.compile(f"[{first}-{last}]")
-        escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in self._names}
-        self._escapes, self._escape_of = _any_of(escapes), escapes
+        self._special, self._all = _any_of(special), _any_of([*special, *others])
         self._plain_ids: dict[str, list[int]] = {}
         """Ids of control tokens' names as plain text, once they have been asked for."""
 
-    def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        return (
-            [self._hide(one, self._all if one.get("role") == "tool" else self._special) for one in messages],
-            self._hide(tools, self._all),
-            self._hide(kwargs, self._all),
+    def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[tuple[Any, Any, Any], dict[str, str]]:
+        """The three with stand-ins for control tokens, and these by stand-in. Raises ValueError for texts that are no
+        Unicode."""
+        found: dict[str, str] = {}
+        hidden = (
+            [self._hide(one, self._all if one.get("role") == "tool" else self._special, found) for one in messages],
+            self._hide(tools, self._all, found),
+            self._hide(kwargs, self._all, found),
         )
+        if len(found) > _MOST_HIDDEN:
+            raise ValueError(f"messages: {len(found)} different control tokens, at most {_MOST_HIDDEN} are taken")
+        return hidden, {stand_in: name for name, stand_in in found.items()}
 
-    def _hide(self, value: Any, names: re.Pattern[str]) -> Any:
+    def _hide(self, value: Any, names: re.Pattern[str], found: dict[str, str]) -> Any:
         if isinstance(value, str):
-            value = self._private.sub("\ufffd", value)  # nothing that a client sends is read as a token
-            return names.sub(lambda found: self._stand_ins[found[0]], value)
+            require_unicode(value)
+            return names.sub(lambda match: found.setdefault(match[0], chr(_FIRST_STAND_IN + len(found))), value)
         if isinstance(value, Mapping):
-            return {self._hide(key, names): self._hide(item, names) for key, item in value.items()}
-        return [self._hide(item, names) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self._hide(key, names, found): self._hide(item, names, found) for key, item in value.items()}
+        return [self._hide(item, names, found) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """A rendered chat without stand-ins, and its ids."""
-        text = self._escapes.sub(lambda found: self._escape_of[found[0]], text)  # tojson(ensure_ascii=true) wrote them
-        plain = self._private.sub(lambda found: self._names[found[0]], text)
-        if plain == text:
-            return plain, self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[str, list[int]]:
+        """A rendered chat without stand-ins, and its ids. `hidden`: control tokens by stand-in."""
+        if not hidden:
+            return text, self._tokenizer.encode(text, add_special_tokens=False)
+        if "ensure_ascii" in self.template.source:  # tojson may have escaped them
+            escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in hidden}
+            text = _any_of(escapes).sub(lambda found: escapes[found[0]], text)
         ids: list[int] = []
         at = 0
-        for found in self._private.finditer(text):
-            ids += self._piece(text[at : found.start()], at > 0) + self._as_text(self._names[found[0]])
+        for found in _STAND_INS.finditer(text):
+            ids += self._piece(text[at : found.start()], at > 0) + self._as_text(hidden[found[0]])
             at = found.end()
-        return plain, ids + self._piece(text[at:], at > 0)
+        return _STAND_INS.sub(lambda found: hidden[found[0]], text), ids + self._piece(text[at:], at > 0)
 
     def _piece(self, text: str, is_inner: bool) -> list[int]:
         """Ids of a stretch between control tokens. Tokenizers that put a blank before a text put none there."""
