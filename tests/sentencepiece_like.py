@@ -15,7 +15,7 @@ DECODERS = {
     "pieces": decoders.WordPiece(),
     "plain": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
 }
-"""By what they do with the blank that a text begins with: Gemma's, the last, does nothing. "pieces" is BERT's."""
+"""Decoders by what they do with the blank that begins a text: Gemma's, the last, does nothing. "pieces" is BERT's."""
 
 
 def make(decoder: str = "strip", size: int = 0) -> Tokenizer:

@@ -35,7 +35,7 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
 
 
 def gained(folder: Path, ids: list[int]) -> str:
-    """What the text gains by an output, as the library decodes it."""
+    """The text of an output as the library decodes it behind the prompt."""
     library = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return library.decode([*PROMPT, *ids]).removeprefix(library.decode(PROMPT))
 
