@@ -156,6 +156,25 @@ def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str]
     assert seen + visible.end(last, "length" if last is None else "stop", stopped) == expected
 
 
+@example(pieces=[*"xTb"], stops=["ab.b"], include=False, name="ab.")
+@given(
+    pieces=st.lists(st.text("abT", max_size=4) | st.just("T"), max_size=20), stops=STOPS, include=st.booleans(),
+    name=st.sampled_from(["ab.", "", "b"]),
+)  # fmt: skip
+def test_a_stop_string_may_cross_a_tag(pieces: list[str], stops: list[str], include: bool, name: str) -> None:
+    """The engine sees a tag's name; a client's text has one character in its place, whole or not at all."""
+    pieces = [piece.replace("T", "\ud800") for piece in pieces]
+    engine = StreamedText(Letters([piece.replace("\ud800", name) for piece in pieces]), stops, include)
+    last = next((n for n in range(len(pieces)) if engine.push(n)), None)
+    visible, seen = VisibleText(Letters(pieces), stops, include, (), {0xD800: name}), ""
+    for index in range(len(pieces) if last is None else last):
+        seen += visible.push(index)
+    seen += visible.end(last, "length" if last is None else "stop", engine.stopped_by)
+    shown, expected = seen.replace("\ud800", name), engine.finish()
+    assert expected.startswith(shown)
+    assert shown == expected or (name.startswith(expected[len(shown) :]) and len(expected) - len(shown) < len(name))
+
+
 def test_the_first_in_the_list_wins_a_tie() -> None:
     assert find_stop("xabc", ["abc", "ab"], 3) == (1, "abc")
     assert find_stop("xabc", ["ab", "abc"], 3) == (1, "ab")

@@ -48,7 +48,7 @@ class Answer(Request):
 
     def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         """Raises ApiError where more may be said about tokens than an answer holds."""
-        fields, prompts, params, max_tokens, _ = prepared
+        fields, prompts, params, max_tokens, plan = prepared
         check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call, self.call_id, self.key = call, call.request_id, call.key
@@ -70,10 +70,12 @@ class Answer(Request):
         stop_ids = [*params.get("stop_token_ids", ()), *eos]
         stop = params.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
+        skips = params.get("skip_special_tokens", True)
+        tags = {} if plan is None else plan.tags_seen(skips)
         for index in range(len(prompts) * params.get("n", 1)):
             prompt_index = index // params.get("n", 1)
-            detokenizer = self.detokenizer(params.get("skip_special_tokens", True), prompts[prompt_index].token_ids)
-            text = VisibleText(detokenizer, stops, includes, stop_ids)
+            detokenizer = self.detokenizer(skips, prompts[prompt_index].token_ids)
+            text = VisibleText(detokenizer, stops, includes, stop_ids, tags)
             self.completions.append(self._completion(index, prompt_index, text))
 
     def _completion(self, index: int, prompt_index: int, text: VisibleText) -> Completion:

@@ -36,6 +36,15 @@ class Plan:
         inner = self.tokenizer.detokenizer(skip_special_tokens, prompt)
         return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
 
+    def tags_seen(self, skip_special_tokens: bool) -> dict[int, str]:
+        """Texts of tags that the engine sees, by the characters that stand for them in a detokenizer's text."""
+        known = self.tokenizer.added_tokens_decoder
+        return {
+            ord(tag.text): "" if skip_special_tokens and known[tag.token_id].special else tag.name
+            for tag in self.marks
+            if tag.token_id is not None
+        }
+
     def reader(self) -> Reader | None:
         """Reader for one completion; None where the text is content and nothing else."""
         if self.program is None:
