@@ -15,6 +15,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
+from nanovllm.text.system_messages import SystemMessages
+
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat; also its tools."""
 RENDER_SECONDS = 2.0
@@ -47,6 +49,7 @@ class ChatTemplate:
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
         self.takes_parts = _walks_content(tree)
         """Whether the template goes through a content's parts; other templates want one text."""
+        self._system = SystemMessages(lambda chat: self._fill(RENDER_SECONDS, messages=_readable(chat, self)))
         self.needs_parts = False
         self.needs_parts = self.takes_parts and self._loses_texts()
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
@@ -85,20 +88,29 @@ class ChatTemplate:
             raise ValueError("messages: must hold at least one message")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
-        chat = _readable(messages, self)
+        chat = self._system.placed(_readable(messages, self))
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
-        values = {**self._special_tokens, **self.check_kwargs(chat_template_kwargs or {})}
-        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": documents}
-        values["add_generation_prompt"] = add_generation_prompt
+        text = self._fill(
+            seconds,
+            **self.check_kwargs(chat_template_kwargs or {}),
+            messages=chat,
+            tools=list(tools) if tools else None,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return _cut(text) if continue_final_message else text
+
+    def _fill(self, seconds: float, **values: Any) -> str:
+        """What the template writes with these variables. Raises ValueError as `render`."""
+        values = {**self._special_tokens, "tools": None, "documents": None, **values}
         try:
             with self._environment.deadline(seconds):
-                text = self._template.render(values)
+                return self._template.render(values)
         except TimeoutError as error:
             raise ValueError(f"messages: the chat template takes longer than {seconds} s") from error
         except Exception as error:  # whatever a template raises about what it is given
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
-        return _cut(text) if continue_final_message else text
 
 
 def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]]:
