@@ -20,7 +20,7 @@ class SystemMessages:
         """The chat as the template shows all of it: of several system messages at its beginning one, and later ones as
         part of what a user or a tool says beside them. None moves to another place: the beginning of a chat stays as
         it was, for the prefix cache, when more is said."""
-        roles = [message.get("role") for message in chat]
+        roles = [str(message.get("role")) for message in chat]
         num_first = next((i for i, role in enumerate(roles) if role not in _SYSTEM), len(roles))
         if num_first < 2 and not any(role in _SYSTEM for role in roles[num_first:]):
             return chat
@@ -31,7 +31,7 @@ class SystemMessages:
         folded: dict[str, Any] | None = None
         """What is to be part of the next message, as one of a user."""
         for message in chat[num_first:]:
-            role = message.get("role")
+            role = str(message.get("role"))
             if role in _SYSTEM and not self._shows_late(role):
                 if folded is None and out and out[-1].get("role") in _HEARERS:
                     out[-1] = _joined(out[-1], out[-1], message)
