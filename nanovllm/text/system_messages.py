@@ -31,7 +31,7 @@ class SystemMessages:
         folded: dict[str, Any] | None = None
         """What is to be part of the next message, as one of a user."""
         for message in chat[num_first:]:
-            role = message.get("role")
+            role = str(message.get("role"))
             if role in _SYSTEM and not self._shows_late(role):
                 if folded is None and out and out[-1].get("role") in _HEARERS:
                     out[-1] = _joined(out[-1], out[-1], message)

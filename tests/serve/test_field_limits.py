@@ -49,6 +49,7 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"structured_outputs": {"regex": "a", "json_object": True}}, {"response_format": {"type": "json_schema"}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "file"}]}, {"role": "system", "content": ""}]},
         {"multi_modal_data": {"image": "x"}}, {"messages": [{"role": "wizard", "content": "a"}]},
         {"messages": [{"role": "user"}]}, {"functions": [{"name": "a"}]}, {"best_of": 2},
         # grammars that cannot be

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanovllm.serve.api import anthropic, chat, responses
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.messages import template_values
+from nanovllm.serve.api.messages import LeftOut, template_values
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.parsers import Delta
 from nanovllm.serve.parsers.families import FORMS, HARMONY, tool_family_of
@@ -98,7 +98,7 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> str:
     tokenizer.special_tokens |= {"bos_token": "<s>", "eos_token": "</s>"}
     tools = [{"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}]
     fields = api.read(api.ChatFields, {"messages": messages})[0]
-    values = template_values(fields.messages)
+    values = template_values(fields.messages, LeftOut("messages"))
     return tokenizer.with_template(TEMPLATES[template]).encode_chat(values, tools)[0]
 
 

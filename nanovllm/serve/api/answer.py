@@ -270,7 +270,7 @@ def fit(
     if len(token_ids) + (asked != 0) > limit:
         more = "at least 1" if asked is None else asked
         what = f"{len(token_ids)} tokens in the prompt and asks for {more} in the completion"
-        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt")
+        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt", len(token_ids))
     room = limit - len(token_ids)
     if asked is None and k is not None and not fields.stream:
         asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))
@@ -284,7 +284,7 @@ def check_size(model: ServedModel, size: int, name: str) -> None:
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if size > most:
         what = f"{size} bytes of text, tools and template variables, at most {most} are taken"
-        raise _too_long(limit, what, name)
+        raise _too_long(limit, what, name, size // limits.TEXT_BYTES_PER_TOKEN)
 
 
 def check_characters(model: ServedModel, count: int, name: str) -> None:
@@ -292,11 +292,16 @@ def check_characters(model: ServedModel, count: int, name: str) -> None:
     limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if count > most:
-        raise _too_long(limit, f"{count} characters, at most {most} are taken", name)
+        what = f"{count} characters, at most {most} are taken"
+        raise _too_long(limit, what, name, count // limits.TEXT_BYTES_PER_TOKEN)
     if count > limit * model.tokenizer.longest_token:
-        raise _too_long(limit, f"{count} characters, which are more than {limit} tokens", name)
+        what = f"{count} characters, which are more than {limit} tokens"
+        raise _too_long(limit, what, name, count // model.tokenizer.longest_token)
 
 
-def _too_long(limit: int, what: str, name: str) -> ApiError:
+def _too_long(limit: int, what: str, name: str, count: int) -> ApiError:
+    """`count`: tokens of the prompt, at least."""
     text = f"This model's maximum context length is {limit} tokens. However, your request has {what}."
-    return bad_request(f"{text} Please reduce the length of the prompt.", name, "context_length_exceeded")
+    error = bad_request(f"{text} Please reduce the length of the prompt.", name, "context_length_exceeded")
+    error.excess = count, limit - 1
+    return error
