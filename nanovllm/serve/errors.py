@@ -18,7 +18,7 @@ class ApiError(Exception):
         self.status, self.code, self.param = status, code, param
         self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
         self.excess: tuple[int, int] | None = None
-        """Of a prompt that is too long: its tokens, as far as is known, and the most that are taken."""
+        """Tokens of a prompt that is too long, as far as is known, and the most that are taken."""
         self.type = "invalid_request_error" if status < 500 else "server_error"
         if status == 429:
             self.type = "rate_limit_error"

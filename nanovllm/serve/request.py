@@ -31,7 +31,7 @@ class Completion:
         """Text that has not been sent (of an unstreamed answer: all)."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        """Of its prompt, in the first of the prompt's completions."""
+        """Tokens of its prompt that were cached, in the first of the prompt's completions."""
         self.ids: list[int] | None = None
         """Token ids that have not been sent, where they were asked for."""
         self.lines: list[bytes] | None = None
@@ -134,7 +134,7 @@ class Request:
         return b"data: " + error.body() + b"\n\n" + _DONE
 
     def sign_of_life(self) -> bytes:
-        """What is sent on a silent stream, so that no proxy takes it for a dead one."""
+        """Bytes for a silent stream, so that no proxy or client takes it for a dead one."""
         return b": still here\n\n"
 
     def finish_reason(self, completion: Completion) -> str | None:
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of all prompts, as far as they have tokens."""
+        """Cached tokens of all prompts, known with their first tokens."""
         return sum(each.num_cached_tokens for each in self.completions)
 
     @property

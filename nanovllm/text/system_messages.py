@@ -9,7 +9,7 @@ _HEARERS = ("user", "tool")
 
 
 class SystemMessages:
-    """Where a template shows system messages, which is found out once for each kind of place."""
+    """The places in which a template shows system messages, each found out when it is first asked for."""
 
     def __init__(self, render: Callable[[Chat], str]) -> None:
         """`render`: writes a chat as it is. Raises ValueError where the template refuses it."""
@@ -29,7 +29,7 @@ class SystemMessages:
             while len(out) > 1:
                 out[:2] = [_joined(out[0], out[0], out[1])]
         folded: dict[str, Any] | None = None
-        """What is to be part of the next message, as one of a user."""
+        """A message that is to be part of the next one, as a user's."""
         for message in chat[num_first:]:
             role = str(message.get("role"))
             if role in _SYSTEM and not self._shows_late(role):

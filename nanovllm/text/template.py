@@ -137,7 +137,7 @@ class ChatTemplate:
         return _cut(text) if continue_final_message else text
 
     def _fill(self, seconds: float, **values: Any) -> str:
-        """What the template writes with these variables. Raises ValueError as `render`."""
+        """The text that the template writes with these variables. Raises ValueError as `render`."""
         values = {**self._special_tokens, "tools": None, "documents": None, **values}
         try:
             with self._environment.deadline(seconds):

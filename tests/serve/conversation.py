@@ -49,7 +49,7 @@ def of_responses(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def response_without(body: dict[str, Any], **known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same for a Responses request. `known`: output items by their ids."""
+    """The chat for a Responses request, likewise. `known`: output items by their ids."""
     fields, left_out = api.read(responses.ResponsesFields, readable(body, known.get))[0], LeftOut("input")
     tools = ResponsesTools(responses.tools_of(fields))
     request = responses.chat_request(fields, tools, left_out)

@@ -1,6 +1,7 @@
-"""What clients of event streams see before the first token, and of the prompt's cached tokens with it."""
+"""Signs of life before the first token, the prompt's cached tokens with it, and what clients of the dialects look for."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,3 +83,16 @@ def test_references_to_items_of_the_last_answer_are_taken(paused: Server) -> Non
         unstored = client.post(RESPONSES, json=ASKED | {"stream": False, "store": False}).json()
         again["input"][1]["id"] = unstored["output"][0]["id"]
         assert client.post(RESPONSES, json=again).headers["x-ignored-fields"] == "input.item_reference"
+
+
+def test_what_anthropics_clients_look_for(paused: Server) -> None:
+    """The list of models in their form, and a header with the request's id."""
+    found = httpx.get(paused.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    [entry] = found["data"]
+    assert (entry["type"], entry["id"], entry["display_name"]) == ("model", "demo", "demo")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["created_at"])
+    assert (found["has_more"], found["first_id"], found["last_id"]) == (False, "demo", "demo")
+    for path in (MESSAGES, "/v1/messages/count_tokens"):
+        for body in ({"messages": user("a"), "max_tokens": 1}, {}):
+            headers = httpx.post(paused.url + path, json=body).headers
+            assert headers["request-id"] == headers["x-request-id"]

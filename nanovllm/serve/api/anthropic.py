@@ -38,7 +38,7 @@ class Block(msgspec.Struct):
     input: Any = None
     tool_use_id: str | None = None
     content: Any = None
-    """Of a tool's result or a search's: text or blocks (Content)."""
+    """Text or blocks (Content) of a tool's result or a search's; anything in blocks that are left out."""
     source: Any = None
     title: str | None = None
     tool_name: str | None = None

@@ -48,7 +48,7 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES)]
 
 
 class LeftOut:
-    """What a request holds and the model does not get: a header names it."""
+    """Names of all that a request holds and the model does not get, for a header."""
 
     def __init__(self, field: str) -> None:
         """`field`: that holds the chat."""

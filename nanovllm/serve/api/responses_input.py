@@ -33,9 +33,9 @@ class Item(msgspec.Struct):
     input: str | None = None
     output: str | list[Part] | None = None
     encrypted_content: str | None = None
-    """Of reasoning: its text, where a server wrote it that stores nothing."""
+    """The text of reasoning, for clients that may not resend it as text (`sealed`)."""
     tools: list[Tool] | None = None
-    """Of additional_tools: as the request's own."""
+    """Tools of additional_tools, which are as the request's own."""
 
 
 def readable(body: dict[str, Any], find: Callable[[str], dict[str, Any] | None]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def messages_of(instructions: str | None, given: str | list[Item], left_out: Lef
 
 
 def _role(item: Item) -> str:
-    """Who speaks in an item."""
+    """The role of the one who speaks in an item."""
     if item.type == "message":
         return item.role
     return "tool" if item.type.endswith("_output") else "system" if item.type == "additional_tools" else "assistant"
