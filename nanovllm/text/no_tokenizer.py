@@ -35,13 +35,13 @@ class NoTokenizer(CheckpointTokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> NoReturn:
         raise ValueError(f"prompt: {_NEEDED}")
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
         return ""
 
     def token_text(self, token_id: int) -> None:
         return None
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Any:
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Any:
         return NoText()
 
     def token_bytes(self, token_id: int) -> bytes:

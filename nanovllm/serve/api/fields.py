@@ -204,7 +204,7 @@ def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     and bound."""
     unknown = body.keys() - _known(kind)
     for name in sorted(unknown & kind.refused.keys()):
-        if body[name] not in (None, False, ""):
+        if body[name] not in (None, False, "") and (name in INSTEAD or body[name] not in ([], {})):
             raise bad_request(_why(name, kind.refused[name]), name, "unsupported_field")
     ignored = sorted(name[:100] for name in unknown - kind.refused.keys())
     fields = convert(kind, body)
