@@ -28,13 +28,14 @@ MAX_DEPTH = 128
 NUM_TIMED_MASKS = 20
 MAX_MASK_SECONDS = 0.005
 STACK_BYTES = 512 << 20
-"""Of address space, not of memory: only what is used gets pages."""
+"""Address space of a stack, not memory: only what is used gets pages."""
 
 _PATIENCE = 60.0  # seconds that a compilation may take
 _MOST_LEFT = 4  # compilations that took longer and still run
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*[ \t]*(?:\[[^]\n]*\][ \t]*)?:", re.MULTILINE)
 """A rule's head. Linear in the text: no two of its repeats can share characters, and none goes past its line."""
 
+UNSATISFIABLE = "no text satisfies it"
 _TOO_DEEP = f"its lists and objects nest deeper than {MAX_DEPTH} levels"
 _Result = TypeVar("_Result")
 
@@ -46,23 +47,29 @@ def check_text(kind: str, text: str) -> None:
         raise ValueError(f"it has {size} bytes, at most {most} are allowed")
     if kind in ("grammar", "gbnf"):
         _check_count("rules", len(_RULE.findall(text)), MAX_RULES)
-    if kind in ("json", "grammar"):
-        try:
-            schemas = [json.loads(text)] if kind == "json" else _inline_schemas(text)
-        except RecursionError:
-            raise ValueError(_TOO_DEEP) from None
-        for schema in schemas:
-            _check_schema(schema)
+    for _, _, schema in schemas_of(kind, text):
+        _check_schema(schema)
 
 
-def _inline_schemas(grammar: str) -> list[Any]:
-    """The JSON schemas within a grammar (%json {...}). What is none is left to the compiler to refuse."""
+def schemas_of(kind: str, text: str) -> list[tuple[int, int, Any]]:
+    """(begin, end, document) of the JSON schemas of a constraint: itself, or those within a grammar (%json {...}). What
+    is none there is left to the compiler to refuse. Raises ValueError."""
+    try:
+        if kind == "json":
+            return [(0, len(text), json.loads(text))]
+        return _inline_schemas(text) if kind == "grammar" else []
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _inline_schemas(grammar: str) -> list[tuple[int, int, Any]]:
     schemas = []
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
-            schemas.append(json.JSONDecoder().raw_decode(grammar, found.end())[0])
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except json.JSONDecodeError:
             continue
+        schemas.append((found.end(), end, schema))
     return schemas
 
 
@@ -121,7 +128,7 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> str | None:
 def failure(matcher: Any) -> str:
     """Words of a matcher of llguidance that has failed, without the state of its parser, which follows them."""
     said = str(matcher.get_error()).partition("<state>")[0]
-    return said.replace("NoExtensionBias", "no text satisfies it").strip()
+    return said.replace("NoExtensionBias", UNSATISFIABLE).strip()
 
 
 class LargeStackThread:

@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
     number: int
     error: str | None = None
-    """What is wrong with the constraint; None: it may be compiled elsewhere."""
+    """Reason why the constraint is refused; None: it may be compiled elsewhere."""
     is_lasting: bool = True
     """False: it may be right at another time."""
     num_bytes: int = 0
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     fork: Fork
     lane: int
     deadline: float
-    """Of time.monotonic: a fork that gets no CPU, or waits for something, ends as well."""
+    """Time (monotonic) at which it is killed: a fork that gets no CPU, or waits for something, ends as well."""
 
 
 class Lanes:

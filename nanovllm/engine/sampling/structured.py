@@ -5,7 +5,6 @@ The library is imported when the first constrained request comes. Its matchers l
 """
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.sampling.grammar_checks import GrammarChecks
-from nanovllm.engine.sampling.grammar_compiler import GrammarCompiler
+from nanovllm.engine.sampling.grammar_compiler import GrammarCompiler, literal
 from nanovllm.engine.sampling.grammar_limits import LargeStackThread, failure
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
@@ -82,7 +81,7 @@ class StructuredOutputs:
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
         self._threads = LargeStackThread(), LargeStackThread()
-        """For what was checked among the quick ones, and among the slow ones."""
+        """Threads for what was checked among the quick ones, and among the slow ones."""
         self._made: OrderedDict[_Key, Future[_Start]] = OrderedDict()
         """Compiled constraints, refused ones, and those that are being compiled."""
         size = max(vocab_size, len(tokenizer))
@@ -178,12 +177,6 @@ class StructuredOutputs:
         return masks[:, : self._vocab_words]
 
 
-def _literal(text: str) -> str:
-    """A regular expression for exactly `text`; Rust's dialect takes escapes of ASCII punctuation only."""
-    escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
-    return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
-
-
 def _is_there(made: Future[_Start]) -> bool:
     """Whether a constraint is compiled."""
     return made.done() and made.exception() is None
@@ -201,4 +194,4 @@ def _text(kind: str, value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(dict(value))
     if kind == "json_object":
         return '{"type": "object"}'
-    return "|".join(f"({_literal(one)})" for one in value) if kind == "choice" else str(value)
+    return "|".join(f"({literal(one)})" for one in value) if kind == "choice" else str(value)
