@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -253,10 +254,24 @@ def descendants(process: int) -> float:
 
 
 def more_connections_than_descriptors(server: Server) -> None:
+    """Of one address: it loses its oldest ones, and a connection of another address stays."""
+    question = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as stack:
+        other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))
         made = [stack.enter_context(server.connect()) for _ in range(250)]
-        assert made[-1].recv(12) == b"HTTP/1.1 503"
+        for each in (other, made[-1]):
+            each.sendall(question)
+            assert each.recv(12) == b"HTTP/1.1 200"
+        with suppress(ConnectionError):
+            assert made[0].recv(12) == b""
         wait_for(lambda: "the limit of open files" in server.log, "line of the log")
+
+
+def path_of_slashes(server: Server) -> None:
+    """Each once took a second, before a key was asked for."""
+    for _ in range(5):
+        answer = server.send(b"GET " + b"/" * 65_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 414")
 
 
 LARGEST = {
@@ -321,6 +336,7 @@ ATTACKS = {
     "sampling masks": generate(max_tokens=60, n=16),
     "more sampling masks": generate(max_tokens=1900, n=3),
     # connections
+    "paths of slashes": Attack(path_of_slashes),
     "a pipeline that is not read": Attack(pipeline),
     "a pipeline that is read": Attack(lambda server: pipeline(server, reads=True)),
     "more connections than descriptors": Attack(more_connections_than_descriptors),
