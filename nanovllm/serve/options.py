@@ -30,7 +30,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may use for the model; the first is shown. Default: the model's own name."""
+    """Names that requests may use for the model; the first is shown. "*": any name. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
     """Completions in flight from which on new requests get a 503; the last one accepted may exceed it. Default:
     4 * max_num_seqs + 512."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, Server, events, ready_server, streamed, user
 from system import wait_for
 
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.served_model import ServedModel
 
 ORIGIN = "https://page.example"
 
@@ -43,6 +46,14 @@ def test_several_names(client: httpx.Client) -> None:
     assert client.get("/v1/models/c%41").status_code == 404
     assert client.post(CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
     assert client.post(CHAT, json=ASK | {"model": "demo"}).status_code == 404
+
+
+def test_a_name_that_stands_for_all() -> None:
+    for names, known, first in ((("a", "*"), True, "a"), (("*",), True, "folder"), (("a",), False, "a")):
+        model = ServedModel("folder", ServeOptions(served_model_name=names))
+        assert model.names == (first,)
+        with nullcontext() if known else pytest.raises(ApiError, match="does not exist"):
+            model.check_name("claude-haiku-4-5-20251001")
 
 
 def test_paths_below_a_prefix(configured: Server, client: httpx.Client) -> None:

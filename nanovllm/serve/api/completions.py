@@ -13,7 +13,7 @@ from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_bytes
-from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs
+from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs, token_formatter
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
@@ -37,6 +37,8 @@ class CompletionAnswer(Answer):
 
     def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         super().__init__(front, call, prepared)
+        as_ids = bool(prepared.fields.return_tokens_as_token_ids)
+        self.name = token_formatter(front.model.tokenizer.token_bytes, as_ids, names_bytes=True)
         self._heads: dict[Completion, asyncio.Task[bytes]] = {}
         """First chunks with log-probabilities of a prompt that the pool is writing, or has written."""
 
@@ -86,8 +88,9 @@ class CompletionAnswer(Answer):
         """Log-probabilities of tokens that follow those of the call before."""
         ids = self.prompts[completion.prompt_index].token_ids
         if completion.state is None:
-            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False).push)
-        return completion_logprobs(lines, ids, self.k or 0, self.show, completion.state)
+            before = () if self.fields.echo else ids
+            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False, before).push)
+        return completion_logprobs(lines, ids, self.k or 0, self.name, completion.state)
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]
