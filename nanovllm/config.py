@@ -17,7 +17,6 @@ OPTIMISATIONS = {
     "fused_kernels": "plain PyTorch replaces the Triton kernels around attention, so there are no CUDA graphs",
     "gemm_kernels": "the library computes every GEMM",
     "pdl": "no kernel starts before the previous one has ended",
-    "mailbox": "decode steps and tokens are copied between graphs, which otherwise read and write host memory",
     "peer_all_reduce": "NCCL for every all-reduce",
     "window_groups": "layers with a window keep all tokens, like those without",
     "two_batch_overlap": "no step is split into two halves, of which one computes while the ranks sum the other",
@@ -155,7 +154,8 @@ class EngineConfig:
     """Entries that replace those of config.json: {"rope_scaling": {...}}."""
 
     max_model_len: int | None = None
-    """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings."""
+    """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings; under
+    LongRoPE its original context."""
     max_num_seqs: int = 256
     """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 16384

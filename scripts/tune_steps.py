@@ -318,7 +318,7 @@ def main() -> None:
     all_rows = sorted(args.rows or buckets, reverse=True)
     if not set(all_rows) <= set(buckets):
         parser.error(f"--rows {args.rows}: must be of {buckets}")
-    defaults = {"load_format": "dummy", "max_num_seqs": TILE_ROWS, "disable": ("mailbox",)}
+    defaults = {"load_format": "dummy", "max_num_seqs": TILE_ROWS}
     options = engine_options(parser, args, **defaults, gpu_memory_utilization=0.85, step_timeout=300.0)
     try:
         before = load(args.out) if args.out and args.out.exists() else None

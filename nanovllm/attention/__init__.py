@@ -37,8 +37,6 @@ def check_fp8_cache(capability: tuple[int, int]) -> None:
 class Selection(NamedTuple):
     backend: type[AttentionBackend]
     reason: str
-    is_fallback: bool = False
-    """Something faster could not be used; `reason` says why."""
 
 
 def select_backend(name: str, setup: AttentionSetup) -> Selection:
@@ -63,7 +61,7 @@ def select_backend(name: str, setup: AttentionSetup) -> Selection:
             refusals.append(str(error))
             continue
         reason = "; ".join(refusals) or f"the fastest on {setup.device.type}"
-        return Selection(backend, reason, is_fallback=bool(refusals))
+        return Selection(backend, reason)
     raise ValueError("attention_backend='auto': none can serve this model: " + "; ".join(refusals))
 
 

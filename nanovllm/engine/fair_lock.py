@@ -23,6 +23,8 @@ class FairLock:
                 self._lock.acquire()
                 self._owner = threading.get_ident()
         except BaseException:  # of a signal's handler: nobody would give back what we may have got already
+            if self._owner == threading.get_ident():
+                self._owner = None
             with suppress(RuntimeError):  # it is not ours
                 self._lock.release()
             raise

@@ -91,7 +91,8 @@ class Lookahead:
         total = np.array([seq.num_tokens + seq.num_inflight_tokens for seq in running], np.int64)
         # Whole blocks of a cached prefix belong to no single row: they may outlive the row that wrote them.
         cached_blocks = np.array([seq.num_cached_tokens for seq in running], np.int64) // size
-        own_blocks = sum([seq.num_held_blocks for seq in running]) - memory.num_full_tables * int(cached_blocks.sum())
+        own_blocks = sum([seq.memory.num_held_blocks for seq in running])
+        own_blocks -= memory.num_full_tables * int(cached_blocks.sum())
         shared_blocks = max(0, memory.num_blocks - memory.num_free_blocks - own_blocks)
         held = memory.num_full_tables * (total - cached_blocks * size)
         if memory.num_tables > memory.num_full_tables:

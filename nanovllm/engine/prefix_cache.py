@@ -20,6 +20,8 @@ from nanovllm.wire.state import PageGroup
 _LEAST_COPIED = 16
 """Tokens for which a copy is made, at least: fewer are computed sooner. In small blocks it is half a block."""
 
+_ALL_BLOCKS = 1 << 32
+
 _MOST_GONE = 4096
 """Pages whose keys went that are remembered: a row that was looked up before them is looked up anew."""
 
@@ -82,7 +84,7 @@ class PrefixCache:
     def _computed_now(self, start: bytes) -> int:
         """Number of leading tokens of a block start that a row of this step computes."""
         for seq in self._begun:
-            if not seq.is_stale and (begun := self._start_of(seq, seq.num_published, seq.num_tokens)) is not None:
+            if (begun := self._start_of(seq, seq.prefix.num_published, seq.num_tokens)) is not None:
                 self._computing.add(begun)
         self._begun.clear()
         return self._computing.nearest(start)[1]
@@ -106,11 +108,11 @@ class PrefixCache:
         self, seq: Sequence, num_blocks: int, num_copied: int = 0, source: tuple[Page, ...] = ()
     ) -> CachedPrefix:
         """Cached prefix of a row that was just looked up, of so many blocks and copied tokens."""
-        num_tokens, matched = num_blocks * self.block_size + num_copied, iter(seq.matched)
+        num_tokens, matched = num_blocks * self.block_size + num_copied, iter(seq.prefix.matched)
         shared = [
             next(matched)[:num_blocks]
             if group.window is None
-            else [pages[key] for key in seq.block_keys[self.first_kept(number, num_tokens) : num_blocks]]
+            else [pages[key] for key in seq.prefix.keys[self.first_kept(number, num_tokens) : num_blocks]]
             for number, (group, pages) in enumerate(zip(self.groups, self._pages, strict=True))
         ]
         return CachedPrefix(num_blocks, source, num_tokens, shared)
@@ -121,7 +123,7 @@ class PrefixCache:
         A repeated look-up goes on where the last one ended, or at the first page that was lost since. A text is hashed
         about as far as it is cached."""
         end = limit = most_tokens // self.block_size if self.enabled else 0
-        keys, matched, tables = seq.block_keys, self._still_matched(seq), [self._pages[group] for group in self._full]
+        keys, matched, tables = seq.prefix.keys, self._still_matched(seq), [self._pages[group] for group in self._full]
         if not matched:
             self._extend_keys(seq, limit)
         for index in range(len(matched[0]), limit) if matched else ():
@@ -139,15 +141,15 @@ class PrefixCache:
 
     def _still_matched(self, seq: Sequence) -> list[list[Page]]:
         """Pages that the last look-up of a row found and that are still cached, by group without a window."""
-        num_gone, matched = self._generation - seq.matched_at, seq.matched
+        num_gone, matched = self._generation - seq.prefix.matched_at, seq.prefix.matched
         if not matched or num_gone > len(self._gone):
-            seq.matched = matched = [[] for _ in self._full]
+            seq.prefix.matched = matched = [[] for _ in self._full]
         elif num_gone:
             for page in islice(reversed(self._gone), num_gone):
                 if any(page.index < len(found) and found[page.index] is page for found in matched):
                     for found in matched:
                         del found[page.index :]
-        seq.matched_at = self._generation
+        seq.prefix.matched_at = self._generation
         return matched
 
     def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
@@ -170,11 +172,11 @@ class PrefixCache:
         if not self.enabled or end - begin < self._least_copied:
             return None
         self._extend_keys(seq, index)
-        before = before_block(seq.block_keys, index, self.block_size, seq.prompt.extras)
+        before = before_block(seq.prefix.keys, index, self.block_size, seq.prompt.extras)
         return block_start(before, seq.token_ids[begin:end])
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
-        extend_keys(seq.block_keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)
+        extend_keys(seq.prefix.keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)
 
     def are_copies(self, seq: Sequence, other: Sequence) -> bool:
         """Whether two rows have the same prefix to look up, so that the answer for `other` serves `seq`."""
@@ -187,7 +189,7 @@ class PrefixCache:
             self._extend_keys(row, num_blocks)
         rest = num_blocks * self.block_size
         last = slice(max(0, num_blocks - 1), num_blocks)
-        return seq.block_keys[last] == other.block_keys[last] and seq.token_ids[rest:] == other.token_ids[rest:]
+        return seq.prefix.keys[last] == other.prefix.keys[last] and seq.token_ids[rest:] == other.token_ids[rest:]
 
     def first_kept(self, group: int, position: int) -> int:
         """Index of the first block that a query at `position` reaches in a group."""
@@ -196,31 +198,39 @@ class PrefixCache:
 
     # -- contents -----------------------------------------------------------------------------------------------
 
+    def begin(self, seq: Sequence, prefix: CachedPrefix) -> None:
+        """Notes that a row begins to run with this prefix."""
+        seq.prefix.num_published, seq.prefix.matched = prefix.num_blocks, []
+
+    def withhold(self, seq: Sequence, num_blocks: int = _ALL_BLOCKS) -> None:
+        """Leaves the first blocks of a running row (all that it will have) to this row alone."""
+        seq.prefix.num_published = max(seq.prefix.num_published, num_blocks)
+
     def publish(self, seq: Sequence, num_written_tokens: int) -> None:
         """Makes the full blocks among a row's first `num_written_tokens`, which are written, available to other rows as
         far as their tokens are known. The rest of these tokens may be copied."""
-        if not self.enabled or seq.is_stale:
+        if not self.enabled:
             return
         size, num_tokens = self.block_size, min(num_written_tokens, seq.num_tokens)
-        for index in range(seq.num_published, num_tokens // size):
+        for index in range(seq.prefix.num_published, num_tokens // size):
             self._extend_keys(seq, index + 1)
             self._note_start(seq, index, num_tokens)
-            key = seq.block_keys[index]
-            for pages, table in zip(self._pages, seq.pages, strict=True):
+            key = seq.prefix.keys[index]
+            for pages, table in zip(self._pages, seq.memory.pages, strict=True):
                 page = table[index]
                 if page is not None and key not in pages:  # else: computed twice at once; the first stays the hit
                     assert page.key is None and page.num_owners > 0, page
                     page.key, page.index, pages[key] = key, index, page
-            seq.num_published = index + 1
-        self._note_start(seq, seq.num_published, num_tokens)
+            seq.prefix.num_published = index + 1
+        self._note_start(seq, seq.prefix.num_published, num_tokens)
 
     def _note_start(self, seq: Sequence, index: int, num_tokens: int) -> None:
         """Registers the start of a row's block `index`, in its first `num_tokens`, unless it is too short to copy."""
         start = self._start_of(seq, index, num_tokens)
         if start is None:
             return
-        pages = tuple([page for table in seq.pages if (page := table[index]) is not None])
-        if len(pages) < len(seq.pages) or pages[0].start == start:
+        pages = tuple([page for table in seq.memory.pages if (page := table[index]) is not None])
+        if len(pages) < len(seq.memory.pages) or pages[0].start == start:
             return
         for page in pages:
             self._forget_start(page)

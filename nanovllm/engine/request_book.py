@@ -107,6 +107,10 @@ class RequestBook:
         """Whether a constraint, the one field of StructuredOutput that is given, was compiled already."""
         return self._sampling.is_compiled(wanted)
 
+    def close(self) -> None:
+        """Ends what checks requests in another process."""
+        self._sampling.close()
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:

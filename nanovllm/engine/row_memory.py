@@ -11,7 +11,7 @@ from itertools import chain
 
 from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RowPages, Sequence
 from nanovllm.wire.state import StateSize, capacity_tokens, row_blocks
 
 
@@ -103,41 +103,41 @@ class RowMemory:
     def admit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives `seq` its prefix, and fresh blocks for its other tokens: all of them in layers without a window, the
         first `count` in the others."""
-        assert not seq.pages, seq
+        assert not seq.memory.pages, seq
         source = prefix.source if self.num_tables > 1 else ()
         self.pool.share(chain(*prefix.pages, source))  # before any block is taken
         for found in prefix.pages:
-            seq.pages.append([*[None] * (prefix.num_blocks - len(found)), *found])
-        seq.num_held_blocks = sum(len(page.blocks) for page in chain(*prefix.pages))
+            seq.memory.pages.append([*[None] * (prefix.num_blocks - len(found)), *found])
+        seq.memory.num_held_blocks = sum(len(page.blocks) for page in chain(*prefix.pages))
         for group in self._full:
             self._extend(seq, group, seq.num_tokens)
         for group in self._windows:
             self._extend(seq, group, prefix.num_tokens + count)
-        for page, table in zip(prefix.source, seq.pages, strict=False):
+        for page, table in zip(prefix.source, seq.memory.pages, strict=False):
             own = table[prefix.num_blocks]
             assert own is not None
             self.pool.copy(page, own)
         for page in source:
             self.pool.give_back(page)
-        seq.num_published = prefix.num_blocks
+        self.cache.begin(seq, prefix)
         self._note_reserved(seq)
 
     def _extend(self, seq: Sequence, group: int, num_tokens: int) -> None:
         """Adds pages to a row's table until it holds so many tokens."""
-        table, num_tables = seq.pages[group], self._groups[group].num_tables
+        table, num_tables = seq.memory.pages[group], self._groups[group].num_tables
         more = self.num_blocks_for(num_tokens) - len(table)
         for _ in range(more):
             table.append(self.pool.take(group, num_tables))
-        seq.num_held_blocks += max(0, more) * num_tables
+        seq.memory.num_held_blocks += max(0, more) * num_tables
 
     def _note_reserved(self, seq: Sequence) -> None:
-        seq.num_reserved_tokens = self.block_size * min(map(len, seq.pages))
+        seq.memory.num_reserved_tokens = self.block_size * min(map(len, seq.memory.pages))
 
     def can_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives back what the windows of a decoding row have left; returns whether it can then have blocks for so many
         tokens in each table."""
         self.leave_behind(seq)
-        more = self.num_blocks_for(num_tokens) - seq.num_reserved_tokens // self.block_size
+        more = self.num_blocks_for(num_tokens) - seq.memory.num_reserved_tokens // self.block_size
         return self.num_free_blocks >= more * self.num_tables
 
     def num_updates(self, seq: Sequence, prefix: CachedPrefix, count: int) -> int:
@@ -155,14 +155,14 @@ class RowMemory:
             return count
         start = seq.num_computed_tokens
         self.leave_behind(seq)
-        num_blocks = min(len(seq.pages[group]) for group in self._windows)
+        num_blocks = min(len(seq.memory.pages[group]) for group in self._windows)
         return self._within_windows(start, count, num_blocks, self.num_free_blocks)
 
     def reserve(self, seq: Sequence, count: int) -> list[int]:
         """Gives a running row blocks for its next `count` tokens, for which `prepare` or `can_grow` found room. Returns
         block updates: flat triples slot, index, block."""
         updates: list[int] = []
-        for group, table in enumerate(seq.pages):
+        for group, table in enumerate(seq.memory.pages):
             first = len(table)
             self._extend(seq, group, seq.num_computed_tokens + count)
             updates += self._updates(seq, group, first)
@@ -171,13 +171,13 @@ class RowMemory:
 
     def leave_behind(self, seq: Sequence) -> None:
         """Gives back the pages of a row that no later query reaches, if it has any."""
-        for group in self._windows if seq.pages else ():
-            table, end = seq.pages[group], self.cache.first_kept(group, seq.num_least_computed)
+        for group in self._windows if seq.memory.pages else ():
+            table, end = seq.memory.pages[group], self.cache.first_kept(group, seq.num_least_computed)
             first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
             for index in range(first, end):
                 page, table[index] = table[index], None
                 assert page is not None
-                seq.num_held_blocks -= len(page.blocks)
+                seq.memory.num_held_blocks -= len(page.blocks)
                 self.pool.give_back(page)
 
     def all_updates(self, seq: Sequence) -> list[int]:
@@ -186,7 +186,7 @@ class RowMemory:
 
     def _updates(self, seq: Sequence, group: int, first: int) -> list[int]:
         updates: list[int] = []
-        for index, page in enumerate(seq.pages[group][first:], first):
+        for index, page in enumerate(seq.memory.pages[group][first:], first):
             if page is not None:
                 for table, block in enumerate(page.blocks, self._first_table[group]):
                     updates += (seq.slot, table * self._table_width + index, block)
@@ -194,13 +194,11 @@ class RowMemory:
 
     def release(self, seq: Sequence) -> None:
         """Takes back all blocks of a row. The last are reused first: the beginning of a prompt is the likelier hit."""
-        for table in seq.pages:
+        for table in seq.memory.pages:
             for page in reversed(table):
                 if page is not None:
                     self.pool.give_back(page)
-        seq.pages = []
-        seq.num_held_blocks = seq.num_reserved_tokens = 0
-        seq.is_stale = False
+        seq.memory = RowPages()
 
     def forget_cached(self) -> None:
         """Empties the prefix cache. Rows keep their blocks."""
@@ -210,11 +208,11 @@ class RowMemory:
     def check_integrity(self, owners: Iterable[Sequence]) -> None:
         """Asserts that blocks, pages and the tables of these rows agree."""
         owners = list(owners)
-        owned = [page for seq in owners for table in seq.pages for page in table if page is not None]
+        owned = [page for seq in owners for table in seq.memory.pages for page in table if page is not None]
         self.cache.check_integrity(self.pool.check_integrity(owned))
         for seq in owners:
-            held = [page for table in seq.pages for page in table if page is not None]
-            assert seq.num_held_blocks == sum(len(page.blocks) for page in held), seq
-            for group, table in enumerate(seq.pages):
+            held = [page for table in seq.memory.pages for page in table if page is not None]
+            assert seq.memory.num_held_blocks == sum(len(page.blocks) for page in held), seq
+            for group, table in enumerate(seq.memory.pages):
                 kept = self.cache.first_kept(group, seq.num_least_computed)
                 assert all(page is not None and page.group == group for page in table[kept:]), seq

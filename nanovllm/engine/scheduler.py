@@ -94,14 +94,14 @@ class Scheduler:
         """Lets running rows go on with their KV, which no other row may share from here on."""
         self._last_plan = None
         for seq in self.running:
-            seq.is_stale = True
+            self.memory.cache.withhold(seq)
         self.memory.forget_cached()
 
     def reset_prefix_cache(self) -> None:
         """Lets rows that begin from here on share nothing that was computed before. Running rows go on."""
         self._last_plan = None
         for seq in self.running:
-            seq.num_published = max(seq.num_published, self.memory.num_blocks_for(seq.num_computed_tokens))
+            self.memory.cache.withhold(seq, self.memory.num_blocks_for(seq.num_computed_tokens))
         self.memory.forget_cached()
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Scheduler:
             if several:
                 (end, count), gained = seq.next_bounds(min(left, most)), seq.most_gained
                 start = end - 1
-            if end > seq.num_reserved_tokens and not self._grow(plan, seq, end):
+            if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
             starts.append(start)
@@ -262,7 +262,6 @@ class Scheduler:
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives a waiting row a slot and memory. `count`: number of tokens that it computes first."""
         self.memory.admit(seq, prefix, count)
-        seq.matched = []
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens
@@ -348,7 +347,7 @@ class Scheduler:
             return
         for row in range(plan.num_old_rows, plan.num_rows):
             seq = plan.seqs[row]
-            if seq.pages:  # those that it had in the step: it has ended otherwise, and nothing was preempted since
+            if seq.memory.pages:  # of this step: else the row has ended, since nothing was preempted meanwhile
                 self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
                 self.memory.leave_behind(seq)
 
@@ -385,7 +384,7 @@ class Scheduler:
         for seq in [*self.running, *waiting]:
             seq.check()
         assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
-        assert all(seq.status is SequenceStatus.WAITING and not seq.pages for seq in waiting)
+        assert all(seq.status is SequenceStatus.WAITING and not seq.memory.pages for seq in waiting)
         slots = sorted([seq.slot for seq in self.running] + self._free_slots)
         assert slots == list(range(self.config.max_num_seqs)), slots
         assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)

@@ -22,9 +22,36 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False)
+class RowPages:
+    """Memory of a row; RowMemory alone writes it."""
+
+    pages: list[list[Page | None]] = field(default_factory=list)
+    """Pages by group of layers and block of tokens; None: the group needs that block no more."""
+    num_held_blocks: int = 0
+    """Number of blocks of all these pages."""
+    num_reserved_tokens: int = 0
+    """Number of tokens for which every group has pages."""
+
+
+@dataclass(slots=True, eq=False)
+class RowPrefix:
+    """Blocks that a row may share with others; PrefixCache alone writes it."""
+
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of the row's first blocks, as far as they were needed."""
+    matched: list[list[Page]] = field(default_factory=list)
+    """Pages that the last look-up in the prefix cache found for the row's first blocks, by group without a window. Kept
+    while the row waits."""
+    matched_at: int = -1
+    """The cache's generation (PrefixCache) when `matched` was found."""
+    num_published: int = 0
+    """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """A request's tokens, lengths, blocks and slot.
+    """A request's tokens, lengths, memory and slot.
 
         0 ......... num_cached_tokens ...... num_computed_tokens ...... num_tokens ..... num_total_tokens
         | KV found in the prefix | KV computed by a step that | known to the | sampled on the device, |
@@ -80,23 +107,8 @@ class Sequence:
     slot: int = field(default=-1, init=False)
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
-    pages: list[list[Page | None]] = field(default_factory=list, init=False)
-    """Pages by group of layers and block of tokens; None: the group needs that block no more."""
-    num_held_blocks: int = field(default=0, init=False)
-    """Number of blocks of all these pages."""
-    num_reserved_tokens: int = field(default=0, init=False)
-    """Number of tokens for which every group has pages."""
-    block_keys: list[bytes] = field(default_factory=list, init=False)
-    """Keys of the row's first blocks, as far as they were needed."""
-    matched: list[list[Page]] = field(default_factory=list, init=False)
-    """Pages that the last look-up in the prefix cache found for the row's first blocks, by group without a window. Kept
-    while the row waits."""
-    matched_at: int = field(default=-1, init=False)
-    """The cache's generation (PrefixCache) when `matched` was found."""
-    num_published: int = field(default=0, init=False)
-    """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
-    is_stale: bool = field(default=False, init=False)
-    """Whether some blocks hold KV of former weights, so that none may be shared."""
+    memory: RowPages = field(default_factory=RowPages, init=False)
+    prefix: RowPrefix = field(default_factory=RowPrefix, init=False)
     version_starts: VersionStarts = field(default_factory=list, init=False)
     """Versions of the weights that the output's tokens come from."""
 

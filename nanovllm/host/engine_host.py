@@ -29,8 +29,9 @@ _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no wo
 _AWAKE_SECONDS = 0.001
 _TAKE_IN_SECONDS = 0.05
 """Seconds of frames that are taken in between two steps: some hundred requests of usual size."""
-_SLOW_OPTIONS = ("structured_outputs", "bad_words")
-"""Options whose check may be slow. Each has a thread for its checks."""
+_SLOW_OPTIONS = {"structured_outputs": 32, "bad_words": 1}
+"""Options whose check may be slow, and how many threads each has for its checks. Those of grammars wait for the process
+that compiles them; fewer may be there for long than there are threads."""
 
 
 class Intake(Protocol):
@@ -62,7 +63,10 @@ class EngineHost:
         """Requests without a token."""
         self._masks_sent: dict[int, list[int]] = {}
         """Number of sampling masks that were sent for each completion of the requests that want them."""
-        self._slow = {name: SlowChecks(f"nanovllm-{name}", self._add_slow, engine.abort) for name in _SLOW_OPTIONS}
+        self._slow = {
+            name: SlowChecks(f"nanovllm-{name}", num_threads, self._add_slow, engine.abort)
+            for name, num_threads in _SLOW_OPTIONS.items()
+        }
         self._awake_until = self._stats_due = 0.0
 
     def run(self) -> None:

@@ -34,7 +34,6 @@ class Kernels:
     expand_rows: Annotated[Callable[..., None], "step.input"]
     prepare_decode: Annotated[Callable[..., None], "step.input"]
     copy_blocks: Annotated[Callable[..., None], "step.blocks"]
-    publish_tokens: Annotated[Callable[..., None], "step.mailbox"]
     edit_logits: Annotated[Callable[..., torch.Tensor], "sampling.penalties"]
     sample_filtered: Annotated[Callable[..., torch.Tensor | None], "sampling.filters"]
     sample_kept: Annotated[Callable[..., None], "sampling.kept"]

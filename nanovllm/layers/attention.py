@@ -96,7 +96,8 @@ class PagedAttention:
     @property
     def memory(self) -> tuple[Pages, ...]:
         """Declarations of what it remembers; see layers/memory.py."""
-        return (Pages(self.spec.num_kv_heads, (self.spec.head_dim, self.spec.head_dim), self.spec.window),)
+        spec = self.spec
+        return (Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True),)
 
     def bind(self, *memory: KVCache) -> None:
         """Takes its part of the KV cache."""

@@ -76,7 +76,7 @@ class MoE(WeightedModule):
         self.hidden_size = hidden_size
         self.router = Router(context, hidden_size, config)
         how, device = spec.precision("experts"), context.planner.rules.device
-        if how is not None and device.is_cuda and not device.has_tma:
+        if how is not None and how.method == "fp8" and device.is_cuda and not device.has_tma:
             raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
         count = config.num_experts

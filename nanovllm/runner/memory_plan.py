@@ -75,6 +75,8 @@ class RankPlan:
     """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
     slots: int
     """Bytes of memory of fixed size, of all rows."""
+    rows: int
+    """Rows that have such memory: max_num_seqs."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -128,7 +130,8 @@ class RankPlan:
 
     def users(self, length: int) -> int:
         """Requests of `length` tokens that fit at once while they decode."""
-        return self.blocks // row_blocks(self.layout.groups, length, self.block_size)
+        fit = self.blocks // row_blocks(self.layout.groups, length, self.block_size)
+        return min(fit, self.rows) if self.slots else fit
 
 
 def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -179,7 +182,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     share = int(config.gpu_memory_utilization * gpu.total)
     return RankPlan(
         config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
-        (rows + 1) * slot_bytes(mixers), _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
+        (rows + 1) * slot_bytes(mixers), rows, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,

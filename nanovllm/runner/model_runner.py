@@ -79,7 +79,7 @@ class ModelRunner:
         with self.memory.libraries(NCCL_BYTES if config.tensor_parallel_size > 1 else 0):
             self.group = self._meet(rank, store)
             progress()
-            self.io = DeviceIO(self.device, config.uses("pdl"))
+            self.io = DeviceIO(self.device, config.uses("pdl"), keeps_tokens=rank == 0)
             self.graphs: StepGraphs | None = None
             with torch.inference_mode(), self.io.stream_context():
                 self._build(module)
@@ -144,12 +144,11 @@ class ModelRunner:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
         types, sizes = (self.device, self.dtype, self.kv_dtype), (config.max_num_seqs, self.max_model_len)
         setup = AttentionSetup(specs, self.block_size, *types, *sizes)
-        found, self.backend_reason, is_fallback = select_backend(name, setup)
+        found, self.backend_reason = select_backend(name, setup)
         if mode is not None:
             self.backend_reason = f"exact_bits={mode!r}"
         if self.group.rank == 0:
-            level = logging.WARNING if is_fallback else logging.INFO
-            logger.log(level, "attention backend: %s (%s)", found.name, self.backend_reason)
+            logger.info("attention backend: %s (%s)", found.name, self.backend_reason)
         functions: Any = {"score_mod": config.score_mod, "mask_mod": config.mask_mod} if found.takes_functions else {}
         backend = found(setup, **functions)
         backend.is_required = config.attention_backend != "auto"
@@ -223,8 +222,7 @@ class ModelRunner:
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
             self.work.allocate(rows, config.max_num_batched_tokens + rows, size.num_tables)
             capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
-            mailbox = config.uses("mailbox") and not config.enforce_eager
-            self.io.allocate(capacity, rows, mailbox)
+            self.io.allocate(capacity, rows)
 
     def _tell_backend(self) -> None:
         """Makes attention leave L1 to weights that pass through registers, as those of one row in FP8 do."""
@@ -245,13 +243,12 @@ class ModelRunner:
             with self.memory.libraries(self.graphs.usual_bytes):
                 self.graphs.capture_all()
             self.memory.note_graphs(self.memory.used_bytes() - before)
-            self.io.begin_mailbox()
         return len(self.graphs)
 
     @torch.inference_mode()
     def time_step(self, choices: Choices, num_decode_rows: int, replays: int) -> float:
-        """Repeats the last step, of so many decodes, with `choices` of kernels and without the mailbox; returns its
-        microseconds, infinite where these kernels cannot run. For scripts/tune_steps.py, which calls all ranks."""
+        """Repeats the last step, of so many decodes, with `choices` of kernels; returns its microseconds, infinite
+        where these kernels cannot run. For scripts/tune_steps.py, which calls all ranks."""
         from nanovllm.kernels.base.graph_timing import graph_us
 
         self._progress()
@@ -284,8 +281,7 @@ class ModelRunner:
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
-            posted = shape is not None and not shape.chunk_tokens and self.io.mailbox is not None
-            step = self.io.post(packed) if posted else self.io.upload(packed)
+            step = self.io.upload(packed)
             self.state_memory.begin(step, packed)
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
@@ -300,7 +296,7 @@ class ModelRunner:
                 )
             tokens = work.buffers.tokens[: first_chunk_row + num_sample_rows - num_decode_rows]
             padding = slice(num_decode_rows, first_chunk_row)
-            self.io.receive(tokens, padding, scores, posted=posted and section is None)
+            self.io.receive(tokens, padding, scores)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

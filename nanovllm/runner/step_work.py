@@ -66,19 +66,16 @@ class StepWork:
         num_decode_rows, num_chunk_tokens = shape
         num_rows = num_decode_rows + (MAX_PREFILL_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
-        mailbox = None if num_chunk_tokens else self._io.mailbox
+        step = self._io.step_buffer
         if num_chunk_tokens:
-            self._expand(self._io.step_buffer, buffers, num_decode_rows)
+            self._expand(step, buffers, num_decode_rows)
         else:
-            step, line = (self._io.step_buffer, None) if mailbox is None else (mailbox.steps, mailbox.ring_index)
-            self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers, line)
+            self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers)
         attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
         logits, _ = self._forward(buffers, attention, num_rows)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
-        if mailbox is not None:
-            self._kernels.publish_tokens(buffers.tokens, mailbox.tokens, mailbox.ring_index)
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
         """Applies a packed step to the state, and expands its rows into `buffers`."""

@@ -34,7 +34,7 @@ class Front:
         self.options = options
         self.model = model = ServedModel(path, options)
         self.metrics = metrics = Metrics(model.name, lambda: self.engines.state)
-        self.pool = TextPool(metrics)
+        self.pool = TextPool(metrics, len(options.api_keys))
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(model, self.streams, self.pool, metrics)
         self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)

@@ -9,6 +9,8 @@ from nanovllm.serve.errors import bad_request
 
 HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
+URL_BYTES = 2 << 10
+"""Bytes of a request's path and query."""
 BODY_BYTES = 32 << 20
 BODIES_BYTES = 512 << 20
 """Maximum bytes of all bodies that are on their way at once. Beyond it small ones (SMALL_BODY) are still taken: a few

@@ -132,6 +132,12 @@ class CheckpointTokenizer:
         """One token's own bytes within a text, special or not; none for ids past the vocabulary."""
         return self._token_bytes[token_id]
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that the tokenizer's files name as the end of a text."""
+        name = self.special_tokens.get("eos_token")
+        return None if name is None else self.backend_tokenizer.token_to_id(name)
+
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
 

@@ -23,6 +23,7 @@ class NoTokenizer(CheckpointTokenizer):
     """Refuses all text. Raises ValueError naming what must be token ids."""
 
     longest_token = 1  # type: ignore[assignment]
+    eos_token_id = None  # type: ignore[assignment]
     has_chat_template = False  # type: ignore[assignment]
 
     def __init__(self) -> None:

@@ -8,10 +8,11 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, FEATURES, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
 from interpreting import nightly
+from plans import plan_decode_reference
 
 from nanovllm.kernels.attention import decode
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, plan_decode_reference
+from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import quantize_rows
 

@@ -8,12 +8,13 @@ import torch
 pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length, setup_of
+from plans import fixed_order_plan_reference
 
 from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
-from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan, fixed_order_plan_reference
+from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config
 
 LENGTHS = [1, 64, 0, 65, 128, 300]

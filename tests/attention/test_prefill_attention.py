@@ -8,13 +8,9 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, DTYPE, FEATURES, TOLERANCE, Case, make_case, nan_like
 from interpreting import nightly
+from plans import plan_prefill_reference
 
-from nanovllm.kernels.attention.prefill import (
-    PrefillAttention,
-    PrefillConfig,
-    plan_prefill_reference,
-    prefill_config,
-)
+from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
 
 SMALL = PrefillConfig(block_m=64 if DEVICE == "cuda" else 32, block_n=32, num_warps=4, num_stages=2)

@@ -206,7 +206,7 @@ class Simulation:
         for seq in self._with_status(SequenceStatus.WAITING):
             assert seq.num_computed_tokens == seq.num_cached_tokens == 0
         for seq in self.scheduler.running:
-            assert seq.num_reserved_tokens >= seq.num_computed_tokens
+            assert seq.memory.num_reserved_tokens >= seq.num_computed_tokens
 
     def _with_status(self, *statuses: SequenceStatus) -> list[Sequence]:
         return [request.seq for request in self.requests.values() if request.seq.status in statuses]
@@ -274,7 +274,7 @@ class Simulation:
         """Rows that wait, without those that may wait to share what rows of this step do not share yet."""
         size = self.scheduler.memory.block_size
         beginnings = [
-            seq.token_ids[: min(start, seq.num_published * size) + 1]
+            seq.token_ids[: min(start, seq.prefix.num_published * size) + 1]
             for seq, start in zip(plan.seqs, plan.starts, strict=True)
         ]
         return [
@@ -308,7 +308,7 @@ class Simulation:
 
 def blocks_of(seq: Sequence) -> list[int]:
     """The row's blocks where it has one table, without those that its window has left."""
-    [table] = seq.pages
+    [table] = seq.memory.pages
     return [page.blocks[0] for page in table if page is not None]
 
 

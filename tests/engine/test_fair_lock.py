@@ -27,6 +27,27 @@ def test_an_exception_while_getting_it_leaves_it_free(after: bool) -> None:
     assert run_in_threads(lambda: lock._next.acquire(timeout=5), lambda: inner.acquire(timeout=5)) == [True, True]
 
 
+def test_an_exception_after_it_was_got_leaves_it_free_for_its_own_thread_too() -> None:
+    lock: Any = FairLock()
+    plain = lock._next
+
+    class Alarm:
+        def __enter__(self) -> None:
+            plain.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            plain.release()
+            lock._next = plain
+            raise TimeoutError("an alarm")
+
+    lock._next = Alarm()
+    with pytest.raises(TimeoutError), lock:
+        pass
+    with lock:
+        pass
+    assert run_in_threads(lambda: lock._lock.acquire(timeout=5)) == [True]
+
+
 def test_a_thread_that_asks_again_at_once_lets_those_that_wait_go_first() -> None:
     """As one does that steps in a loop."""
     lock, order = FairLock(), []

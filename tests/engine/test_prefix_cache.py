@@ -75,9 +75,9 @@ def test_a_window_that_moves_on_leaves_hits_behind() -> None:
     """A prefix is found where the full layers have all of it and the others what their window reaches."""
     memory = RowMemory(StateSize(60, BLOCK_SIZE, (PageGroup(), PageGroup(window=6, num_tables=2))), table_width=20)
     seq = admit(memory, [*range(40)])
-    assert seq.num_held_blocks == 30 and memory.num_free_blocks == 30
+    assert seq.memory.num_held_blocks == 30 and memory.num_free_blocks == 30
     assert memory.prepare(seq, 0) == 0
-    assert [page is not None for page in seq.pages[1]] == [False] * 8 + [True] * 2
+    assert [page is not None for page in seq.memory.pages[1]] == [False] * 8 + [True] * 2
     memory.check_integrity([seq])
     assert num_hits(memory, [*range(40), 0]) == 10
     assert num_hits(memory, [*range(30), 0]) == 7, "pages of former windows are there while nobody needs them"
@@ -148,8 +148,8 @@ class RowMemoryMachine(RuleBasedStateMachine):
         expected = [p for p in self.prefixes(seq.token_ids) if len(p) < len(seq.token_ids)]
         longest = next((i for i, prefix in enumerate(expected) if prefix not in known), len(expected))
         assert [self.texts[block] for block in hits] == expected[:longest]
-        num_keys = len(seq.block_keys)
-        assert num_keys >= len(hits) and seq.block_keys == prefix_keys(seq.token_ids, BLOCK_SIZE)[:num_keys]
+        num_keys = len(seq.prefix.keys)
+        assert num_keys >= len(hits) and seq.prefix.keys == prefix_keys(seq.token_ids, BLOCK_SIZE)[:num_keys]
         num_fresh = self.memory.num_blocks_for(seq.num_tokens) - len(hits)
         revived = [text for text in expected[:longest] if text in self.free_hits]
         free = self.memory.num_free_blocks
@@ -178,7 +178,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
         found = self.memory.cache.num_hits(seq, len(tokens) - 1)
         assert found == num_hits(self.memory, list(tokens))
         pages = self.memory.cache.prefix_of(seq, found).pages[0]
-        assert [page.key for page in pages] == seq.block_keys[:found]
+        assert [page.key for page in pages] == seq.prefix.keys[:found]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -187,7 +187,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
         self.publish_first(seq, data.draw(st.integers(0, seq.num_tokens)))
 
     def publish_first(self, seq: Sequence, written: int) -> None:
-        known = seq.num_published  # what has been forgotten since stays so
+        known = seq.prefix.num_published  # what has been forgotten since stays so
         self.memory.cache.publish(seq, written)
         prefixes = self.prefixes(seq.token_ids[:written]) if self.is_caching else []
         for block, prefix in list(zip(blocks_of(seq), prefixes, strict=False))[known:]:
@@ -200,7 +200,7 @@ class RowMemoryMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.rows))
         num_empty = self.memory.num_free_blocks - len(self.free_hits)
-        seq.num_computed_tokens = seq.num_reserved_tokens
+        seq.num_computed_tokens = seq.memory.num_reserved_tokens
         assert self.memory.can_grow(seq, seq.num_computed_tokens + 1)
         [_, index, block] = self.memory.reserve(seq, 1)
         assert blocks_of(seq)[index:] == [block]

@@ -1,9 +1,14 @@
 """Each documented behaviour of the scheduler in a small example; Simulation checks limits and texts throughout."""
 
+import sys
+from typing import Any
+
 import pytest
 from simulation import Simulation, decoding, make_sequence, rows
 
-from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.row_memory import RowMemory
+from nanovllm.engine.sequence import RowPages, RowPrefix, SequenceStatus
 from nanovllm.wire.state import PageGroup
 
 # -- one step after another -----------------------------------------------------------------------------------------
@@ -345,3 +350,28 @@ def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> N
     assert plan.seqs == [second.seq], "while the step of the aborted one is still in flight"
     simulation.collect()
     simulation.run_to_end()
+
+
+# -- who writes what ------------------------------------------------------------------------------------------------
+
+
+def test_one_part_writes_the_memory_of_a_row_and_one_what_it_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: dict[type, set[type]] = {RowPages: set(), RowPrefix: set()}
+
+    def assign(part: object, name: str, value: Any) -> None:
+        writer = sys._getframe(1).f_locals["self"]
+        if writer is not part:  # else it is being made
+            writers[type(part)].add(type(writer))
+        object.__setattr__(part, name, value)
+
+    for part in writers:
+        monkeypatch.setattr(part, "__setattr__", assign)
+    simulation = Simulation(num_blocks=16, groups=(PageGroup(), PageGroup(window=6)))
+    for last in range(4):
+        simulation.add([*range(10), last], max_tokens=12)
+    scheduler = simulation.scheduler
+    for change in (scheduler.keep_all, scheduler.reset_prefix_cache, scheduler.preempt_all):
+        simulation.step()
+        change()
+    simulation.run_to_end()
+    assert writers == {RowPages: {RowMemory}, RowPrefix: {PrefixCache}}

@@ -3,7 +3,7 @@ some layers or alone. A recurrence keeps two things of a row: its state, and the
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,15 +20,22 @@ from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import CheckpointNames
 
 
+class Options(NamedTuple):
+    """A class of the plugin's own, which every rank gets with the configuration."""
+
+    share: float = 0.5
+
+
 class Recurrence(WeightedModule):
-    """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + v of the token before / 2), a = sigmoid(a_proj(x)):
+    """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + share * the v before), a = sigmoid(a_proj(x)):
     [T, hidden] -> [wanted, hidden], a partial sum of this rank's columns."""
 
     can_capture = False
 
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
         super().__init__()
-        width = context.config.hidden_size
+        assert isinstance(spec.options, Options)
+        width, self.share = context.config.hidden_size, spec.options.share
         outputs = dict.fromkeys(("a_proj", "v_proj", "z_proj"), width)
         self.in_proj = MergedColumnParallelLinear(context, width, outputs, kind="qkv")
         self.o_proj = RowParallelLinear(context, width, width, kind="o", adds_parts=place.adds_parts)
@@ -46,7 +53,7 @@ class Recurrence(WeightedModule):
         for row, slot in enumerate(step.attention.row_slot.tolist()):
             state, last = self.states[slot], self.last_values[slot, 0]
             for token in range(starts[row], starts[row + 1]):
-                state = kept[token] * state + (1 - kept[token]) * (v[token] + last / 2)
+                state = kept[token] * state + (1 - kept[token]) * (v[token] + self.share * last)
                 out[token], last = state, v[token]
             self.states[slot], self.last_values[slot, 0] = state, last
         return self.o_proj(wanted_rows(out * z.sigmoid(), step.wanted))
@@ -60,7 +67,7 @@ def read(config: ConfigReader, generation: Fields) -> Fields:
     """config.json as Llama's, and `mixers`, one of each layer."""
     fields, mixers = read_decoder(config, generation), config.get("mixers")
     layers = zip(fields["layers"], mixers, strict=True)
-    return {**fields, "layers": tuple(replace(layer, mixer=mixer) for layer, mixer in layers)}
+    return {**fields, "layers": tuple(replace(one, mixer=mixer, options=Options()) for one, mixer in layers)}
 
 
 register_model("RecurrentForCausalLM", Family(read, CheckpointNames(), mixers={"recurrence": Recurrence}))

@@ -210,7 +210,7 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
     while (plan := scheduler.schedule()) is not None and not scheduler.num_preemptions:
         decoding = plan.seqs[: plan.num_decode_rows]
         most_rows = max(most_rows, len(decoding))
-        most_held = max([most_held, *(seq.num_held_blocks for seq in decoding)])
+        most_held = max([most_held, *(seq.memory.num_held_blocks for seq in decoding)])
         scheduler.apply(plan, [1] * plan.num_sample_rows)
     return most_rows, most_held * per_block
 

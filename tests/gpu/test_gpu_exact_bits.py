@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "share_gpus": True, "max_model_len": 3328,
     "max_num_seqs": 64, "num_kvcache_blocks": 1024, "exact_bits": "batch",
 }  # fmt: skip
-OPTIMISATIONS = ("pdl", "mailbox", "async_scheduling", "longest_first")
+OPTIMISATIONS = ("pdl", "async_scheduling", "longest_first")
 Request = tuple[list[int], SamplingParams]
 Bits = tuple[list[int], list[int]]
 

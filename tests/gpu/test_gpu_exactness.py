@@ -125,7 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "graphs, tight": TIGHT,
     "graphs on the triton backend": {"attention_backend": "triton"},
-    "graphs, ordinary launches, copies": {"disable": ("pdl", "mailbox")},
+    "graphs, ordinary launches": {"disable": ("pdl",)},
     "plain kernels": {"disable": ("fused_kernels",)},
     "eager, tight, synchronous": {**TIGHT, "enforce_eager": True, "disable": ("lookahead", "async_scheduling")},
     "two ranks": {"tensor_parallel_size": 2},

@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "graphs": {}, "eager": {"enforce_eager": True}, "no mailbox": {"disable": ("mailbox",)},
+    "graphs": {}, "eager": {"enforce_eager": True},
     "triton": {"attention_backend": "triton"}, "fp8 cache": {"kv_cache_dtype": "fp8"},
     "small blocks": {"kvcache_block_size": 16}, "exact bits": {"exact_bits": "batch"},
     "two ranks": {"tensor_parallel_size": 2}, "sleep": {"enable_sleep": True},

@@ -120,29 +120,18 @@ def test_apply_and_expand_equal_their_twins(case: int, num_tables: int, device: 
 @pytest.mark.parametrize("num_tables", [1, TABLES])
 @pytest.mark.parametrize("case", range(6))
 def test_prepare_decode_equals_its_twin(case: int, num_tables: int, device: torch.device) -> None:
-    """With a step of its own, and with a line of a ring."""
     rng = random.Random(case)
     max_num_seqs = [1, 3, 8, 130, 17, 16][case]
-    steps = [random_step(rng, max_num_seqs, decode_only=True, num_tables=num_tables) for _ in range(3)]
-    packed = [step.pack() for step in steps]
-    ring = torch.full((3, max(len(line) for line in packed) + case), -77, dtype=torch.int32)
-    if device.type == "cuda":
-        ring = ring.pin_memory()
-    for line, own in zip(ring, packed, strict=True):
-        line[: len(own)] = own
-    for line in (2, 0, 1):
-        turn = torch.tensor([line], dtype=torch.int32, device=device)
-        bucket = rng.randint(len(steps[line].slots), max_num_seqs)
-        first = random_state(max_num_seqs, device, num_tables)
-        states = [first, clone(first), clone(first)]
-        buffers = [poisoned_buffers(bucket, bucket, device, num_tables) for _ in states]
-        out = [each.narrow(bucket, bucket) for each in buffers]
-        prepare_decode(ring, max_num_seqs, states[0], BLOCK_SIZE, out[0], turn)
-        prepare_decode(packed[line].to(device), max_num_seqs, states[1], BLOCK_SIZE, out[1])
-        prepare_decode_reference(ring.to(device), max_num_seqs, states[2], BLOCK_SIZE, out[2], turn)
-        for n in (1, 2):
-            assert_same(states[0], states[n])
-            assert_same(buffers[0], buffers[n])
+    for _ in range(3):
+        step = random_step(rng, max_num_seqs, decode_only=True, num_tables=num_tables)
+        packed, bucket = step.pack().to(device), rng.randint(len(step.slots), max_num_seqs)
+        state = random_state(max_num_seqs, device, num_tables)
+        twin_state = clone(state)
+        buffers, twin_buffers = (poisoned_buffers(bucket, bucket, device, num_tables) for _ in range(2))
+        prepare_decode(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(bucket, bucket))
+        prepare_decode_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(bucket, bucket))
+        assert_same(state, twin_state)
+        assert_same(buffers, twin_buffers)
 
 
 @pytest.mark.parametrize("case", range(20))

@@ -74,8 +74,9 @@ def copying_rank(rank: int, world_size: int, folder: Path, delays: random.Random
 def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
     """Calls of both halves as a step makes them, the second started while the first is under way; any rows. Nothing is
     shared between ranks but the blocks, so a reused place that is overwritten early shows as a wrong sum."""
+    from sums import sum_reference
+
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums, owned_rows
-    from nanovllm.parallel.peer.reference import sum_reference
 
     delays = random.Random(rank)
     sums = CopyEngineSums(copying_rank(rank, world_size, folder, delays))
@@ -111,8 +112,9 @@ def concurrent_rank(rank: int, world_size: int, folder: Path) -> None:
 
 def alone_rank(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 of 3, whose peers are this test."""
+    from sums import sum_reference
+
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
-    from nanovllm.parallel.peer.reference import sum_reference
 
     memory = copying_rank(1, 3, folder, random.Random(0))
     sums = CopyEngineSums(memory)

@@ -66,6 +66,18 @@ def test_a_step_that_does_not_end_is_a_timeout(monkeypatch: pytest.MonkeyPatch) 
     assert clock.now - begin == pytest.approx(5.0, abs=0.1)
 
 
+def test_rows_of_padding_are_left_out() -> None:
+    io = DeviceIO(torch.device("cpu"))
+    io.receive(torch.tensor([5, 1, 1, 8, -1], dtype=torch.int32), slice(1, 3))
+    assert io.collect(1.0, lambda: False) == ([5, 8, -1], None)
+
+
+def test_tokens_that_nobody_collects_are_not_copied() -> None:
+    """Those of all ranks but the first."""
+    io = DeviceIO(torch.device("cpu"), keeps_tokens=False)
+    io.receive(torch.empty(3, dtype=torch.int32, device="meta"), slice(0))
+
+
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 def test_close_after_a_failure_waits_for_no_device(how: str, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from http.client import HTTPResponse
 from typing import Any, cast
-from unittest.mock import MagicMock, patch
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import httpx
 import pytest
@@ -31,22 +31,23 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.text_pool import SHORT
+from nanovllm.serve.text_pool import TextPool
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "answer"),
     [
-        OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n",
-        OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n",
-        OPENING + b"x" * 5_000_000,
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        (OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n", (431, "headers_too_large")),
+        (OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n", (431, "headers_too_large")),
+        (OPENING + b"x" * 5_000_000, (431, "headers_too_large")),
+        (b"GET /" + b"a" * limits.URL_BYTES + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", (414, "path_too_long")),
+        (b"GET /?" + b"a" * 5_000_000, (414, "path_too_long")),
     ],
-    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path"],
+    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path", "a query without end"],
 )
-def test_headers_too_large(server: Server, client: httpx.Client, head: bytes) -> None:
+def test_headers_too_large(server: Server, client: httpx.Client, head: bytes, answer: tuple[int, str]) -> None:
     status, error = refusal(server.send(head))
-    assert (status, error["code"]) == (431, "headers_too_large")
+    assert (status, error["code"]) == answer
     assert client.get("/health").status_code == 200
 
 
@@ -194,8 +195,8 @@ def test_what_is_no_request_is_refused(server: Server, sent: bytes) -> None:
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize("size", [0, 100_000], ids=["at once", "in the pool"])
-def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("size", [(0, 0), (0, 100_000)], ids=["at once", "in the pool"])
+def test_a_mistake_of_ours_in_an_answer_is_a_500(size: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     """Also where it looks like one of the request."""
 
     async def ask() -> bytes:
@@ -224,11 +225,50 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCa
 
 def test_a_long_text_is_written_in_the_pool() -> None:
     """128 answers of 30,000 tokens took 0.8 s in which nobody else was served."""
-    for num_tokens, num_echoed, is_long in ((5000, 0, False), (50_000, 0, True), (9, 9000, False), (9, 90_000, True)):
+    for num_tokens, num_echoed, num_numbers, is_long in (
+        *((5000, 0, 0, False), (50_000, 0, 0, True), (9, 9000, 0, False), (9, 90_000, 0, True)),
+        *((9, 0, 400, False), (9, 0, 600, True), (4000, 9000, 300, True)),
+    ):
         request = object.__new__(Answer)
-        request.completions = [MagicMock(num_tokens=num_tokens, lines=None, kept=[])]
+        request.completions = [MagicMock(num_tokens=num_tokens, lines=[bytes(4 * num_numbers)], kept=[])]
         request.prompts, request.prompt_lines = [Prompt([5], text="a" * num_echoed)], [None]
-        assert (request.size > SHORT) == is_long
+        numbers, text = request.size
+        assert (numbers, text) == (4 * num_numbers, 4 * num_tokens + num_echoed), "bytes"
+        pool = TextPool(Metrics())
+        with patch.object(pool, "in_thread", AsyncMock()) as in_thread:
+            asyncio.run(pool.write(MagicMock(), lambda: None, numbers, text))
+        assert in_thread.called == is_long
+
+
+LARGE, SMALL = limits.BODY_BYTES, 2000
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "sizes", "statuses"),
+    [
+        (0, [(None, LARGE), (None, LARGE), (None, LARGE), (None, SMALL)], [0, 0, 503, 0]),
+        (1, [(0, LARGE), (0, LARGE), (0, LARGE), (0, SMALL)], [0, 0, 503, 0]),
+        (2, [(0, LARGE), (0, LARGE), (1, LARGE), (0, SMALL), (1, SMALL), (2, SMALL)], [0, 429, 0, 0, 0, 0]),
+        (2, [(0, limits.SMALL_BODY)] * 2500 + [(1, SMALL)], [0] * 2048 + [429] * 452 + [0]),
+    ],
+    ids=["no key", "one key", "two keys", "many small ones"],
+)
+def test_one_key_leaves_the_threads_to_others(
+    num_keys: int, sizes: list[tuple[int | None, int]], statuses: list[int]
+) -> None:
+    """Texts wait for the threads within bounds, which two bodies of one user once filled for all."""
+
+    async def ask() -> list[int]:
+        pool, is_over = TextPool(Metrics(), num_keys), threading.Event()
+        asked = [asyncio.ensure_future(pool.in_thread(MagicMock(key=key), is_over.wait, size)) for key, size in sizes]
+        await asyncio.sleep(0)
+        found = [getattr(each.exception(), "status", -1) if each.done() else 0 for each in asked]
+        is_over.set()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert not pool.requests.total() and not pool._bytes.total()
+        return found
+
+    assert asyncio.run(ask()) == statuses
 
 
 def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Client) -> None:
@@ -237,6 +277,54 @@ def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Clie
     assert "cache_config_info" in text
     assert str(DEMO.parent) not in text and f'="{server.engines[0]}"' not in text
     assert "pid" not in text
+
+
+QUESTION = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POSTED = b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("clients", "given_up"),
+    [
+        ([("1.1.1.1", b""), ("2.2.2.2", b""), ("2.2.2.2", b"")], 1),
+        ([("1.1.1.1", b""), ("2.2.2.2", QUESTION), ("2.2.2.2", b"GET / HT")], 2),
+        ([("1.1.1.1", b""), ("2.2.2.2", POSTED + b"123456789"), ("2.2.2.2", POSTED + b"1")], 2),
+        ([("1.1.1.1", b""), ("a:b:c:d::1", b""), ("a:b:c:d:e::2", b"")], 1),
+        ([("a:b:c:d::1", b""), ("::ffff:1.1.1.1", b""), ("::ffff:1.1.1.1", b"")], 1),
+        ([("1.1.1.1", b""), ("2.2.2.2", b""), ("3.3.3.3", b"")], 0),
+        ([("1.1.1.1", b""), ("2.2.2.2", QUESTION), ("2.2.2.2", QUESTION)], None),
+        ([(None, QUESTION), (None, b""), (None, b"")], 1),
+    ],
+    ids=["silent", "headers", "body", "IPv6", "IPv4 in IPv6", "one each", "all are served", "Unix socket"],
+)
+def test_the_address_with_most_connections_gives_one_up(
+    clients: list[tuple[str | None, bytes]], given_up: int | None
+) -> None:
+    """Which is not being served, and where all are open; others would be kept out."""
+
+    async def ask() -> None:
+        never = asyncio.get_running_loop().create_future()
+
+        async def answer(call: Call) -> None:
+            await never
+
+        shared, transports = Shared(answer, Metrics(), 3), []
+        for address, sent in [*clients, ("9.9.9.9", b"")]:
+            peer = "" if address is None else (address, 80)
+            transports.append(MagicMock(is_closing=lambda: False, get_extra_info=lambda _, peer=peer: peer))
+            connection = Connection(shared)
+            connection.connection_made(transports[-1])
+            connection.data_received(sent)
+        assert [index for index, each in enumerate(transports) if each.abort.called] == (
+            [] if given_up is None else [given_up]
+        )
+        assert transports[-1].close.called == (given_up is None) and len(shared.connections) == 3
+        for each in [*shared.connections]:
+            each.connection_lost(None)
+        assert not shared._by_address
+        never.cancel()
+
+    asyncio.run(ask())
 
 
 def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Signs of life before the first token, the prompt's cached tokens with it, and what clients of the dialects look for."""
+"""Signs of life before the first token, cached tokens with it, and what clients of the dialects look for."""
 
 import json
 import re

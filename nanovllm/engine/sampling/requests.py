@@ -116,6 +116,12 @@ class RequestSampling:
         """See StructuredOutputs.is_compiled."""
         return self._structured is not None and self._structured.is_compiled(wanted)
 
+    def close(self) -> None:
+        """Ends the process that checks constraints, if there is one."""
+        with self._lock:
+            if self._structured is not None:
+                self._structured.close()
+
     def _constraints(self) -> StructuredOutputs:
         with self._lock:
             if self._structured is None:

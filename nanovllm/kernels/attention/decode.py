@@ -12,8 +12,6 @@ The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's 
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
@@ -22,6 +20,7 @@ from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options
+from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.plan.device import Device

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.base.triton_import import tl, triton
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,9 @@ def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, 
 def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
                        TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
-    """plan_decode_reference of ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as work_list.py has
-    it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the chunks of each row. Every program ranks all rows
-    and writes the entries of its own ROWS_PER_PROGRAM."""
+    """The chunks of rows ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as work_list.py has it,
+    long ones first, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the chunks of each row. Every program
+    ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
     rows = tl.arange(0, ROWS_PADDED)
     slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
     length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
@@ -135,27 +134,6 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     store_entry(WORK, first_full[:, None] + index, row_and_slot[:, None] + nothing,
                 tl.maximum(begin[:, None] + index * chunk[:, None], first[:, None]),
                 begin[:, None] + (index + 1) * chunk[:, None], index | (num_chunks[:, None] << 16), full_mask)
-
-
-def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
-                          window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the chunk, chunks
-    of the row), long chunks first. Of rows longer than `window` only the last so many keys; where their chunks are cut
-    depends on the row's length alone."""
-    items = []
-    for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or context == 0:
-            continue
-        first = max(0, context - window) if window else 0
-        begin = first // config.block_n * config.block_n
-        chunk, length = config.min_chunk, context - begin
-        while chunk * config.max_splits < length:
-            chunk *= 2
-        num_chunks = max(1, (length + chunk // 2) // chunk)
-        for c in range(num_chunks):
-            end = context if c == num_chunks - 1 else begin + (c + 1) * chunk
-            items.append((row, slot, max(begin + c * chunk, first), end, c, num_chunks))
-    return sorted(items, key=lambda item: item[2] // config.block_n * config.block_n - item[3])
 
 
 class DecodePlan:

@@ -9,10 +9,8 @@ model's values are.
 
 import math
 
-import triton
-import triton.language as tl
-
 from nanovllm.kernels.attention.scores import soft_cap
+from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.kv_store import LEAST_SCALE
 
 _LEAST_EXPONENT = tl.constexpr(127 + int(math.log2(LEAST_SCALE)))

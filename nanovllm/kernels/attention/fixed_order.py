@@ -13,10 +13,9 @@ over a whole row, programs that each compute one chunk and a third that adds the
   (enable_fp_fusion=False).
 """
 
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.scores import soft_cap
+from nanovllm.kernels.base.triton_import import tl, triton
 
 CHUNK, WIDE_CHUNK = 128, 1024
 """Keys of a chunk, and of those that begin at WIDE_FROM or later."""

@@ -6,13 +6,12 @@ rows long ones, so that little is written and merged. No bit depends on which it
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.base.triton_import import tl, triton
 
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
 _CLASS = tl.constexpr(256)  # keys by which first units are sorted
@@ -39,14 +38,6 @@ def unit_of(key: int, first_unit: int) -> int:
     return 1 + (WIDE_FROM - first_unit) // CHUNK + (key - WIDE_FROM) // WIDE_CHUNK
 
 
-def unit_start(unit: int, first_unit: int) -> int:
-    """First key of a unit."""
-    narrow = 1 + (WIDE_FROM - first_unit) // CHUNK
-    if unit == 0:
-        return 0
-    return first_unit + (unit - 1) * CHUNK if unit < narrow else WIDE_FROM + (unit - narrow) * WIDE_CHUNK
-
-
 @triton.jit
 def _unit_of(key, FIRST: tl.constexpr):
     narrow = tl.where(key < FIRST, 0, 1 + (key - FIRST) // _CHUNK)
@@ -70,7 +61,7 @@ def _place(here, placed):
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
 def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
                             ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
-    """fixed_order_plan_reference of ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as
+    """The units of rows ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as
     work_list.py has it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the units of each row. FIRST: keys
     of a row's first unit. Every program ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
     NARROW: tl.constexpr = 1 + (_WIDE_FROM - FIRST) // _CHUNK
@@ -119,22 +110,6 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
         stop = tl.minimum(_unit_start(number + 1, FIRST), end[:, None])
         store_entry(WORK, tl.where(is_wide, of_wide, of_narrow), row_and_slot[:, None] + nothing, start, stop,
                     index | (units[:, None] << 16), there)
-
-
-def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,
-                               window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
-    """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the unit among the
-    row's, units of the row), in the order of rows; the kernel's is about that of lengths."""
-    items = []
-    for row, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
-        if slot < 0 or context == 0:
-            continue
-        first = max(0, context - window) if window else 0
-        numbers = range(unit_of(first, first_unit), unit_of(context - 1, first_unit) + 1)
-        for index, unit in enumerate(numbers):
-            start, end = (unit_start(number, first_unit) for number in (unit, unit + 1))
-            items.append((row, slot, max(start, first), min(end, context), index, len(numbers)))
-    return items
 
 
 def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:

@@ -9,8 +9,6 @@ The online softmax is FlashAttention-2's (Dao, 2023).
 from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
 from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_chunk, fold, tile_keys
@@ -18,6 +16,7 @@ from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load
 from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device import paged_descriptor
+from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.plan.config import SHARED_BYTES
 from nanovllm.kernels.plan.device import Device
 
@@ -80,8 +79,9 @@ def _tiles(CU_SEQLENS, CONTEXT_LENS, tile, num_rows, BLOCK_M: tl.constexpr, SEAR
 @triton.jit(do_not_specialize=["CU_SEQLENS", "CONTEXT_LENS", "num_tiles", "num_rows"])
 def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BLOCK_M: tl.constexpr,
                         SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    """plan_prefill_reference of CU_SEQLENS int32 [num_rows + 1] and CONTEXT_LENS int32 [num_rows]: TILES int32
-    [num_tiles, 2], row (-1: none) and first query within it. A tile's place is the number of tiles before it."""
+    """The tiles of rows CU_SEQLENS int32 [num_rows + 1] and CONTEXT_LENS int32 [num_rows], those with most keys first:
+    TILES int32 [num_tiles, 2], row (-1: none) and first query within it. A tile's place is the number of tiles before
+    it."""
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, query, keys = _tiles(CU_SEQLENS, CONTEXT_LENS, mine, num_rows, BLOCK_M, SEARCH_STEPS)
     place = tl.zeros_like(mine)
@@ -93,18 +93,6 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
         place += tl.sum((ahead & (other[None, :] < num_tiles)).to(tl.int32), 1)
     tl.store(TILES + place * 2, tl.where(keys > 0, row, -1), mask=mine < num_tiles)
     tl.store(TILES + place * 2 + 1, query, mask=mine < num_tiles)
-
-
-def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
-                           block_m: int) -> list[tuple[int, int]]:
-    """(row, first query within the row) of every tile of cu_seqlens_q int32 [R + 1] and context_lens int32 [R], those
-    with most keys first."""
-    starts, tiles = cu_seqlens_q.tolist(), []
-    for row, context in enumerate(context_lens.tolist()):
-        count = starts[row + 1] - starts[row]
-        for query in range(0, count if context else 0, block_m):
-            tiles.append((-min(context, context - count + query + block_m), row, query))
-    return [(row, query) for _, row, query in sorted(tiles, key=lambda tile: tile[0])]
 
 
 @triton.jit

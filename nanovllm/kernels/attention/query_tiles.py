@@ -1,9 +1,8 @@
 """Tiles that prefill kernels load: one of queries, and those of the keys that these see."""
 
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.scores import padded_dims
+from nanovllm.kernels.base.triton_import import tl, triton
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Functions that the attention kernels share."""
 
-import triton
-import triton.language as tl
+from nanovllm.kernels.base.triton_import import tl, triton
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)

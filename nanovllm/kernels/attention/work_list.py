@@ -4,11 +4,10 @@ The work list is int32 [entries, 4]: row | slot << 16, first key, end, index | c
 is an entry for one key head. Program p of P takes items p, p + P and so on, and runs the tiles of all in one loop.
 """
 
-import triton
-import triton.language as tl
 
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.base.device import prefetch_lines
+from nanovllm.kernels.base.triton_import import tl, triton
 
 
 @triton.jit

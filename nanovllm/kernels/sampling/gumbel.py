@@ -27,6 +27,7 @@ from nanovllm.kernels.sampling.rng import (
     row_key,
     row_key_reference,
 )
+from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import PENALTIES, RECORD_WORDS
 
 MIN_TEMPERATURE = 1e-5
@@ -178,34 +179,42 @@ def reduce_chunks_kernel(
                         tl.store(count, tl.load(count) + 2)
 
 
-def _tiling(num_rows: int, num_valid: int) -> tuple[int, int, int]:
-    """(ids of a tile, tiles of a chunk, warps): few rows need many programs, many rows long ones."""
-    tiles = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8
-    return 1024, min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, 1024))), 4
-
-
-def _best_of_chunks(logits: torch.Tensor, draws: Draws, vocab_start: int, num_valid: int) -> torch.Tensor:
-    """Keys int64 [B, chunks]; nothing is written for rows of slot -1."""
-    num_rows = logits.shape[0]
-    tile, tiles, num_warps = _tiling(num_rows, num_valid)
+def best_of_chunks(
+    logits: torch.Tensor, draws: Draws, num_valid: int, vocab_start: int = 0, rows: Rows | None = None,
+    thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None, masks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Keys int64 [B, chunks] of the first num_valid ids of logits; nothing is written for rows of slot -1. rows:
+    options of the rows that are drawn again; the rest: see best_of_chunks_kernel."""
+    num_rows = len(draws.row_slot)
+    if rows is None:  # few rows need many programs, many rows long ones
+        tile, tiles, num_warps = 1024, 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8, 4
+    else:  # a single warp waits for no other
+        tile, tiles, num_warps = 256, 16 if num_rows > 32 else 4, 1
+    tiles = min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, tile)))
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    chosen = (None, None, None) if rows is None else (rows.rows, rows.target_rows, rows.records)
+    strides = (logits.stride(0), *(0 if table is None else table.stride(0) for table in (counts, masks)))
     best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, *draws, partial, *[None] * 6, logits.stride(0), 0, 0, vocab_start, num_valid, num_chunks,
-        TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device),
+        logits, *draws, partial, *chosen, thresholds, counts, masks, *strides, vocab_start, num_valid, num_chunks,
+        TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device, rows is None),
     )  # fmt: skip
     return partial
 
 
-def _reduce_chunks(
+def reduce_chunks(
     partial: torch.Tensor, row_slot: torch.Tensor, keys: torch.Tensor | None = None,
-    last_token: torch.Tensor | None = None, tokens: torch.Tensor | None = None,
+    last_token: torch.Tensor | None = None, tokens: torch.Tensor | None = None, rows: Rows | None = None,
+    thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
+    """The best of partial int64 [B, chunks]: see reduce_chunks_kernel. rows: as above."""
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
+    chosen = (None, None) if rows is None else (rows.target_rows, rows.records)
     reduce_chunks_kernel[(num_rows,)](
-        partial, row_slot, keys, last_token, tokens, *[None] * 4, 0, num_chunks, CHUNKS_PADDED=padded,
-        num_warps=4 if padded > 128 else 1, **pdl_options(partial.device),
+        partial, row_slot, keys, last_token, tokens, *chosen, thresholds, counts,
+        0 if counts is None else counts.stride(0), num_chunks, CHUNKS_PADDED=padded,
+        num_warps=4 if padded > 128 and rows is None else 1, **pdl_options(partial.device, rows is None),
     )  # fmt: skip
 
 
@@ -220,7 +229,7 @@ def gumbel_argmax(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_si
     if num_rows == 0 or num_valid == 0:
         return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
     keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _reduce_chunks(_best_of_chunks(logits, draws, vocab_start, num_valid), draws.row_slot, keys)
+    reduce_chunks(best_of_chunks(logits, draws, num_valid, vocab_start), draws.row_slot, keys)
     return keys
 
 
@@ -231,7 +240,7 @@ def commit_tokens(
     int32 [B], in `out` where that is given; -1 for rows of slot -1."""
     tokens = torch.empty(len(keys), dtype=torch.int32, device=keys.device) if out is None else out
     if len(keys):
-        _reduce_chunks(keys.view(-1, 1), row_slot, None, last_token, tokens)
+        reduce_chunks(keys.view(-1, 1), row_slot, None, last_token, tokens)
     return tokens
 
 
@@ -243,8 +252,8 @@ def sample_tokens(
     num_rows = logits.shape[0]
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if num_rows:
-        partial = _best_of_chunks(logits, draws, 0, min(logits.shape[1], vocab_size))
-        _reduce_chunks(partial, draws.row_slot, None, last_token, tokens)
+        partial = best_of_chunks(logits, draws, min(logits.shape[1], vocab_size))
+        reduce_chunks(partial, draws.row_slot, None, last_token, tokens)
     return tokens
 
 

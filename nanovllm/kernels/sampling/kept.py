@@ -3,14 +3,13 @@ row's counts and mask change them on their way from memory."""
 
 import torch
 
-from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.sampling.gumbel import (
     MIN_TEMPERATURE,
     Draws,
-    best_of_chunks_kernel,
+    best_of_chunks,
     gumbel_argmax_reference,
     keys_to_tokens,
-    reduce_chunks_kernel,
+    reduce_chunks,
 )
 from nanovllm.kernels.sampling.penalties import edit_logits_reference
 from nanovllm.kernels.sampling.rows import Rows
@@ -28,21 +27,9 @@ def sample_kept(
     that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0. Rows of
     threshold inf keep the token they have.
     """
-    logits, num_rows, vocab_size = rows.logits, len(rows), rows.vocab_size
-    tile, tiles = 256, 16 if num_rows > 32 else 4  # few rows need many programs; a single warp waits for no other
-    tiles = min(tiles, triton.next_power_of_2(triton.cdiv(vocab_size, tile)))
-    num_chunks = triton.cdiv(vocab_size, tile * tiles)
-    partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-    counts_stride, mask_stride = (0 if table is None else table.stride(0) for table in (counts, masks))
-    best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, rows.slots, rows.temperature, rows.seed, rows.positions, partial, rows.rows, rows.target_rows,
-        rows.records, thresholds, counts if edits else None, masks if edits else None, logits.stride(0), counts_stride,
-        mask_stride, 0, vocab_size, num_chunks, TILE=tile, TILES=tiles, APPROX=logits.is_cuda, PDL=False, num_warps=1,
-    )  # fmt: skip
-    reduce_chunks_kernel[(num_rows,)](
-        partial, rows.slots, None, rows.last_token, rows.tokens, rows.target_rows, rows.records, thresholds, counts,
-        counts_stride, num_chunks, CHUNKS_PADDED=triton.next_power_of_2(num_chunks), PDL=False, num_warps=1,
-    )  # fmt: skip
+    draws, editing = Draws(rows.slots, rows.temperature, rows.seed, rows.positions), (counts, masks) if edits else ()
+    partial = best_of_chunks(rows.logits, draws, rows.vocab_size, 0, rows, thresholds, *editing)
+    reduce_chunks(partial, rows.slots, None, rows.last_token, rows.tokens, rows, thresholds, counts)
 
 
 def sample_kept_reference(

@@ -223,18 +223,14 @@ def _expand_rows_kernel(
         first += tl.num_programs(1) * BLOCK
 
 
-@triton.jit(do_not_specialize=["out_rows", "ring_stride"])
+@triton.jit(do_not_specialize=["out_rows"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
-    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, RING_INDEX, ring_stride, table_stride, table_width, mapping_stride,
-    out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    IN_RING: tl.constexpr,
+    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, S: tl.constexpr,
+    NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """_apply_deltas_kernel and _expand_rows_kernel of a step of decodes, whose tokens are its rows; with IN_RING of
-    line RING_INDEX int32 [1] of BUFFER [lines, ring_stride]. One program, so that a barrier is enough between the
-    updates and their readers."""
-    if IN_RING:
-        BUFFER += tl.load(RING_INDEX) * ring_stride
+    """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
+    rows. One program, so that a barrier is enough between the updates and their readers."""
     num_rows = tl.load(BUFFER + 0)
     _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
     tl.debug_barrier()
@@ -298,22 +294,15 @@ def expand_rows(
 
 
 def prepare_decode(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
-    ring_index: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """apply_deltas, then expand_rows for a step of decode rows alone, one token each, in an `out` of as many tokens as
-    rows. Here padding rows have a token too: row r is token r throughout.
-
-    buffer: a packed step, int32 [words]; with `ring_index`, int32 [1] on the device, [N, words] of them, and line
-    `ring_index` is taken.
-    One launch.
-    """
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
+    """apply_deltas, then expand_rows for a packed step, int32 [words], of decode rows alone, one token each, in an
+    `out` of as many tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
         out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        buffer if ring_index is None else ring_index, buffer.stride(0), *_table_strides(state, out),
-        out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
-        IN_RING=ring_index is not None, BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        *_table_strides(state, out), out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
+        BLOCK_SIZE=block_size, BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
@@ -367,12 +356,9 @@ def expand_rows_reference(
 
 
 def prepare_decode_reference(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers,
-    ring_index: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
+) -> None:
     """Plain twin of `prepare_decode`."""
-    if ring_index is not None:
-        buffer = buffer[int(ring_index)]
     apply_deltas_reference(buffer, max_num_seqs, state)
     rows = out.row_slot.shape[0]
     expand_rows_reference(buffer, max_num_seqs, state, block_size, out, rows)

@@ -190,12 +190,11 @@ class Answer(Request):
         return {"service_tier": None, "kv_transfer_params": None}
 
     @property
-    def size(self) -> int:
-        """Size of the work to write the answer, as TextPool measures it: numbers beside the text, and the text, whose
-        characters take a sixty-fourth of their time."""
+    def size(self) -> tuple[int, int]:
+        """Bytes that the answer is written from: of numbers, and about how many of text."""
         lines = [*self.prompt_lines, *(part for each in self.completions for part in (each.lines, each.kept))]
         echo = self.n * sum(len(prompt.text or "") for prompt in self.prompts)
-        return sum(num_numbers(part) for part in lines if part is not None) + (4 * self.num_output_tokens + echo) // 64
+        return sum(num_bytes(part) for part in lines if part is not None), 4 * self.num_output_tokens + echo
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """Fields about a prompt; null where the request does not ask for them."""
@@ -215,9 +214,9 @@ class Answer(Request):
         return shapes.Usage(given, output, given + output, shapes.PromptDetails(self.num_cached_tokens))
 
 
-def num_numbers(lines: Sequence[bytes | None]) -> int:
-    """Number of 4-byte numbers in some lines."""
-    return sum(len(line) // 4 for line in lines if line is not None)
+def num_bytes(lines: Sequence[bytes | None]) -> int:
+    """Bytes of the numbers in some lines."""
+    return sum(len(line) for line in lines if line is not None)
 
 
 async def answer(request: Answer) -> None:
@@ -234,7 +233,7 @@ async def answer(request: Answer) -> None:
         if request.is_streamed:
             call.end()
         else:
-            await call.respond(await front.pool.run(call, request.response, request.size))
+            await call.respond(await front.pool.write(call, request.response, *request.size))
     finally:
         connection.on_disconnect = connection.on_writable = None
         front.streams.leave(request)  # where it has not ended

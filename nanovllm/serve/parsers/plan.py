@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm.engine.sampling.grammar_compiler import regex_term
 from nanovllm.engine.sampling.grammar_limits import check_text
 from nanovllm.errors import short
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
-from nanovllm.serve.parsers.text_grammar import regex_term
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 

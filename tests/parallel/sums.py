@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of every sum in this folder."""
+"""Plain twin of every sum through peer memory."""
 
 import torch
 
