@@ -142,6 +142,8 @@ def _apart(message: dict[str, Any], empty: str | None) -> Chat:
 
 def _in_channels(message: dict[str, Any], empty: str | None) -> Chat:
     """Puts words behind thoughts as harmony writes them; its template takes one of the two."""
+    if not isinstance(message["content"], str):
+        return [message]
     said = f"{message.get('thinking', '')}{_COMMENTARY}{message['content']}"
     return [{**message, "content": empty, "thinking": said}]
 

@@ -78,3 +78,15 @@ def test_streamed_texts_begin_with_their_blanks(folder: Path) -> None:
 
     asyncio.run(run())
     assert texts == [gained(folder, one) for one in ids] and any(text.startswith(" ") for text in texts)
+
+
+def test_an_output_that_was_begun_elsewhere_keeps_its_first_blank(llm: LLM) -> None:
+    """As those of a replica that was lost: a stop string finds it."""
+    params = SamplingParams(stop=[" Paris Paris"], **(WORDS | {"allowed_token_ids": [267]}))
+    number = llm.add_request(PROMPT, params, output_token_ids=[267])
+    outputs: list[Any] = []
+    while not any(output.finished for output in outputs):
+        outputs += [output for output in llm.step() if output.request_id == number]
+    assert [token_id for output in outputs for token_id in output.new_token_ids][-1:] == [267]
+    assert sum(len(output.new_token_ids) for output in outputs) == 1
+    assert outputs[-1].stop_reason == " Paris Paris"
