@@ -1,4 +1,4 @@
-"""What a grammar made of a JSON schema admits is valid under it, whatever the schema, or the schema is refused."""
+"""Grammars made of JSON schemas admit what is valid under them, whatever the schema, or the schema is refused."""
 
 import json
 import random

@@ -82,8 +82,8 @@ class StructuredOutputs:
         self._lock = threading.Lock()
         self._threads = LargeStackThread(), LargeStackThread()
         """Threads for what was checked among the quick ones, and among the slow ones."""
-        self._made: OrderedDict[_Key, Future[_Start]] = OrderedDict()
-        """Compiled constraints, refused ones, and those that are being compiled."""
+        self._made: OrderedDict[_Key, Future[_Start | str]] = OrderedDict()
+        """Constraints: compiled, refused with this reason, or being compiled."""
         size = max(vocab_size, len(tokenizer))
         self._words = mask_words(size)
         ends = [token_id for token_id in eos_ids if token_id < size] or None
@@ -126,28 +126,34 @@ class StructuredOutputs:
             made = self._made[key] = made or Future()
             self._made.move_to_end(key)
         if is_first:
-            is_lasting = False
-            try:
-                text = _text(kind, value)
-                verdict = self._checks.check(kind, text)
-                is_lasting = verdict.is_lasting
-                if verdict.error is not None:
-                    raise ValueError(verdict.error)
-                inner = self._threads[verdict.lane].run(lambda: self._compiler.compile(kind, text))
-                made.set_result(_Start(inner, verdict.num_bytes))
-            except BaseException as error:
-                made.set_exception(error)
+            found, is_lasting = self._compiled(kind, value)
+            made.set_result(found)
             with self._lock:
                 if not is_lasting:
                     self._made.pop(key, None)
                 self._make_room()
-        return made.result()
+        if isinstance(found := made.result(), str):
+            raise ValueError(found)
+        return found
+
+    def _compiled(self, kind: str, value: Any) -> tuple[_Start | str, bool]:
+        """The compiled constraint, or why there is none; and whether that will be so next time. (Not an exception: one
+        that is raised again and again keeps the frames of all who raised it.)"""
+        try:
+            text = _text(kind, value)
+            verdict = self._checks.check(kind, text)
+            if verdict.error is not None:
+                return verdict.error, verdict.is_lasting
+            inner = self._threads[verdict.lane].run(lambda: self._compiler.compile(kind, text))
+            return _Start(inner, verdict.num_bytes), True
+        except Exception as error:
+            return short(error), False
 
     def _make_room(self) -> None:
         """Drops what was not asked for lately, and then the largest, until the rest is within its bounds."""
         while len(self._made) > _MAX_CACHED:
             self._made.popitem(last=False)
-        sizes = {key: made.result().num_bytes for key, made in self._made.items() if _is_there(made)}
+        sizes = {key: start.num_bytes for key, start in self._starts()}
         while sum(sizes.values()) > _MAX_CACHED_BYTES:
             largest = max(sizes, key=sizes.__getitem__)
             del sizes[largest], self._made[largest]
@@ -155,8 +161,12 @@ class StructuredOutputs:
     def drop(self, start: _Start) -> None:
         """Forgets a compiled constraint whose states have reached their bound: others' matchers begin with new ones."""
         with self._lock:
-            for key in [key for key, made in self._made.items() if _is_there(made) and made.result() is start]:
+            for key in [key for key, each in self._starts() if each is start]:
                 del self._made[key]
+
+    def _starts(self) -> list[tuple[_Key, _Start]]:
+        done = [(key, made.result()) for key, made in self._made.items() if made.done()]
+        return [(key, found) for key, found in done if isinstance(found, _Start)]
 
     def close(self) -> None:
         """Ends the process that checks constraints."""
@@ -175,11 +185,6 @@ class StructuredOutputs:
             if matcher.error is not None:
                 masks[line] = -1
         return masks[:, : self._vocab_words]
-
-
-def _is_there(made: Future[_Start]) -> bool:
-    """Whether a constraint is compiled."""
-    return made.done() and made.exception() is None
 
 
 def _key(kind: str, value: Any) -> _Key:
