@@ -16,9 +16,10 @@ import torch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, empty, ends_chunk, fold, tile_keys
-from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
+from nanovllm.kernels.attention.pages import keys_within, load_tile
+from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap, softmax_step
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.attention.work_list import first_tile, load_tile, next_tile, prefetch_in_page, visible_keys
+from nanovllm.kernels.attention.work_list import first_tile, next_tile, prefetch_in_page
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
@@ -37,10 +38,7 @@ def _attend(q, k, v, state, scale_log2, visible, CAP: tl.constexpr):
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     if CAP is not None:
         scores = soft_cap(scores, CAP)
-    scores = tl.where(visible, scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
+    m_new, p, alpha = softmax_step(tl.where(visible, scores, float("-inf")), m, 1.0)
     sums = sums * alpha[:, None] + p
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, sums, acc
@@ -213,11 +211,12 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         row_and_slot, first, end, chunk_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        k = load_tile(K, kv_head, block, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA, WINDOWED)
-        v = load_tile(V, kv_head, block, n, first, end, v_strides, DV, PAGE, BLOCK_N, TMA, WINDOWED)
+        known = None if TMA else keys_within(n, first, end, BLOCK_N, WINDOWED)
+        k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA)
         q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
                     mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        visible = visible_keys(n, first, end, BLOCK_N, WINDOWED)
+        visible = keys_within(n, first, end, BLOCK_N, WINDOWED)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_entry
 from nanovllm.kernels.base.triton_import import tl, triton
 
 
@@ -94,11 +94,7 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     """The chunks of rows ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as work_list.py has it,
     long ones first, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the chunks of each row. Every program
     ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
-    rows = tl.arange(0, ROWS_PADDED)
-    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
-    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
-    end = tl.where(slot >= 0, length, 0)
-    first = tl.maximum(end - window, 0)
+    rows, slot, first, end = lengths_of(ROW_SLOT, CONTEXT_LENS, num_rows, window, ROWS_PADDED)
     begin = first // BLOCK_N * BLOCK_N  # chunks begin with tiles
     length = end - begin
     chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
@@ -119,10 +115,7 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
         first_tail += here * (placed + tl.cumsum(here, 0) - here)
         placed += tl.sum(here, 0)
 
-    program = tl.program_id(0)
-    if program == 0:
-        tl.store(NUM_WORK, placed)
-    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
+    mine = own_rows(NUM_WORK, rows, num_rows, placed, ROWS_PER_PROGRAM)
     row_and_slot = rows | (slot << 16)
     num_chunks = num_full + tl.where(tail > 0, 1, 0)
     tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)

@@ -10,7 +10,7 @@ import torch
 from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.scores import padded_dims
-from nanovllm.kernels.attention.work_list import store_entry
+from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_entry
 from nanovllm.kernels.base.triton_import import tl, triton
 
 _CHUNK, _WIDE_CHUNK, _WIDE_FROM = tl.constexpr(CHUNK), tl.constexpr(WIDE_CHUNK), tl.constexpr(WIDE_FROM)
@@ -65,11 +65,7 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
     work_list.py has it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the units of each row. FIRST: keys
     of a row's first unit. Every program ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
     NARROW: tl.constexpr = 1 + (_WIDE_FROM - FIRST) // _CHUNK
-    rows = tl.arange(0, ROWS_PADDED)
-    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
-    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
-    end = tl.where(slot >= 0, length, 0)
-    first = tl.maximum(end - window, 0)
+    rows, slot, first, end = lengths_of(ROW_SLOT, CONTEXT_LENS, num_rows, window, ROWS_PADDED)
     has_any = end > 0
     unit = _unit_of(first, FIRST)
     units = tl.where(has_any, _unit_of(tl.maximum(end - 1, 0), FIRST) - unit + 1, 0)
@@ -79,9 +75,9 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
     narrow = units - wide - tl.where(has_first, 1, 0)
     first_length = tl.minimum(end, FIRST) - first
 
-    placed = tl.sum(tl.zeros_like(length), 0)
-    at_first = tl.zeros_like(length)
-    at_wide = tl.zeros_like(length)
+    placed = tl.sum(tl.zeros_like(end), 0)
+    at_first = tl.zeros_like(end)
+    at_wide = tl.zeros_like(end)
     of_class = tl.minimum((first_length - 1) // _CLASS, _CLASSES - 1)
     for step in tl.static_range(_CLASSES):
         if step == _CLASSES - _LONG_CLASSES:
@@ -91,10 +87,7 @@ def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, 
         at_first += here * begin
     at_narrow, placed = _place(narrow, placed)
 
-    program = tl.program_id(0)
-    if program == 0:
-        tl.store(NUM_WORK, placed)
-    mine = (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
+    mine = own_rows(NUM_WORK, rows, num_rows, placed, ROWS_PER_PROGRAM)
     row_and_slot = rows | (slot << 16)
     tl.store(NUM_CHUNKS + rows, units, mask=mine)
     store_entry(WORK, at_first, row_and_slot, first, tl.minimum(end, FIRST), units << 16, mine & has_first)

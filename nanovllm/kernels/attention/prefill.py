@@ -12,8 +12,9 @@ import torch
 
 from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
 from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_chunk, fold, tile_keys
-from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries, load_tile, look_up
-from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap
+from nanovllm.kernels.attention.pages import keys_within, load_tile, look_up
+from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries
+from nanovllm.kernels.attention.scores import LOG2_E, exp_of_sink, padded_dims, soft_cap, softmax_step
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.device import paged_descriptor
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -96,15 +97,14 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
 
 
 @triton.jit
-def _attend(q, k, v, state, KV_SCALES, TABLE_ROW, kv_head, start, first, end, position, scale_log2, window,
-            HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
+def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_log2, window, HKV: tl.constexpr,
+            PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
             MASKED: tl.constexpr):
-    """One tile of online softmax, of the keys from `start` on. state: running maximum and sum [BLOCK_M], unnormalised
-    output [BLOCK_M, D up to a power of two]. The rest: see _walk."""
+    """One tile of online softmax, of the keys from `start` on, in `block`. state: running maximum and sum [BLOCK_M],
+    unnormalised output [BLOCK_M, D up to a power of two]. The rest: see _walk."""
     m, sums, acc = state
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if KV_SCALES is not None:
-        block = look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
         scales = load_scales(KV_SCALES, block, kv_head, start, HKV, PAGE, BLOCK_N)
         exponent, inverse, remainder = value_scales(scales)
         scores *= (key_scales(scales) * scale_log2)[None, :]
@@ -116,9 +116,7 @@ def _attend(q, k, v, state, KV_SCALES, TABLE_ROW, kv_head, start, first, end, po
         scores += exponent[None, :]
     if MASKED:
         scores = tl.where(causal_mask(start, position, window, BLOCK_N, WINDOWED), scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
+    m_new, p, alpha = softmax_step(scores, m, scale_log2)
     if KV_SCALES is None:
         sums = sums * alpha + tl.sum(p, 1)
     else:
@@ -135,14 +133,16 @@ def _walk(q, state, begin, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end
     """The tiles from key `begin` to `stop`; the query at `position` sees the keys up to itself, of its window if it has
     one. Keys first .. end are all that any query of the tile sees."""
     for n in range(begin, stop, BLOCK_N):
-        k = load_tile(K, TABLE_ROW, kv_head, n, first, end, k_strides, D, PAGE, BLOCK_N, TMA)
-        v = load_tile(V, TABLE_ROW, kv_head, n, first, end, v_strides, D, PAGE, BLOCK_N, TMA)
+        known = None if PAGE % BLOCK_N == 0 else keys_within(n, first, end, BLOCK_N, True)
+        block = look_up(TABLE_ROW, n, known, PAGE, BLOCK_N)
+        k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, block, kv_head, n, known, v_strides, D, PAGE, BLOCK_N, TMA)
         if FIXED:
             visible = causal_mask(n, position, window, BLOCK_N, WINDOWED) if MASKED else None
             state = attend_in_order(q, k, v, state, scale_log2, visible, CAP, ends_chunk(n + BLOCK_N))
         else:
-            state = _attend(q, k, v, state, KV_SCALES, TABLE_ROW, kv_head, n, first, end, position, scale_log2, window,
-                            HKV, PAGE, BLOCK_N, CAP, WINDOWED, MASKED)
+            state = _attend(q, k, v, state, KV_SCALES, block, kv_head, n, position, scale_log2, window, HKV, PAGE,
+                            BLOCK_N, CAP, WINDOWED, MASKED)
     return state
 
 

@@ -1,42 +1,8 @@
-"""Tiles that prefill kernels load: one of queries, and those of the keys that these see."""
+"""Tiles of queries that prefill kernels load, and ranges of the keys that these see."""
 
 
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.base.triton_import import tl, triton
-
-
-@triton.jit
-def look_up(TABLE_ROW, start, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of the tile at key `start`, or of each of its keys where tiles do not divide pages."""
-    if PAGE % BLOCK_N == 0:
-        return tl.load(TABLE_ROW + start // PAGE).to(tl.int64)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        return tl.load(TABLE_ROW + tokens // PAGE, mask=(tokens >= first) & (tokens < end), other=0).to(tl.int64)
-
-
-@triton.jit
-def load_tile(CACHE, TABLE_ROW, kv_head, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
-              BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. What is outside of
-    first .. end may be anything."""
-    DIMS: tl.constexpr = padded_dims(D)
-    dims = tl.arange(0, DIMS)[None, :]
-    block = look_up(TABLE_ROW, start, first, end, PAGE, BLOCK_N)
-    if TMA:
-        return CACHE.load([block.to(tl.int32), kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
-    elif PAGE % BLOCK_N == 0:  # a tile never leaves its page
-        tile = CACHE + block * strides[0] + kv_head * strides[1] + start % PAGE * strides[2]
-        pointers = tile + (tl.arange(0, BLOCK_N) * strides[2])[:, None] + dims
-        if D == DIMS:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=dims < D, other=0.0)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        known = (tokens >= first) & (tokens < end)
-        rows = CACHE + block * strides[0] + kv_head * strides[1] + (tokens % PAGE) * strides[2]
-        return tl.load(rows[:, None] + dims, mask=known[:, None] & (dims < D), other=0.0)
 
 
 @triton.jit

@@ -19,6 +19,14 @@ def soft_cap(scores, CAP: tl.constexpr):
 
 
 @triton.jit
+def softmax_step(scores, m, scale_log2):
+    """One tile's part of an online softmax: the running maximum m [H] with those of its scores [H, N], which scale_log2
+    brings to units of log2; the weights [H, N] of its keys; and the factor [H] on what was summed before."""
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)
+    return m_new, tl.exp2(scores * scale_log2 - m_new[:, None]), tl.exp2(m - m_new)
+
+
+@triton.jit
 def exp_of_sink(SINKS, heads, mask, m):
     """exp(sink) / 2 ** m of the heads where mask is true: what their sinks add to sums of 2 ** (score - m)."""
     return tl.exp2(tl.load(SINKS + heads, mask=mask, other=0.0).to(tl.float32) * _LOG2_E - m)

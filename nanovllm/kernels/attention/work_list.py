@@ -5,7 +5,7 @@ is an entry for one key head. Program p of P takes items p, p + P and so on, and
 """
 
 
-from nanovllm.kernels.attention.scores import padded_dims
+from nanovllm.kernels.attention.pages import look_up
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 
@@ -21,39 +21,29 @@ def store_entry(WORK, at, row_and_slot, start, end, chunk_of, mask):
 
 
 @triton.jit
-def _look_up(TABLE_ROW, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of the tile at key `start` (one for each key where tiles do not divide pages); block 0 past `end`."""
-    if PAGE % BLOCK_N == 0:
-        return tl.load(TABLE_ROW + start // PAGE, mask=start < end, other=0)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        return tl.load(TABLE_ROW + tokens // PAGE, mask=tokens < end, other=0)
+def lengths_of(ROW_SLOT, CONTEXT_LENS, num_rows, window, ROWS_PADDED: tl.constexpr):
+    """Numbers of a step's rows [ROWS_PADDED], their slots, first keys and ends; padding has no keys."""
+    rows = tl.arange(0, ROWS_PADDED)
+    slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
+    length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
+    end = tl.where(slot >= 0, length, 0)
+    return rows, slot, tl.maximum(end - window, 0), end
 
 
 @triton.jit
-def visible_keys(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Mask [BLOCK_N] of the keys of the tile at `start` that belong to the chunk, first .. end."""
-    keys = start + tl.arange(0, BLOCK_N)
-    return (keys >= first) & (keys < end) if WINDOWED else keys < end
+def own_rows(NUM_WORK, rows, num_rows, num_entries, ROWS_PER_PROGRAM: tl.constexpr):
+    """Mask of the rows whose entries this program writes; the first one writes the length of the work list too."""
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(NUM_WORK, num_entries)
+    return (rows // ROWS_PER_PROGRAM == program) & (rows < num_rows)
 
 
 @triton.jit
-def load_tile(CACHE, kv_head, block, start, first, end, strides, D: tl.constexpr, PAGE: tl.constexpr,
-              BLOCK_N: tl.constexpr, TMA: tl.constexpr, WINDOWED: tl.constexpr):
-    """Keys (or values) start .. start + BLOCK_N of a row as [BLOCK_N, D up to a power of two]. Those that are not
-    visible: zeros, or with TMA what other requests have left there."""
-    if TMA:
-        return CACHE.load([block, kv_head, start % PAGE, 0]).reshape(BLOCK_N, D)
-    else:
-        tokens = tl.arange(0, BLOCK_N)
-        dims = tl.arange(0, padded_dims(D))[None, :]
-        tile = CACHE + block.to(tl.int64) * strides[0] + kv_head * strides[1]
-        if PAGE % BLOCK_N == 0:
-            pointers = (tile + start % PAGE * strides[2]) + ((tokens * strides[2])[:, None] + dims)
-        else:
-            pointers = (tile + (start + tokens) % PAGE * strides[2])[:, None] + dims
-        visible = visible_keys(start, first, end, BLOCK_N, WINDOWED)
-        return tl.load(pointers, mask=visible[:, None] & (dims < D), other=0.0)
+def _block_of(TABLE, table_stride, row_and_slot, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What look_up finds for a tile of an entry's row; block 0 past `end`."""
+    known = start < end if PAGE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N) < end
+    return look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, start, known, PAGE, BLOCK_N)
 
 
 @triton.jit
@@ -109,7 +99,7 @@ def first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV: tl.constexpr, PAGE: tl.
     end = tl.where(item < num_items, end, n)
     tiles = (end - n + BLOCK_N - 1) // BLOCK_N + _count_tiles(WORK, num_items, HKV, BLOCK_N, WINDOWED)
     coming = _load_item(WORK, item + step, item + step < num_items, (0, 0, 0, 0), HKV)
-    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    block = _block_of(TABLE, table_stride, row_and_slot, n, end, PAGE, BLOCK_N)
     return tiles, num_items, item, n, block, (row_and_slot, first, end, chunk_of), coming
 
 
@@ -127,6 +117,6 @@ def next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_str
     row_and_slot = tl.where(is_last, coming[0], row_and_slot)
     chunk_of = tl.where(is_last, coming[3], chunk_of)
     item = tl.where(is_last, item + step, item)
-    block = _look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, n, end, PAGE, BLOCK_N)
+    block = _block_of(TABLE, table_stride, row_and_slot, n, end, PAGE, BLOCK_N)
     coming = _load_item(WORK, item + step, is_last & (item + step < num_items), coming, HKV)
     return item, n, block, (row_and_slot, first, end, chunk_of), coming
