@@ -25,7 +25,8 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
 from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
-from nanovllm.layers.attention import ForwardStep, PagedAttention
+from nanovllm.layers.attention import PagedAttention
+from nanovllm.layers.step import ForwardStep
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import check_overrides, end_of_text
@@ -181,9 +182,9 @@ class TransformersModel(WeightedModule):
         places = None if positions is None else positions[None].long()
         return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
 
-    def plan(self, num_rows: int) -> LayerPlan:
-        """Empty plan: there is nothing to choose."""
-        return LayerPlan({})
+    def plans(self, num_rows: int) -> list[LayerPlan]:
+        """An empty plan: there is nothing to choose."""
+        return [LayerPlan()]
 
     # -- the trial ----------------------------------------------------------------------------------------------
 
