@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from nanovllm import LLM, SamplingParams, register_model
-from nanovllm.layers.context import ModelContext, Place
+from nanovllm.layers.context import Around, Call, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec
@@ -26,16 +26,16 @@ from nanovllm.models.family import Family, Fields, read_decoder
 class PowerGate(WeightedModule):
     """down(sigmoid(gate(x)) ** power * up(x)): [T, hidden] -> [T, hidden], this rank's partial sum."""
 
-    def __init__(self, context: ModelContext, spec: LayerSpec, place: Place) -> None:
+    def __init__(self, context: ModelContext, spec: LayerSpec, around: Around) -> None:
         super().__init__()
         hidden, width, self.power = context.config.hidden_size, context.config.intermediate_size, spec.options
         self.gate_up_proj = MergedColumnParallelLinear(context, hidden, {"gate_proj": width, "up_proj": width})
-        self.down_proj = RowParallelLinear(context, width, hidden, adds_parts=place.adds_parts)
+        self.down_proj = RowParallelLinear(context, width, hidden, around=around.last())
         self.operations = (self.gate_up_proj.product, self.down_proj.product)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(gate.sigmoid() ** self.power * up)
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x, call).chunk(2, dim=-1)
+        return self.down_proj(gate.sigmoid() ** self.power * up, call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

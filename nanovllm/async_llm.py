@@ -77,8 +77,9 @@ class AsyncLLM:
         RuntimeError if the engine has failed or is closed."""
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        number = await self._in_thread(lambda: self._add(prompt, params, stream), self._drop)
-        texts = [self._text(params) for _ in range(params.n)]
+        added = self._in_thread(lambda: self._add(prompt, params, stream), lambda made: self._drop(made[0]))
+        number, given = await added
+        texts = [self._text(params, given) for _ in range(params.n)]
         running = params.n
         try:
             while running:
@@ -131,7 +132,7 @@ class AsyncLLM:
             task.add_done_callback(lambda done: None if done.cancelled() or done.exception() else undo(done.result()))
             raise
 
-    def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> int:
+    def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> tuple[int, Prompt]:
         prompt = as_prompt(prompt, params, self.llm.engine.tokenizer)
         with self._lock:
             self._require_engine()
@@ -139,7 +140,7 @@ class AsyncLLM:
         number = None
         try:
             number = self.llm.add_request(prompt, params)  # may take long: a grammar is compiled in it
-            return number
+            return number, prompt
         finally:
             with self._lock:
                 self._num_adding -= 1
@@ -188,13 +189,15 @@ class AsyncLLM:
         for loop, outputs in gained.items():
             _call(loop, _deliver, outputs)
 
-    def _text(self, params: SamplingParams) -> VisibleText | None:
+    def _text(self, params: SamplingParams, prompt: Prompt) -> VisibleText | None:
         tokenizer = self.llm.engine.tokenizer
         if not params.detokenize or not tokenizer.is_there:
             return None
         eos = () if params.ignore_eos else self.llm.model_config.eos_token_ids
-        detokenizer, stop_ids = tokenizer.own.detokenizer(params.skip_special_tokens), [*eos, *params.stop_token_ids]
-        return VisibleText(detokenizer, [*params.stop], params.include_stop_str_in_output, stop_ids)
+        detokenizer = tokenizer.own.detokenizer(params.skip_special_tokens, prompt.token_ids)
+        return VisibleText(
+            detokenizer, [*params.stop], params.include_stop_str_in_output, [*eos, *params.stop_token_ids]
+        )
 
     def _delta(self, gained: StepOutput, text: VisibleText | None) -> TextDelta:
         ids, pieces = gained.new_token_ids, []

@@ -154,7 +154,8 @@ class EngineConfig:
     """Entries that replace those of config.json: {"rope_scaling": {...}}."""
 
     max_model_len: int | None = None
-    """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings."""
+    """Maximum tokens of a request, prompt and output together. Default: the model's max_position_embeddings; under
+    LongRoPE its original context."""
     max_num_seqs: int = 256
     """Maximum number of requests that run at once."""
     max_num_batched_tokens: int = 16384

@@ -65,11 +65,6 @@ class LLM:
     def _take_over(self, engine: Engine) -> None:
         self.engine = engine
         self._turns = Turns(engine, self)
-        try:
-            _ = engine.tokenizer.own  # has been loading meanwhile; raises where it cannot be loaded
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def config(self) -> EngineConfig:

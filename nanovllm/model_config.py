@@ -5,7 +5,7 @@ its names there.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -140,7 +140,7 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    """Longest context in tokens: config.json's, or what YaRN extends it to."""
+    """Longest context in tokens: config.json's, or what YaRN or linear scaling extends it to."""
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     ropes: dict[str, RopeConfig]
@@ -148,6 +148,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
+    """Tokens that end a text: the configuration's, and in an engine the tokenizer's as well."""
     head_precision: Quantization | None = None
     """Quantisation of an output head that is not tied to the embedding; None: the model's dtype."""
 
@@ -215,6 +216,19 @@ class ModelConfig:
     def implementation(self) -> str:
         """"native", or "transformers" where its module computes the model."""
         return "native" if self.transformers_config is None else "transformers"
+
+    @property
+    def usual_context(self) -> int:
+        """Tokens of a context that nobody asks to be longer. Under LongRoPE those of the original one: a longer one has
+        other frequencies, which change short texts too."""
+        originals = (rope.original_max_position_embeddings for rope in self.ropes.values() if rope.kind == "longrope")
+        return min([self.max_position_embeddings, *(length for length in originals if length is not None)])
+
+    def with_end(self, token_id: int | None) -> "ModelConfig":
+        """Returns this configuration where `token_id`, which the tokenizer names (None: nothing), ends a text too."""
+        if token_id is None or token_id >= self.vocab_size or token_id in self.eos_token_ids:
+            return self
+        return replace(self, eos_token_ids=(*self.eos_token_ids, token_id))
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ValueError where `size` ranks cannot share this model."""

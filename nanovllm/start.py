@@ -46,6 +46,11 @@ def start_ranks(
 
         report = report or (lambda stage, share: None)
         executor = LocalExecutor(config, model_config, processes, compiler, module, report)
+        try:
+            model_config = model_config.with_end(tokenizer.own.eos_token_id)  # has been loading meanwhile
+        except ValueError:
+            executor.close()
+            raise
     except BaseException:
         processes.close()
         processes.close_store()

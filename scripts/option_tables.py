@@ -7,22 +7,24 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from nanovllm.cli.options import field_docs
-from nanovllm.cli.serve import SERVER_FIXED, SERVER_VALUES
+from nanovllm.cli.serve import SERVER_FIXED, SERVER_VALUES, make_parser
 from nanovllm.serve.options import ServeOptions
 from nanovllm.vllm_options import FIXED, RENAMED, VALUES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-_KEYS = ("api_keys", "admin_api_keys")
-"""Options of their own on the command line: docs/security.md."""
+_OWN = {"api_keys": "api_key", "admin_api_keys": "admin_api_key"}
+"""Fields that are options of their own on the command line."""
 
 
 def server_options() -> str:
     """Every option of the server, with its default and what it does."""
-    docs, lines = field_docs(ServeOptions), ["| option | default | meaning |", "|---|---|---|"]
+    docs, helps = field_docs(ServeOptions), {each.dest: str(each.help) for each in make_parser()._actions}
+    lines = ["| option | default | meaning |", "|---|---|---|", f"| `config` | `None` | {helps['config']}. |"]
     for option in fields(ServeOptions):
-        if option.name not in _KEYS:
-            default = option.default if option.default_factory is MISSING else option.default_factory()
-            lines.append(f"| `{option.name}` | `{default!r}` | {docs[option.name]} |")
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        name = _OWN.get(option.name, option.name)
+        meaning = f"{helps[name][:1].upper()}{helps[name][1:]}." if option.name in _OWN else docs[option.name]
+        lines.append(f"| `{name}` | `{default!r}` | {meaning} |")
     return "\n".join(lines)
 
 

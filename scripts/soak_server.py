@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Many short requests to the server, a third of them refused or left by their clients: does anything stay behind?
 
-    python scripts/soak_server.py --requests 100000
+    python scripts/soak_server.py --requests 100000 --replicas 2
 
 The server has the demo checkpoint, on the CPU. Prints, every --every requests, the resident memory of the
-front and of the engine, and their open descriptors. Exits with 1 where memory grew by 20 MB after the first 5,000
-requests, where a descriptor was left, or where a request got an answer that it should not have.
+front, of the engines and of the processes that check grammars, and the open descriptors of front and engines. Exits
+with 1 where memory of one kind grew by 20 MB after the first --settled requests, where a descriptor was left, or where
+a request got an answer that it should not have.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import string
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from nanovllm.cli.local_server import LocalServer  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_GROWTH = 20.0  # MB
-SETTLED = 5_000  # requests
+KINDS = ("front", "engines", "grammars")
 
 
 class Ask(NamedTuple):
@@ -54,13 +56,48 @@ def draw(rng: random.Random) -> Ask:
         return Ask(COMPLETIONS, bad, 400)
     if kind < 0.36:
         return Ask(COMPLETIONS, json.dumps(body | {"model": "another"}).encode(), 404)
-    if kind < 0.38:
+    if kind < 0.42:
         schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [text]}}}}
-        return Ask(CHAT, json.dumps(chat | schema).encode(), 200)
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": [text, 1]}}}}
+        tools = {"tools": [{"type": "function", "function": function}], "tool_choice": rng.choice(("auto", "required"))}
+        return Ask(CHAT, json.dumps(chat | rng.choice((schema, tools))).encode(), 200)
+    if kind < 0.45:
+        known = rng.choice(({"choice": ["a", "b"]}, {"regex": "[a-c]{1,9}"}, {"json_object": True}, {"choice": [text]}))
+        return Ask(COMPLETIONS, json.dumps(body | {"structured_outputs": known}).encode(), 200)
+    if kind < 0.46:
+        wrong = rng.choice(({"regex": f"({text}"}, {"json": {"type": text}}, {"grammar": f"start: {len(text)}x"}))
+        return Ask(COMPLETIONS, json.dumps(body | {"structured_outputs": wrong}).encode(), 400)
+    if kind < 0.49:
+        more = {"logprobs": True, "top_logprobs": rng.choice((0, 5)), "stream": rng.random() < 0.5}
+        return Ask(CHAT, json.dumps(chat | more).encode(), 200)
     if kind < 0.6:
         return Ask(CHAT, json.dumps(chat | {"stream": rng.random() < 0.5}).encode(), 200)
     more = {"stream": rng.random() < 0.5, "logprobs": rng.choice((None, None, 3)), "n": rng.choice((1, 1, 1, 3))}
     return Ask(COMPLETIONS, json.dumps(body | more).encode(), 200)
+
+
+def named(memory: list[float]) -> str:
+    return ", ".join(f"{name} {each:.1f} MB" for name, each in zip(KINDS, memory, strict=True))
+
+
+def children(process: int) -> list[int]:
+    found = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended
+            found += [int(child) for child in file.read_text().split()]
+    return found
+
+
+def descendants(process: int) -> list[int]:
+    return [each for child in children(process) for each in (child, *descendants(child))]
+
+
+def resident(process: int) -> float:
+    """MB in memory; 0 for a process that has ended."""
+    with suppress(OSError, IndexError):
+        status = Path(f"/proc/{process}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6
+    return 0.0
 
 
 class Soak:
@@ -73,15 +110,12 @@ class Soak:
         self.mistakes: list[str] = []
 
     def resources(self) -> tuple[list[float], int]:
-        """MB resident in front and engine; open descriptors of both."""
+        """MB resident of each of KINDS; open descriptors of front and engines."""
         front = self._server.process.pid
-        engine = int(Path(f"/proc/{front}/task/{front}/children").read_text().split()[0])
-        memory, descriptors = [], 0
-        for process in (front, engine):
-            status = Path(f"/proc/{process}/status").read_text()
-            memory.append(int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6)
-            descriptors += len(os.listdir(f"/proc/{process}/fd"))
-        return memory, descriptors
+        engines = children(front)
+        grammars = [each for engine in engines for each in descendants(engine)]
+        memory = [sum(map(resident, processes)) for processes in ([front], engines, grammars)]
+        return memory, sum(len(os.listdir(f"/proc/{process}/fd")) for process in (front, *engines))
 
     async def _client(self) -> None:
         async with Client(self._server.url) as client:
@@ -112,16 +146,12 @@ class Soak:
         while not all(client.done() for client in clients):
             await asyncio.sleep(0.2)
             memory, descriptors = self.resources()
-            if not settled and self._done >= SETTLED:
+            if not settled and self._done >= self._given.settled:
                 settled = memory
             if self._done >= shown + self._given.every:
                 shown = self._done // self._given.every * self._given.every
                 rate = self._done / (time.monotonic() - begin)
-                print(
-                    f"{shown} requests, {rate:.0f} a second: front {memory[0]:.1f} MB, engine {memory[1]:.1f} MB, "
-                    f"{descriptors} descriptors",
-                    flush=True,
-                )
+                print(f"{shown} requests, {rate:.0f} a second: {named(memory)}, {descriptors} descriptors", flush=True)
         for client in clients:
             client.result()
         async with Client(self._server.url) as watcher:
@@ -132,13 +162,14 @@ class Soak:
         growth = [now - then for now, then in zip(memory, settled or memory, strict=True)]
         print(
             f"{self._done} requests in {time.monotonic() - begin:.0f} s {dict(self.statuses)}: "
-            f"grown by {growth[0]:.1f} MB (front) and {growth[1]:.1f} MB (engine); "
+            f"grown since the first {self._given.settled}: {named(growth)}; "
             f"descriptors {at_first} before, {descriptors} after"
         )
         for mistake in self.mistakes[:10]:
             print(mistake)
         is_clean = not self.mistakes and "Traceback" not in self._server.log
-        return max(growth) < MOST_GROWTH and descriptors <= at_first and is_clean
+        links = self._given.replicas  # of each engine to the process that checks its grammars
+        return max(growth) < MOST_GROWTH and descriptors <= at_first + links and is_clean
 
 
 def main() -> int:
@@ -146,9 +177,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=48, help="at a time")
     parser.add_argument("--every", type=int, default=5_000)
+    parser.add_argument("--settled", type=int, default=20_000, help="requests after which memory must not grow")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    with LocalServer(str(ROOT / "assets" / "demo-qwen3"), {"device": "cpu", "num_kvcache_blocks": 4096}) as server:
+    options = {"device": "cpu", "num_kvcache_blocks": 4096, "data_parallel_size": given.replicas}
+    with LocalServer(str(ROOT / "assets" / "demo-qwen3"), options) as server:
         server.wait_until_ready()
         return 0 if asyncio.run(Soak(given, server).run()) else 1
 

@@ -17,6 +17,13 @@ def drain(llm: LLM) -> list[StepOutput]:
     return outputs
 
 
+def clear(llm: LLM) -> None:
+    """Ends what a test has left behind, which may have failed anywhere."""
+    llm.resume()
+    llm.abort_all()
+    drain(llm)
+
+
 def tokens_of(outputs: list[StepOutput]) -> dict[int, list[int]]:
     """Tokens that each request gained."""
     found: dict[int, list[int]] = {}

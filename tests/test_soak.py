@@ -32,7 +32,7 @@ def test_random_traffic(ranks: int) -> None:
 @pytest.mark.slow
 def test_requests_to_a_server_leave_nothing_behind() -> None:
     """Neither memory nor descriptors, answered, refused or left by their clients."""
-    run(ROOT / "scripts" / "soak_server.py", "--requests", "7000")
+    run(ROOT / "scripts" / "soak_server.py", "--requests", "7000", "--settled", "5000")
 
 
 def violations() -> list[str]:

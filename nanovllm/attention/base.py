@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSetup", "AttentionSpec", "KVCache"]
 
@@ -84,8 +85,6 @@ class AttentionMetadata:
     """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
     num_tokens: int
     """T, padding included (shapes of a captured graph)."""
-    merge_first: bool = False
-    """Chunks of decode rows are to be merged before the next kernel begins to fetch its weight."""
     is_captured: bool = False
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     token_ends: np.ndarray | None = field(default=None, repr=False)
@@ -141,9 +140,9 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                 spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                rounds: bool = False) -> torch.Tensor | FP8Rows:
-        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out. rounds, for
-        D = 128: a step of decode rows may be returned in e4m3, [T, Hq * D], which spares a kernel.
+                behind: Launch = NO_LAUNCH) -> torch.Tensor | FP8Rows:
+        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out. behind: of
+        the product that takes the result, and may have a step of decode rows rounded to e4m3, [T, Hq * D], for D = 128.
 
         spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. Where the cache is e4m3,
         q may be float16 beside an out of bfloat16. The step's own keys and values are in the cache already. Rows of

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.errors import refuse
+from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
@@ -156,7 +157,7 @@ class FlexBackend(AttentionBackend):
         return _Tiles(size, tokens, is_real, slots, first, ends, table, numbers)
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None, rounds: bool = False) -> torch.Tensor:
+                spec: AttentionSpec, sinks: torch.Tensor | None = None, behind: Launch = NO_LAUNCH) -> torch.Tensor:
         works, key = metadata.workspace.works, (cache.table, spec.window)
         if key not in works:
             works[key] = self._work(metadata, *key, num_places=cache.k.shape[0] * self.block_size)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.kernels.attention.reference import attend_reference, keys_and_values
+from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 
 class _Row(NamedTuple):
@@ -69,7 +70,7 @@ class TorchBackend(AttentionBackend):
         return _Row(tokens, slice(first - offset, context - offset), slot, slice(first_block, end_block), mask)
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
-                spec: AttentionSpec, sinks: torch.Tensor | None = None, rounds: bool = False) -> torch.Tensor:
+                spec: AttentionSpec, sinks: torch.Tensor | None = None, behind: Launch = NO_LAUNCH) -> torch.Tensor:
         table = metadata.block_tables[cache.table]
         for row in metadata.workspace[spec.window, spec.group_size]:
             k, v = keys_and_values(cache.k, cache.v, table[row.slot, row.blocks].long(), row.keys, cache.scales)

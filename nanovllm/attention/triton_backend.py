@@ -13,6 +13,7 @@ from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -80,15 +81,15 @@ class TritonBackend(AttentionBackend):
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                 spec: AttentionSpec, sinks: torch.Tensor | None = None,
-                rounds: bool = False) -> torch.Tensor | FP8Rows:
+                behind: Launch = NO_LAUNCH) -> torch.Tensor | FP8Rows:
         n, decoded = metadata.num_decode_rows, None
         if metadata.num_prefill_rows:
             self._forward_prefill(q, cache, metadata, out, spec, sinks)
         if n:
             table = metadata.block_tables[cache.table]
             decoded = self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
-                                        merge_first=metadata.merge_first, kv_scales=cache.scales,
-                                        rounds=rounds and not metadata.num_prefill_rows)
+                                        merge_first=behind.merge_first, kv_scales=cache.scales,
+                                        rounds=behind.rounded and not metadata.num_prefill_rows)
         return decoded if isinstance(decoded, FP8Rows) else out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:

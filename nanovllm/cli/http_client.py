@@ -25,6 +25,10 @@ class ServerError(OSError):
         self.status = status
 
 
+class NoServer(ServerError):
+    """Nothing listens where the server is to be."""
+
+
 class Response:
     """A connection, and what came of its latest request; also the parser's listener."""
 
@@ -182,7 +186,7 @@ class Client:
             return Response(*await asyncio.open_connection(self._host, self._port, ssl=context))
         except OSError as error:
             place = self._socket or f"{self._host}:{self._port}"
-            raise ServerError(f"no server at {place}: {error.strerror or error}") from None
+            raise NoServer(f"no server at {place}: {error.strerror or error}") from None
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET. Raises ServerError."""

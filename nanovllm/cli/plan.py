@@ -56,7 +56,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
             refused[size] = str(error)
     if not plans:
         raise ValueError(refused[sizes[-1]])
-    longest = config.max_model_len or model.max_position_embeddings
+    longest = config.max_model_len or model.usual_context
     lengths = given.length or sorted({min(length, longest) for length in (*_LENGTHS, longest)})
     for length in lengths:
         if not 1 <= length <= longest:

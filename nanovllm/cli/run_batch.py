@@ -1,8 +1,9 @@
 """`nanovllm run-batch IN.jsonl OUT.jsonl --model MODEL`: a file of requests in OpenAI's batch format.
 
-A record is appended when its request ends. A run that was ended begins where it was: what is there is not asked again,
-and half a last line is dropped. Each request's seed comes from its custom_id, so that a text is the same whenever it is
-computed. Requests go through a server's HTTP interface, so both take the same bodies.
+A record is appended when its request ends. Where the server fails with a request it is asked a few times, and then the
+error is the record; where it fails with several in a row, the run ends. A run that was ended begins where it was: what
+is there is not asked again, and half a last line is dropped. Each request's seed comes from its custom_id, so that a
+text is the same whenever it is computed. Requests go through a server's HTTP interface, so both take the same bodies.
 """
 
 import argparse
@@ -15,18 +16,23 @@ import json
 import os
 import sys
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import msgspec
 
 from nanovllm.cli.connect import add_server_options, server_url
+from nanovllm.cli.http_client import Client, NoServer, ServerError, error_of
 from nanovllm.cli.options import Parser, count
 
-if TYPE_CHECKING:
-    from nanovllm.cli.http_client import Client
-
 _RETRY_SECONDS = 0.5
+_TRIES = 3
+"""Times that a request is sent with which the server fails; the last time when no other such one is."""
+_FAILURES = 5
+"""Requests in a row with which the server fails, before the run ends."""
+_PATIENCE_SECONDS = 600.0  # for a server without room for a request
+_WORD_SECONDS = 30.0  # between two words about it
 _PREFIX = "batch_req_"
 
 
@@ -62,23 +68,26 @@ class Line(msgspec.Struct):
     method: Literal["POST"] = "POST"
 
 
-def read_request(line: bytes) -> tuple[str, dict[str, Any]]:
+def read_request(line: bytes) -> tuple[str, bytes]:
     """(path, body) of a line of the input. Raises ValueError."""
     try:
         request = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=Line)
+        if request.body.get("stream"):
+            raise ValueError("body.stream: answers go to a file and are not streamed")
+        if request.body.get("seed") is None:
+            request.body["seed"] = seed_of(request.custom_id)
+        return request.url, json.dumps(request.body).encode()
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError as error:
         raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
-    if request.body.get("stream"):
-        raise ValueError("body.stream: answers go to a file and are not streamed")
-    if request.body.get("seed") is None:
-        request.body["seed"] = seed_of(request.custom_id)
-    return request.url, request.body
+    except RecursionError:
+        raise ValueError("not valid JSON: too deeply nested") from None
 
 
 def _custom_id(line: bytes) -> str | None:
-    with contextlib.suppress(ValueError):
+    """None where it cannot be read."""
+    with contextlib.suppress(ValueError, RecursionError):
         entry = json.loads(line)
         if isinstance(entry, dict) and isinstance(entry.get("custom_id"), str):
             return str(entry["custom_id"])
@@ -122,13 +131,14 @@ class Results:
 
     def has(self, number: int, line: bytes) -> bool:
         """Whether line `number` of the input is answered. Raises ValueError where another line was."""
-        if number in self.finished and self.finished[number] != _custom_id(line):
+        if self.finished.get(number) not in (None, _custom_id(line)):
             raise ValueError(f"the results are those of another input: line {number} has another custom_id")
         return number in self.finished
 
     def append(self, record: dict[str, Any]) -> None:
         """Raises OSError where the disk is full, with the file as it was."""
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(record, ensure_ascii=False)
+        line = text.encode(errors="backslashreplace") + b"\n"  # halves of surrogate pairs as the input spells them
         try:
             written = self._file.write(line)
             while written < len(line):
@@ -153,13 +163,16 @@ class Results:
 class Batch:
     """One run over the file. Shows a bar on a terminal, and a last line."""
 
-    def __init__(self, client: "Client", results: Results, total: int, given: argparse.Namespace) -> None:
+    def __init__(self, client: Client, results: Results, total: int, given: argparse.Namespace) -> None:
         from tqdm import tqdm
 
         self._client, self._results, self._quiet = client, results, given.quiet
         self._slots = asyncio.Semaphore(given.max_concurrency)
         self._num_tokens, self._begin = 0, time.monotonic()
         self._errors: list[str] = []
+        self._num_failures = 0  # since the last answer
+        self._last_try = asyncio.Lock()
+        self._next_word = 0.0
         options: dict[str, Any] = {"unit": "req", "disable": given.quiet or not sys.stderr.isatty()}
         self._bar = tqdm(total=total, initial=len(results.finished), dynamic_ncols=True, **options)
 
@@ -188,8 +201,6 @@ class Batch:
             raise failures.exceptions[0] from None
 
     async def _answer(self, number: int, line: bytes) -> None:
-        from nanovllm.cli.http_client import error_of
-
         record: dict[str, Any] = {"id": f"{_PREFIX}{number}", "custom_id": _custom_id(line)}
         try:
             try:
@@ -199,37 +210,71 @@ class Batch:
                 record |= {"response": None, "error": {"code": "invalid_line", "message": str(error)}}
             else:
                 status, data = await self._post(path, body, record["id"])
-                answer = json.loads(data)
+                self._num_failures = self._num_failures + 1 if _has_failed(status) else 0
+                answer = _content(data)
                 if status != 200:
-                    self._errors.append(f"line {number}: {error_of(status, data)}")
+                    self._errors.append(f"line {number}: {error_of(status, data) if status else answer}")
                 response = {"status_code": status, "request_id": record["id"], "body": answer}
-                record |= {"response": response, "error": None}
-                self._num_tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
+                lacks = None if status else {"code": "no_answer", "message": answer}
+                record |= {"response": response if status else None, "error": lacks}
+                if isinstance(answer, dict):
+                    self._num_tokens += (answer.get("usage") or {}).get("completion_tokens") or 0
             self._results.append(record)
             self._bar.set_postfix_str(self._rate, refresh=False)
             self._bar.update()
+            if self._num_failures == _FAILURES:
+                why = f"the server failed with {_FAILURES} requests in a row. {self._errors[-1]}"
+                raise ServerError(f"{why}\nThe same command goes on after them")
         finally:
             self._slots.release()
 
-    async def _post(self, path: str, body: dict[str, Any], request_id: str) -> tuple[int, bytes]:
-        """Asks until the server has room; returns status and answer. A server that fails is no answer: raises
-        ServerError."""
-        from nanovllm.cli.http_client import error_of
-
-        data = json.dumps(body).encode()
+    async def _post(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        """Asks until the server has room; returns status and answer, or 0 and the reason where it gives none. Asks
+        again where it fails. Raises ServerError where no other request would be answered either."""
+        begin, failures = time.monotonic(), 0
         while True:
-            async with self._client.request("POST", path, data, f"x-request-id: {request_id}\r\n") as response:
-                answer = await response.body()
-            if response.status < 500 and response.status not in (401, 408, 429):
-                return response.status, answer
-            if response.status not in (429, 503) or b"shutting_down" in answer:
-                raise error_of(response.status, answer)
+            turn = self._last_try if failures == _TRIES - 1 else contextlib.nullcontext()
+            status, answer = await self._ask(turn, path, body, request_id)
+            if status == 401 or (status == 503 and b"shutting_down" in answer):
+                raise error_of(status, answer)
+            if status in (429, 503) and time.monotonic() - begin < _PATIENCE_SECONDS:
+                self._say_wait(status, answer)
+            elif not _has_failed(status) or (failures := failures + 1) == _TRIES:
+                return status, answer
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _ask(
+        self, turn: AbstractAsyncContextManager[None], path: str, body: bytes, request_id: str
+    ) -> tuple[int, bytes]:
+        async with turn:
+            try:
+                async with self._client.request("POST", path, body, f"x-request-id: {request_id}\r\n") as response:
+                    return response.status, await response.body()
+            except NoServer:
+                raise
+            except OSError as error:
+                return 0, str(error).encode()
+
+    def _say_wait(self, status: int, answer: bytes) -> None:
+        if (now := time.monotonic()) >= self._next_word:
+            self._next_word = now + _WORD_SECONDS
+            self._bar.write(f"waiting: {error_of(status, answer)}", file=sys.stderr)
+
+
+def _has_failed(status: int) -> bool:
+    """Whether this is no answer to the request: it may come another time."""
+    return not 0 < status < 500 or status in (408, 429)
+
+
+def _content(data: bytes) -> Any:
+    """An answer that is no JSON, as that of a proxy, is a text."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode("utf-8", "replace")
 
 
 async def _run(given: argparse.Namespace, url: str, results: Results, total: int) -> None:
-    from nanovllm.cli.http_client import Client
-
     async with Client(url, given.api_key) as client:
         with contextlib.closing(Batch(client, results, total, given)) as batch:
             await batch.run(given.input)

@@ -45,7 +45,6 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "middleware": ((), "put a proxy before the server"),
     "response_role": (("assistant",), "chat templates have no other role for answers"),
     "return_tokens_as_token_ids": (("false",), "set it in requests"),
-    "root_path": ((), "let the proxy strip its prefix; paths here begin with /v1"),
     "tool_parser_plugin": ((), "use tool_call_parser"),
     "uvicorn_log_level": (("*",), ""),
     "weight_transfer_config": (("*",), ""),

@@ -14,6 +14,7 @@ import msgspec
 
 from nanovllm.engine.engine_state import TAGS, EngineState, Tag
 from nanovllm.errors import ReplicaError, refuse, shown
+from nanovllm.models.files import weight_files
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
@@ -188,7 +189,7 @@ def _load_weights(
 def _folder(name: str) -> Path:
     """Raises ValueError where it is none, before anything is begun."""
     path = Path(name)
-    if not any(path.glob("*.safetensors")):
+    if not weight_files(path):
         raise ValueError(f"weight_dir={shown(name)}: must be a folder with *.safetensors")
     return path
 

@@ -136,6 +136,7 @@ class LLMEngine:
     def close(self) -> None:
         """Ends the workers and frees the devices. Does nothing the second time."""
         self.loop.close()
+        self.book.close()
         if self._trace is not None:
             self._trace.close()
         self.executor.close()

@@ -243,9 +243,12 @@ class EngineLoop:
         """Gauges of now, and counters since the start. From any thread, at any time."""
         scheduler = self.scheduler
         memory = scheduler.memory
+        used = 1 - memory.num_free_blocks / memory.num_blocks
+        if self.executor.state_size.slot_bytes:
+            used = max(used, len(scheduler.running) / self.config.max_num_seqs)
         return EngineStats(
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
-            kv_cache_usage=1 - memory.num_free_blocks / memory.num_blocks, prompt_tokens=scheduler.num_prompt_tokens,
+            kv_cache_usage=used, prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
             prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,

@@ -107,6 +107,10 @@ class RequestBook:
         """Whether a constraint, the one field of StructuredOutput that is given, was compiled already."""
         return self._sampling.is_compiled(wanted)
 
+    def close(self) -> None:
+        """Ends what checks requests in another process."""
+        self._sampling.close()
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def reserve_ids(self, params: Iterable[SamplingParams]) -> list[int]:
@@ -239,7 +243,7 @@ class RequestBook:
             return text.finish()
         if by_token and not params.include_stop_str_in_output:
             ids = ids[:-1]
-        return self.tokenizer.own.decode(ids, params.skip_special_tokens)
+        return self.tokenizer.own.decode(ids, params.skip_special_tokens, seq.prompt.token_ids)
 
     def prompt_logprobs(self, request_id: int) -> LogprobRows | None:
         """Prompt log-probabilities of a known request that asked for them; all are there from its first token on."""

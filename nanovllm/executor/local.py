@@ -1,6 +1,7 @@
 """All ranks of one machine: rank 0 in this process, the others in processes that read the command ring."""
 
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -93,7 +94,7 @@ class LocalExecutor:
         cores = min(torch.get_num_threads(), usable_cores()) // size
         self._num_threads = threads_for(model.hidden_size, cores)
         with self._phase("load"), self._failures_explained():
-            self.processes.send_call("load", self.config, model, self._num_threads)
+            self.processes.send_call("load", self.config, pickle.dumps(model), self._num_threads)
             self.processes.replies()  # every worker has imported: from here on ranks wait for each other only briefly
             with self._share_of_threads():
                 self._runner = ModelRunner(self.config, model, 0, self._store, module=module)

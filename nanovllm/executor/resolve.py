@@ -49,7 +49,7 @@ def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         dtype=dtype,
         # Where ranks share a GPU the host sums norms over all heads, which no graph can hold.
         enforce_eager=config.enforce_eager or (config.share_gpus and model.qk_norm == "width"),
-        max_model_len=config.max_model_len or longest,
+        max_model_len=config.max_model_len or model.usual_context,
         kvcache_block_size=config.kvcache_block_size or (128 if is_cuda else 16),
     )
     check_exact_bits(settled, model, capability)

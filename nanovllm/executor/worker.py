@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from nanovllm.executor.channel import STEP, CommandReader, WorkerState
+from nanovllm.models.plugins import load_plugins
 from nanovllm.processes.child import leave_signals_to_parent
 from nanovllm.processes.framing import framed
 
@@ -67,7 +68,9 @@ def _work(ring: CommandReader, control: socket.socket, rank: int, store_fd: int)
     from nanovllm.executor.store import open_store
     from nanovllm.runner.model_runner import ModelRunner
 
-    _, (_, (config, model_config, num_threads)) = ring.receive()  # what rank 0 sends first (LocalExecutor)
+    _, (_, (config, packed, num_threads)) = ring.receive()  # what rank 0 sends first (LocalExecutor)
+    load_plugins(config.plugins)
+    model_config = pickle.loads(packed)  # which may hold a plugin's own classes
     if config.device == "cpu":
         torch.set_num_threads(num_threads)
     else:

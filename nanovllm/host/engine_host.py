@@ -29,8 +29,9 @@ _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no wo
 _AWAKE_SECONDS = 0.001
 _TAKE_IN_SECONDS = 0.05
 """Seconds of frames that are taken in between two steps: some hundred requests of usual size."""
-_SLOW_OPTIONS = ("structured_outputs", "bad_words")
-"""Options whose check may be slow. Each has a thread for its checks."""
+_SLOW_OPTIONS = {"structured_outputs": 32, "bad_words": 1}
+"""Options whose check may be slow, and how many threads each has for its checks. Those of grammars wait for the process
+that compiles them; fewer may be there for long than there are threads."""
 
 
 class Intake(Protocol):
@@ -58,9 +59,14 @@ class EngineHost:
         self._call_watch = Watchdog(CALL_SECONDS, "call")
         self._prompts_due: set[int] = set()
         """Requests whose prompt log-probabilities have not been sent yet."""
+        self._fresh: set[int] = set()
+        """Requests without a token."""
         self._masks_sent: dict[int, list[int]] = {}
         """Number of sampling masks that were sent for each completion of the requests that want them."""
-        self._slow = {name: SlowChecks(f"nanovllm-{name}", self._add_slow, engine.abort) for name in _SLOW_OPTIONS}
+        self._slow = {
+            name: SlowChecks(f"nanovllm-{name}", num_threads, self._add_slow, engine.abort)
+            for name, num_threads in _SLOW_OPTIONS.items()
+        }
         self._awake_until = self._stats_due = 0.0
 
     def run(self) -> None:
@@ -138,9 +144,11 @@ class EngineHost:
             known = frame.known_ids()
             if params.sampling_mask and params.most_tokens:
                 self._masks_sent[frame.request_id] = [len(known)] * params.n
+            self._fresh.add(frame.request_id)
             engine.add_request(prompt, params, frame.request_id, known)
         except Exception as error:  # concerns this request only
             self._prompts_due.discard(frame.request_id)
+            self._fresh.discard(frame.request_id)
             self._masks_sent.pop(frame.request_id, None)
             is_users = isinstance(error, (ValueError, TypeError))
             if not is_users:
@@ -246,8 +254,9 @@ class EngineHost:
     def _send_gained(self, gained: "StepColumns") -> None:
         if len(gained):
             kept = self._new_masks() if self._masks_sent else []
+            begun = self._begun(gained) if self._fresh else []
             step = self._step(gained)
-            step.kept = kept
+            step.kept, step.begun = kept, begun
             if step.finishes:
                 self._with_stats(step)
             self._send(step)
@@ -280,6 +289,13 @@ class EngineHost:
                 self._masks_sent.pop(request_id, None)
                 frame.done.append(_done(request_id, engine.book.forget(request_id)))
         return frame
+
+    def _begun(self, gained: "StepColumns") -> list[tuple[int, int]]:
+        """Requests that have their first token, or their end: see wire.Step.begun."""
+        found = self._fresh.intersection(gained.request_ids)
+        self._fresh -= found
+        rows = self._engine.book.rows
+        return [(number, rows[number][0].num_prompt_cached_tokens or 0) for number in found if number in rows]
 
     def _new_masks(self) -> list[tuple[int, bytes]]:
         """Sampling masks of the tokens since the last call: see wire.Step.kept."""

@@ -35,7 +35,9 @@ class Fleet:
         self._states = [EngineState() for _ in infos]
         """State of each engine as of its last answer."""
         self.state = EngineState()
-        """State of all engines together."""
+        """State of all engines together; once `resume` has been asked for it is not that of a pause before it."""
+        self.is_resuming = False
+        """Whether a resume was asked for that has not begun. Set from any thread."""
         self.ended: str | None = None
         """Reason why no engine is left; None if there is one."""
         self._reachable = set(range(len(infos)))
@@ -86,6 +88,8 @@ class Fleet:
         if spec.counts_version and options.get("weight_version") is None and self._restart is not None:
             options = {**options, "weight_version": self.state.weight_version + 1}
         pending = self._begin(spec, name, options, numbers, takes_weights)
+        if name == "resume":
+            self.is_resuming, self.state.pause_mode = False, None
         if spec.in_flight(options)[1] == "abort":
             self.requests.abort_waiting()
         return pending
@@ -146,6 +150,8 @@ class Fleet:
         states = [self._states[number] for number in self.numbers if number not in self._starting]
         if states or last_states:
             self.state.sum_up(states or last_states)
+        if self.is_resuming or any(pending.name == "resume" for pending in self._calls.values()):
+            self.state.pause_mode = None  # that which some engines report is over
 
     # -- engines that are lost ----------------------------------------------------------------------------------
 

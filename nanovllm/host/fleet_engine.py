@@ -255,7 +255,7 @@ class FleetEngine:
                 yield self._take_unreported()
         except GeneratorExit:
             if CALLS[name].in_flight(options)[1] == "wait":
-                self._enqueue(self._resume)  # else it would run later, when the requests have ended
+                self.resume()  # else it would run later, when the requests have ended
             raise
         self._hand_out()
         return pending.result()
@@ -297,7 +297,7 @@ class FleetEngine:
 
     def resume(self) -> None:
         """See Engine.resume; sent to the engines by the next step."""
-        self.state.pause_mode = None
+        self.fleet.is_resuming, self.state.pause_mode = True, None
         self._enqueue(self._resume)
 
     def _resume(self) -> None:

@@ -228,8 +228,10 @@ class FleetRequests:
                     tokens.append(token)
             for end in step.finishes:
                 self._note_end(end)
-        if self._split and step.prompts:
-            step.prompts = [(self._live[part].request_id, lines) for part, lines in step.prompts if part in self._live]
+        if self._split:
+            live = self._live
+            step.prompts = [(live[part].request_id, lines) for part, lines in step.prompts if part in live]
+            step.begun = [(live[part].request_id, count) for part, count in step.begun if part in live]
         self.out.append(step)
         if step.done:
             ended, step.done = step.done, []

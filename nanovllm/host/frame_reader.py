@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 
 from nanovllm.host import wire
-from nanovllm.host.handle import Handle, Lost
+from nanovllm.host.handle import END_SECONDS, Handle, Lost
 
 
 class FrameReader:
@@ -24,6 +24,8 @@ class FrameReader:
         """Handles by file descriptor."""
         self.frames: deque[tuple[Handle, wire.Up | Lost]] = deque()
         """Frames that have been read; the owner takes them out."""
+        self._ending: list[Handle] = []
+        """Handles whose connection has ended, and not yet how it did."""
         self.spin_until = 0.0
         """Monotonic time until which `read` polls instead of sleeping."""
 
@@ -51,6 +53,10 @@ class FrameReader:
         """Reads what has arrived into `frames`; waits up to `timeout` seconds for something."""
         spins = timeout > 0 and time.monotonic() < self.spin_until
         while True:
+            if self._ending:
+                timeout, ending, self._ending = min(timeout, END_SECONDS), self._ending, []
+                for handle in ending:
+                    self._receive(handle)
             for fd, events in self._poll.poll(0 if spins or self.frames else timeout):
                 if fd == self._rung.fileno():
                     self._rung.recv(4096)
@@ -58,10 +64,16 @@ class FrameReader:
                     if events & select.EPOLLOUT:
                         found.flush()
                     if events & ~select.EPOLLOUT:
-                        self.frames.extend((found, frame) for frame in found.receive())
+                        self._receive(found)
             if self.frames or not spins or time.monotonic() > self.spin_until:
                 return
             os.sched_yield()  # if cores are few, the engine needs this one
+
+    def _receive(self, handle: Handle) -> None:
+        self.frames.extend((handle, frame) for frame in handle.receive())
+        if handle.is_ending:
+            self.forget(handle)
+            self._ending.append(handle)
 
     def close(self) -> None:
         for handle in list(self.handles.values()):

@@ -4,16 +4,18 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
 from nanovllm.host import wire
-from nanovllm.processes.child import end, start_linked
+from nanovllm.processes.child import end, socket_pair, start_python
 from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 
 MODULE = "nanovllm.host.program"
@@ -21,11 +23,12 @@ MODULE = "nanovllm.host.program"
 SILENCE = 60.0
 """Seconds without a sign of life after which an engine is given up. One is due every second, but importing libraries
 can keep a process from sending it for a long time."""
+END_SECONDS = 0.01
+"""Seconds between two looks at an engine that `is_ending`."""
 EXIT_GRACE = 6.0
 """Seconds for an engine to end its ranks and exit."""
 SOCKET_BYTES = 4 << 20  # send buffer of a socket
 _EXIT_SECONDS = 2.0  # for a process to end after its connection has
-_LOOK_SECONDS = 0.001  # between two looks at it
 _ROUSE = wire.pack(wire.Rouse())
 
 
@@ -74,6 +77,12 @@ class Handle(ABC):
     @abstractmethod
     def receive(self) -> "list[wire.Up | Lost]":
         """Returns the frames that have arrived, without waiting. The last one ever is Lost."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its connection has ended, and it is not known yet how the engine has. `fileno` stays readable
+        meanwhile: the owner looks at it now and then instead."""
+        return False
 
     def _complete(self, data: bytes) -> list[wire.Up]:
         """Frames that these bytes complete, without signs of life. A failure is kept for `_lost`."""
@@ -130,11 +139,14 @@ class Handle(ABC):
 
 
 class ChildHandle(Handle):
-    """An engine in a child process."""
+    """An engine in a child process, which a thread starts: that may take long where memory is short."""
 
     def __init__(self, start: wire.Start) -> None:
         super().__init__(start.number)
-        self.process, self._socket = start_linked(MODULE, str(os.getpid()))
+        self._socket, theirs = socket_pair()
+        starter = ThreadPoolExecutor(1)
+        self._started: Future[subprocess.Popen[bytes]] = starter.submit(_start_process, MODULE, theirs)
+        starter.shutdown(wait=False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket.setblocking(False)
         self._sends = threading.Lock()
@@ -146,8 +158,17 @@ class ChildHandle(Handle):
         self.send(start)
 
     @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The process, once it has been started. Raises the error of its start."""
+        return self._started.result()
+
+    @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def is_ending(self) -> bool:
+        return self._is_there and self._exit_due > 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -202,20 +223,21 @@ class ChildHandle(Handle):
         return [*self._complete(data)]
 
     def _kill(self) -> None:
-        self.process.kill()
+        self._started.add_done_callback(lambda started: None if started.exception() else started.result().kill())
 
     def _end(self) -> list[wire.Up | Lost]:
         """Handles the end of the connection. The exit code is the best reason, but a process may take a moment to exit,
-        for example while its device is freed. Until then nothing is returned, and the caller looks again."""
+        for example while its device is freed. Until then nothing is returned, and the handle `is_ending`."""
         now = time.monotonic()
         self._exit_due = self._exit_due or now + _EXIT_SECONDS
+        if (error := self._started.exception()) is not None:
+            self._reason = f"cannot be started: {error}"
         if not self._failure and not self._reason and self.process.poll() is None and now < self._exit_due:
-            time.sleep(_LOOK_SECONDS)
             return []
         with self._sends:
             self._is_there = False
             self._unsent.clear()
-        return [self._lost(self._how_it_ended())]
+        return [self._lost(self._reason or self._how_it_ended())]
 
     def _how_it_ended(self) -> str:
         code = self.process.poll()
@@ -235,6 +257,13 @@ class ChildHandle(Handle):
             while (rest := deadline - time.monotonic()) > 0:
                 if look.poll(rest * 1000) and not self._socket.recv(READ_BYTES):  # it may be waiting for us to read
                     break
-        end(self.process, deadline - time.monotonic())
+        if self._started.exception() is None:
+            end(self.process, deadline - time.monotonic())
         self._is_there = False
         self._socket.close()
+
+
+def _start_process(module: str, link: socket.socket) -> "subprocess.Popen[bytes]":
+    """Starts an engine's process with its end of the connection, which is closed here: the other end tells of both."""
+    with link:
+        return start_python(module, str(link.fileno()), str(os.getpid()), pass_fds=(link.fileno(),))

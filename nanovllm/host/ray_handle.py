@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -86,15 +87,15 @@ class EngineActor:
 
 
 class RayHandle(Handle):
-    """An engine in an actor, on the node of its bundle. Calls of Ray may block, so one thread polls the actor and
-    another one sends to it."""
+    """An engine in an actor, on the node of its bundle. Calls of Ray may block, so one thread starts and polls the
+    actor, another one sends to it, and a third may kill it."""
 
     def __init__(self, start: wire.Start, placed: dict[str, Any]) -> None:
         """`placed`: options of the actor that place it on its node."""
         super().__init__(start.number)
-        options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
-        actor: Any = ray.remote(**options, **placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
-        self._actor = actor.remote()
+        self._placed = placed
+        self._started: Future[Any] = Future()
+        """The actor, or the error of its start."""
         self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """Packed frames for the sending thread; b"" asks the engine to exit."""
         self._counts = threading.Lock()
@@ -124,13 +125,14 @@ class RayHandle(Handle):
     def _send_on(self) -> None:
         """Sends frames until the engine has ended, with a bound on large ones that the actor has not taken."""
         large: deque[Any] = deque()
-        while not self._ended.is_set():
+        while self._started.exception() is None and not self._ended.is_set():
             packed = self._to_send.get()
+            actor = self._started.result()
             try:
                 if len(packed) < _LARGE:
-                    self._actor.handle.remote(packed)
+                    actor.handle.remote(packed)
                 else:
-                    large.append(self._actor.handle.remote(ray.put(packed)))
+                    large.append(actor.handle.remote(ray.put(packed)))
                 while len(large) > _LARGE_AHEAD and not self._ended.is_set():
                     if ray.wait([large[0]], timeout=_POLL_SECONDS)[0]:
                         large.popleft()
@@ -152,13 +154,28 @@ class RayHandle(Handle):
         return frames
 
     def _kill(self) -> None:
-        ray.kill(self._actor)
+        self._threads.append(threading.Thread(target=self._kill_actor, daemon=True))
+        self._threads[-1].start()
+
+    def _kill_actor(self) -> None:
+        """Kills the actor, once it has been started."""
+        if self._started.exception() is None:
+            ray.kill(self._started.result())
+
+    def _start(self) -> None:
+        options = {"concurrency_groups": {"down": 1, "up": 1}, "max_restarts": 0, "max_task_retries": 0}
+        try:
+            actor: Any = ray.remote(**options, **self._placed)(EngineActor)  # type: ignore[call-overload,unused-ignore]
+            self._started.set_result(actor.remote())
+        except Exception as error:
+            self._started.set_exception(error)
 
     def _listen(self) -> None:
+        self._start()
         reason: str | None = None
         while reason is None:
             try:
-                said = ray.get(self._actor.poll.remote(), timeout=SILENCE)
+                said = ray.get(self._started.result().poll.remote(), timeout=SILENCE)
                 self._heard = time.monotonic()
                 if said is None:
                     reason = "ended"
@@ -182,7 +199,7 @@ class RayHandle(Handle):
 
     def _close(self, patience: float) -> None:
         self._ended.wait(patience)
-        ray.kill(self._actor)
+        self._kill()
         for thread in self._threads:
             thread.join(5.0)
         self._rings.close()

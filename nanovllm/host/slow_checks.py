@@ -7,18 +7,20 @@ from nanovllm.host import wire
 
 
 class SlowChecks:
-    """Checks such requests in a thread, one after the other, and adds them to an engine, which steps meanwhile."""
+    """Checks such requests in threads and adds them to an engine, which steps meanwhile."""
 
-    def __init__(self, name: str, add: Callable[[wire.Add], None], abort: Callable[[int], None]) -> None:
+    def __init__(
+        self, name: str, num_threads: int, add: Callable[[wire.Add], None], abort: Callable[[int], None]
+    ) -> None:
         """`add`: checks and queues a request, and raises nothing. `abort`: ends one by its id."""
         self._add, self._abort = add, abort
-        self._thread = ThreadPoolExecutor(1, name)
+        self._threads = ThreadPoolExecutor(num_threads, name)
         self._waiting: dict[int, tuple[wire.Add, Future[None]]] = {}
 
     def put(self, request: wire.Add) -> None:
         """Queues a request."""
         number = request.request_id
-        added = self._thread.submit(self._add, request)
+        added = self._threads.submit(self._add, request)
         self._waiting[number] = request, added
         added.add_done_callback(lambda _: self._waiting.pop(number, None))
 

@@ -29,7 +29,9 @@ def start_fleet(config: EngineConfig) -> FleetEngine:
     handles = FleetHandles(config.model if on_ray else here.model, options)
     try:
         handles.start()
-        engine = FleetEngine(handles, await_ready(handles), config, model_config, tokenizer)
+        ready = await_ready(handles)
+        model_config = model_config.with_end(tokenizer.own.eos_token_id)
+        engine = FleetEngine(handles, ready, config, model_config, tokenizer)
     except BaseException:
         handles.close(patience=0)
         raise

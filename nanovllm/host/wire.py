@@ -179,6 +179,8 @@ class Step(Frame):
     """(row, the ids (int32) that a token was sampled from), likewise, if sampling_mask asks for them."""
     prompts: list[tuple[int, list[bytes | None]]] = []
     """(request, a line of LogprobRows for each position of its prompt), sent once, before or with its Done."""
+    begun: list[tuple[int, int]] = []
+    """(request, tokens of its prompt that were cached), sent once, with its first token."""
     stats: EngineStats | None = None
     """Counters of the engine, sent about ten times a second and whenever a completion ends."""
     computed: tuple[int, int] = (0, 0)

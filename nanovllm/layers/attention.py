@@ -1,53 +1,24 @@
 """Self-attention of one rank's heads over the paged KV cache."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, KVCache
-from nanovllm.attention.split import attention_halves
+from nanovllm.attention.base import AttentionSpec, KVCache
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.plan.product import Around
 from nanovllm.kernels.pointwise.rope import QKNormRope
-from nanovllm.layers.context import ModelContext, Place
+from nanovllm.layers.context import ModelContext
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Pages
-from nanovllm.layers.quantized import takes_fp8
 from nanovllm.layers.rotary import PositionTables
+from nanovllm.layers.step import Call, wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig
-
-
-@dataclass
-class ForwardStep:
-    """Inputs of the layers in a step, besides the hidden states [T, hidden]."""
-
-    positions: torch.Tensor
-    """int32 [T]"""
-    slot_mappings: tuple[torch.Tensor, ...]
-    """int32 [T] each, by KVCache.table: where a token's key and value go in the flat cache; -1: nowhere."""
-    attention: AttentionMetadata
-    backend: AttentionBackend
-    """Attends for all layers; it was prepared for `attention`."""
-    wanted: torch.Tensor | None = None
-    """int [N]: in the last layer, the tokens whose results are read; None: all."""
-
-    def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
-        """The first `cut` tokens, and the others; see attention_halves."""
-        first, second = (
-            ForwardStep(self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend)
-            for part, half in zip((slice(cut), slice(cut, None)), attention_halves(self.attention, cut), strict=True)
-        )
-        return first, second
-
-
-def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-    """The rows of hidden [T, hidden] that are wanted, int32 [N] -> [N, hidden]; None: all, without a copy."""
-    return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
 def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:
@@ -75,14 +46,14 @@ class GateParallelLinear(ParallelLinear):
         each = 1 if config.gate_per_head else head_dim
         pieces = (Piece("g_proj", (heads.num_heads * each, config.hidden_size), heads.query_cuts(each)),)
         rows = -(-heads.local_heads * each // 8) * 8
-        super().__init__(context, "qkv", rows, config.hidden_size, pieces=pieces)
+        super().__init__(context, "gate", rows, config.hidden_size, pieces=pieces)
         self.kernels, self.activation = context.kernels, activation
         self.elements = head_dim // each
         """Number of elements of attention's result that a gate is for."""
 
-    def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, attended: torch.Tensor, x: torch.Tensor, call: Call) -> torch.Tensor:
         """Multiplies attended [T, heads * head_dim] in place by the activated gates of x [T, hidden]."""
-        return self.kernels.gate_heads(attended, self(x), self.activation, self.elements)
+        return self.kernels.gate_heads(attended, self(x, call), self.activation, self.elements)
 
 
 class PagedAttention:
@@ -96,7 +67,8 @@ class PagedAttention:
     @property
     def memory(self) -> tuple[Pages, ...]:
         """Declarations of what it remembers; see layers/memory.py."""
-        return (Pages(self.spec.num_kv_heads, (self.spec.head_dim, self.spec.head_dim), self.spec.window),)
+        spec = self.spec
+        return (Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True),)
 
     def bind(self, *memory: KVCache) -> None:
         """Takes its part of the KV cache."""
@@ -106,7 +78,7 @@ class PagedAttention:
 class Attention(WeightedModule, PagedAttention):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
-    def __init__(self, context: ModelContext, layer: LayerSpec, tables: PositionTables, place: Place) -> None:
+    def __init__(self, context: ModelContext, layer: LayerSpec, tables: PositionTables, around: Around) -> None:
         super().__init__()
         config = context.config
         self.group, self.kernels = context.group, context.kernels
@@ -116,20 +88,19 @@ class Attention(WeightedModule, PagedAttention):
         self.query_scale = tables.query_scale
         dtype, device = context.dtype, context.device
         head_dim, hidden_size = layer.head_dim, config.hidden_size
+        gate = config.attention_gate
         self.qkv_proj = QKVParallelLinear(
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
-            before="norm" if place.fuses else "",
+            around=around.first() if gate is None else Around(),
         )  # fmt: skip
-        rounds = head_dim == GROUP and config.attention_gate is None
-        rounds = rounds and takes_fp8(layer.precision("o"), context.planner.rules.device)
+        before = "attention" if head_dim == GROUP and gate is None else "wide attention"
         self.o_proj = RowParallelLinear(
-            context, heads.num_heads * head_dim, hidden_size, kind="o", bias=config.o_bias, pads=False,
-            precision=layer.precision("o"), before="attention" if rounds else "",
-            after="residual" if place.fuses else "", adds_parts=place.adds_parts,
+            context, heads.num_heads * head_dim, hidden_size, name="o", bias=config.o_bias, pads=False,
+            precision=layer.precision("o"), around=around.last(before),
         )  # fmt: skip
         self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.g_proj = None
-        if (gate := config.attention_gate) is not None:
+        if gate is not None:
             self.g_proj = GateParallelLinear(context, gate, heads, head_dim)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
@@ -151,27 +122,26 @@ class Attention(WeightedModule, PagedAttention):
         if layer.has_sinks:
             self.sinks = parameter(heads.local_heads, dtype=dtype, device=device)
 
-    def forward(
-        self, x: torch.Tensor | FP8Rows, step: ForwardStep, *, norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The result of the wanted tokens, [N, hidden], as residual is; all have their keys stored. norm, residual: see
-        ParallelLinear."""
-        attended = self.attend(self.qkv_proj(x, norm=norm), step)
+    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
+        """The result of the wanted tokens, [N, hidden], as call.residual is; all have their keys stored."""
+        assert call.step is not None
+        wanted, attended = call.step.wanted, self.attend(self.qkv_proj(x, call), call)
         if isinstance(attended, FP8Rows):  # of decode rows, which are all wanted
-            return self.o_proj(attended, residual=residual)
-        attended = wanted_rows(attended, step.wanted)
-        if self.g_proj is not None and attended.shape[0]:
-            assert isinstance(x, torch.Tensor)  # nobody rounds what a gate takes
-            attended = self.g_proj.gated(attended, wanted_rows(x, step.wanted))
+            return self.o_proj(attended, call)
+        if wanted is not None:
+            call, attended = call._replace(rows=wanted), wanted_rows(attended, wanted)
         if not attended.shape[0]:  # GEMMs take one row or more
             return attended.new_empty(0, self.o_proj.product.n)
-        return self.o_proj(attended, residual=residual)
+        if self.g_proj is not None:
+            assert isinstance(x, torch.Tensor)  # nobody rounds what a gate takes
+            attended = self.g_proj.gated(attended, wanted_rows(x, wanted), call)
+        return self.o_proj(attended, call)
 
-    def attend(self, qkv: torch.Tensor, step: ForwardStep) -> torch.Tensor | FP8Rows:
+    def attend(self, qkv: torch.Tensor, call: Call) -> torch.Tensor | FP8Rows:
         """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads *
         head_dim]."""
-        cache = self.cache
+        cache, step = self.cache, call.step
+        assert step is not None
         q = self.kernels.qk_norm_rope_store(
             qkv, self.norm_rope, step.positions, step.slot_mappings[cache.table], cache.k, cache.v,
             cos_sin=self.cos_sin, q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
@@ -179,8 +149,8 @@ class Attention(WeightedModule, PagedAttention):
             query_scale=self.query_scale, kv_scales=cache.scales,
         )  # fmt: skip
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
-        rounds = self.o_proj.launches[q.shape[0]].rounded
-        attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, rounds)
+        behind = self.o_proj.launch(q.shape[0], call)
+        attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, behind)
         return attended if isinstance(attended, FP8Rows) else out.view(out.shape[0], -1)
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:

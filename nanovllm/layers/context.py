@@ -7,12 +7,17 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.plan.plan import Planner
+from nanovllm.kernels.plan.product import Around
 from nanovllm.layers.int4 import Int4Matrix
-from nanovllm.layers.matrix import DenseMatrix, Matrix
+from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.quantized import FP8Matrix
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import Piece
 from nanovllm.model_config import ModelConfig, Quantization
 from nanovllm.parallel.group import TensorParallelGroup
+
+__all__ = ["Around", "Call", "LayerContext", "ModelContext", "Stream"]
+"""Names that a layer is built with and called with."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,18 @@ class LayerContext:
     planner: Planner = field(default_factory=Planner, kw_only=True)
     """Says which kernel multiplies."""
 
-    def matrix(self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...]) -> Matrix:
-        """An empty weight [rows, columns] of a linear layer; `precision` None: of `dtype`."""
+    def matrix(
+        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
+        stack: tuple[int, ...] = (),
+    ) -> Weight:  # fmt: skip
+        """An empty weight [rows, columns] of a linear layer; `precision` None: of `dtype`. stack: (number of experts,)
+        where each has one."""
         if precision is None:
-            return DenseMatrix(rows, columns, pieces, self.dtype, self.device)
+            return DenseMatrix(rows, columns, pieces, self.dtype, self.device, stack)
         if precision.method == "int4":
+            assert not stack, "models/quantization.py refuses 4-bit experts"
             return Int4Matrix(precision, rows, columns, self.dtype, self.device)
-        return FP8Matrix(precision, rows, columns, pieces, self.device)
+        return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
 
 
 @dataclass(frozen=True)
@@ -42,16 +52,6 @@ class ModelContext(LayerContext):
 
     config: ModelConfig
     max_model_len: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Surroundings of a block that decide what it may leave to its neighbours."""
-
-    fuses: bool = False
-    """Kernels for few rows may compute the norm before it, and the addition after it."""
-    adds_parts: bool = True
-    """A ReduceAddNorm takes its result, and adds up sums over parts of K."""
 
 
 class Stream(NamedTuple):

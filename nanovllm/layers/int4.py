@@ -8,7 +8,9 @@ from torch import nn
 
 from nanovllm.kernels.gemm import int4, int4_row
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
-from nanovllm.kernels.plan.config import INT4, GemmConfig
+from nanovllm.kernels.plan.config import INT4
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
 from nanovllm.model_config import Quantization
 
@@ -24,7 +26,8 @@ class Int4Matrix(nn.Module):
     """
 
     type_name = INT4
-    scale_rows = None
+    scale_rows: int | None = None
+    has_static_inputs = False
 
     def __init__(
         self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -55,11 +58,10 @@ class Int4Matrix(nn.Module):
             shards = tuple(_shard(held, cut, each, count) for cut in cuts)
             yield CheckpointWeight(f"{path}.{name}", whole, shards, is_scale=name == SCALES)
 
-    def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
-        """See Matrix."""
-        if config.is_skinny:
-            return int4_row.linear(x, self.for_kernel(), config, gated=gated, **around)
-        return int4.linear(x, self.for_kernel(), config, gated=gated)
+    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
+        """See Weight."""
+        linear: Any = int4_row.linear if launch.config.is_skinny else int4.linear
+        return linear(x, self.for_kernel(), launch.config, **call.around(launch))
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int, count: int) -> Shard:

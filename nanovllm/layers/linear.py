@@ -12,79 +12,93 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.config import LIBRARY
-from nanovllm.kernels.plan.plan import Launch, Product
-from nanovllm.kernels.pointwise.norm import Norm, add_up
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.kernels.plan.product import ANYTHING, SUMMED_AFTER, Around, Choice, Product
+from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
+from nanovllm.layers.matrix import Weight
 from nanovllm.layers.quantized import column_multiple
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
 
 
-class ParallelLinear(WeightedModule):
-    """x [T, in] @ weight [out, in]^T + bias [out], whatever in and out are of the whole.
+class Operation(WeightedModule):
+    """Weight that a layer multiplies by. `product` tells the planner what it is and what stands around it. The planner
+    says for each number of rows which kernel runs, and what this computes besides (kernels/plan/plan.py)."""
 
-    `product` says what it multiplies and what may stand around it; the planner says by which kernel, for each number
-    of rows (kernels/plan/plan.py). What that kernel does not compute of the things around it, other kernels do.
-    """
+    def __init__(self, context: LayerContext, product: Product, matrix: Weight) -> None:
+        super().__init__()
+        self.product, self.matrix = product, matrix
+        self._chained, self._apart = map(context.planner.launches, (product, product.apart))
+
+    def launch(self, rows: int, call: Call) -> Launch:
+        """Kernel that runs for so many rows."""
+        found: Launch = (self._apart if call.residual is None else self._chained)[rows]
+        return found
+
+    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
+        """x by what is launched; see Weight.multiply."""
+        y = self.matrix.multiply(x, self.launch(x.shape[0], call), call)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+
+class ParallelLinear(Operation):
+    """x [T, in] @ weight [out, in]^T + bias [out], whatever in and out are of the whole. What the kernel of its launch
+    does not compute of the things around it, other kernels do."""
 
     def __init__(
-        self, context: LayerContext, kind: str, rows: int, columns: int, *, pieces: Iterable[Piece],
-        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None, before: str = "",
-        after: str = "", adds_parts: bool = False, rounds: bool = False,
+        self, context: LayerContext, name: str, rows: int, columns: int, *, pieces: Iterable[Piece],
+        bias: bool = False, adds_bias: bool = True, precision: Quantization | None = None, around: Around = ANYTHING,
     ) -> None:  # fmt: skip
-        """kind: one of plan.config.KINDS. rows, columns: of this rank's weight, of which `pieces` fill all but the
-        padding. bias [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of
-        the context's dtype. before, after, adds_parts, rounds: see Product."""
-        super().__init__()
-        self.kind, self.pieces = kind, tuple(pieces)
-        self.matrix = context.matrix(precision, rows, columns, self.pieces)
+        """name: see Product. rows, columns: of this rank's weight, of which `pieces` fill all but the padding. bias
+        [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of the context's
+        dtype."""
+        pieces = tuple(pieces)
+        matrix = context.matrix(precision, rows, columns, pieces)
+        has_bias = bias and (adds_bias or around.after == "gate")
+        super().__init__(context, product_of(context, name, matrix, rows, columns, around, has_bias), matrix)
+        self.pieces = pieces
         self.bias = parameter(rows, dtype=context.dtype, device=context.device) if bias else None
         cuts = [cut for piece in self.pieces for cut in piece.cuts]
         if self.bias is not None and not any(cut.dim for cut in cuts):
             self.bias.zero_()
-        self.adds_bias = adds_bias
-        self.product = Product(
-            kind, rows, columns, self.matrix.type_name, str(context.dtype).removeprefix("torch."), before, after,
-            adds_parts, bias and adds_bias, rounds, self.matrix.scale_rows,
-        )  # fmt: skip
-        self.launches = context.planner.launches(self.product)
+        self.adds_bias, self._adds_residual = adds_bias, around.after == "residual"
 
     @property
     def weight(self) -> torch.Tensor:
         """Weight [out, in] of a layer that is not quantised."""
         return self.matrix.weight
 
-    def forward(
-        self, x: torch.Tensor | FP8Rows, *, norm: Norm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """[T, in] -> [T, out], or [parts, T, out], sums over parts of `in` that its consumer adds up, float32 but with
-        exact_bits="tp". norm: of x, where the kernel for so many rows computes it (Launch.norm). residual [T, out]:
-        the result is added to it in place, and it is returned; for one rank alone."""
-        launch: Launch = self.launches[x.shape[0]]
-        if residual is not None:
-            return self._add_to(residual, x, launch)
-        y = self.matrix.multiply(x, launch.config, norm=norm)
+        exact_bits="tp". Where it stands before an addition to the residual stream, and the call has one: that."""
+        launch = self.launch(x.shape[0], call)
+        if self._adds_residual and call.residual is not None:
+            return self._add_to(call.residual, x, launch, call)
+        y = self.matrix.multiply(x, launch, call)
         assert isinstance(y, torch.Tensor)
         if self.bias is not None and self.adds_bias:
             (y if y.dim() == 2 else y[0]).add_(self.bias)
         return y
 
-    def _add_to(self, residual: torch.Tensor, x: torch.Tensor | FP8Rows, launch: Launch) -> torch.Tensor:
+    def _add_to(
+        self, residual: torch.Tensor, x: torch.Tensor | FP8Rows, launch: Launch, call: Call
+    ) -> torch.Tensor:  # fmt: skip
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
-        if launch.residual:
-            self.matrix.multiply(x, launch.config, residual=residual)
-            return residual
         if launch.config == LIBRARY:
             assert isinstance(x, torch.Tensor)
             return residual.addmm_(x, self.weight.t())
-        y = self.matrix.multiply(x, launch.config)
+        y = self.matrix.multiply(x, launch, call)
         assert isinstance(y, torch.Tensor)
+        if launch.residual:
+            return residual
         return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -97,6 +111,18 @@ class ParallelLinear(WeightedModule):
     def _bias_weight(self, name: str, bias: torch.Tensor, piece: Piece) -> CheckpointWeight:
         shards = (Shard(bias, 0, 0),) if any(cut.dim for cut in piece.cuts) else (cut.shard(bias) for cut in piece.cuts)
         return CheckpointWeight(name, piece.shape[:1], tuple(shards))
+
+
+def product_of(
+    context: LayerContext, name: str, matrix: Weight, rows: int, columns: int, around: Around, has_bias: bool = False,
+    choice: Choice | None = None,
+) -> Product:  # fmt: skip
+    """The product of rows by a weight [rows, columns], or by those of experts."""
+    x_dtype = str(context.dtype).removeprefix("torch.")
+    return Product(
+        name, rows, columns, matrix.type_name, x_dtype, around, has_bias, matrix.scale_rows, matrix.has_static_inputs,
+        choice,
+    )  # fmt: skip
 
 
 def part_of(width: int, group: TensorParallelGroup, multiple: int) -> tuple[int, int, int]:
@@ -117,31 +143,20 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, outputs: dict[str, int], *, bias: bool = False,
-        precision: Quantization | None = None, multiple: int = 1, before: str = "", after: str = "",
-        rounds: bool = False, kind: str = "gate_up",
+        adds_bias: bool = True, precision: Quantization | None = None, multiple: int = 1, around: Around = ANYTHING,
+        name: str = "gate_up",
     ) -> None:  # fmt: skip
         """`outputs`: name in the checkpoint -> whole number of outputs, in the order of the result's columns. multiple:
-        of which a rank's share of each is, beside what `precision` asks. before, after, rounds, kind: see Product; a
-        layer's operations have different kinds."""
+        of which a rank's share of each is, beside what `precision` asks."""
         pieces, rows = [], 0
-        for name, width in outputs.items():
+        for output, width in outputs.items():
             size, begin, valid = part_of(width, context.group, max(multiple, column_multiple(precision)))
-            pieces.append(Piece(name, (width, in_features), (Cut(0, rows, begin, valid),)))
+            pieces.append(Piece(output, (width, in_features), (Cut(0, rows, begin, valid),)))
             rows += size
         super().__init__(
-            context, kind, rows, in_features, pieces=pieces, bias=bias, precision=precision, before=before,
-            after=after, rounds=rounds,
+            context, name, rows, in_features, pieces=pieces, bias=bias, adds_bias=adds_bias, precision=precision,
+            around=around,
         )  # fmt: skip
-
-    def silu_mul(
-        self, x: torch.Tensor | FP8Rows, kernels: Kernels, *, norm: Norm | None = None
-    ) -> torch.Tensor | FP8Rows:
-        """Computes silu(gate) * up, with this layer as gate and up: [T, in] -> [T, out / 2], rounded to e4m3 where the
-        consumer takes it so. norm: as in forward."""
-        launch: Launch = self.launches[x.shape[0]]
-        if launch.gate:
-            return self.matrix.multiply(x, launch.config, gated=True, norm=norm)
-        return kernels.activation(self(x, norm=norm), "silu", True, rounds=self.product.rounds)
 
 
 class QKVParallelLinear(ParallelLinear):
@@ -150,7 +165,7 @@ class QKVParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, heads: HeadSplit, head_dim: int, *, bias: bool,
-        precision: Quantization | None, before: str = "",
+        precision: Quantization | None, around: Around = ANYTHING,
     ) -> None:  # fmt: skip
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
         q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
@@ -162,7 +177,7 @@ class QKVParallelLinear(ParallelLinear):
         rows = q_rows + 2 * kv_rows
         super().__init__(
             context, "qkv", rows, in_features, pieces=pieces, bias=bias, adds_bias=False, precision=precision,
-            before=before,
+            around=around,
         )  # fmt: skip
 
 
@@ -171,20 +186,19 @@ class RowParallelLinear(ParallelLinear):
     the next ReduceAddNorm. Rank 0 alone adds the bias."""
 
     def __init__(
-        self, context: LayerContext, in_features: int, out_features: int, *, kind: str = "down", bias: bool = False,
-        pads: bool = True, precision: Quantization | None = None, multiple: int = 1, before: str = "",
-        after: str = "", adds_parts: bool = True,
+        self, context: LayerContext, in_features: int, out_features: int, *, name: str = "down", bias: bool = False,
+        pads: bool = True, precision: Quantization | None = None, multiple: int = 1, around: Around = SUMMED_AFTER,
     ) -> None:  # fmt: skip
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
-        divide them. before, after, adds_parts: see Product."""
+        divide them."""
         group = context.group
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if valid and begin % column_multiple(precision) and precision is not None:
-            found = f"{kind}: {size} of {in_features} inputs for each rank"
+            found = f"{name}: {size} of {in_features} inputs for each rank"
             bound = f"a multiple of {column_multiple(precision)} in {precision.method}"
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
         super().__init__(
-            context, kind, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0, precision=precision,
-            before=before, after=after, adds_parts=adds_parts,
+            context, name, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0,
+            precision=precision, around=around,
         )  # fmt: skip

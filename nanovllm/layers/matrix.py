@@ -8,34 +8,32 @@ from torch import nn
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm import dense
-from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.layers.quantized import FP8Matrix
+from nanovllm.kernels.moe import linear as experts
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, parameter
-from nanovllm.model_config import Quantization
 
 
-class Matrix(Protocol):
-    """A weight [rows, columns] of one rank."""
+class Weight(Protocol):
+    """A weight [rows, columns] of one rank, or of each expert [experts, rows, columns]. Nobody else knows which kernels
+    multiply by it."""
 
     weight: Any
     """The tensor of one that has one type of numbers."""
+    scale_rows: int | None
+    """See Product."""
+    has_static_inputs: bool
+    """See Product."""
 
     @property
     def type_name(self) -> str:
         """Name of the weight's type in Product.dtype."""
         ...
 
-    @property
-    def scale_rows(self) -> int | None:
-        """See Product."""
-        ...
-
-    def multiply(
-        self, x: Any, config: GemmConfig, *, gated: bool = False, **around: Any
-    ) -> torch.Tensor | FP8Rows:
-        """x [T, columns] -> x @ weight^T [T, rows], or float32 [config.parts, T, rows], sums over parts of columns.
-        gated: gates are the first half of the rows; silu(gate) * up, [T, rows / 2], rounded to e4m3 by "roles".
-        around: `norm` and `residual` of kernels for few rows (kernels/gemm/skinny.py)."""
+    def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
+        """x [T, columns] -> x @ weight^T [T, rows], or [launch.config.parts, T, rows], sums over parts of columns;
+        with what the launch says that its kernel computes besides (Call.around), rounded to e4m3 by "roles". By weights
+        of experts as kernels/moe/linear.py says."""
         ...
 
     def checkpoint_weights(
@@ -49,7 +47,8 @@ class DenseMatrix(nn.Module):
     """A weight [rows, columns] in the dtype of x. Where nothing is loaded it is whatever it was, or zero where the
     checkpoint fills only a part of it."""
 
-    scale_rows = None
+    scale_rows: int | None = None
+    has_static_inputs = False
 
     def __init__(
         self, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype, device: torch.device,
@@ -66,25 +65,14 @@ class DenseMatrix(nn.Module):
     def type_name(self) -> str:
         return str(self.weight.dtype).removeprefix("torch.")
 
-    def multiply(self, x: torch.Tensor, config: GemmConfig, *, gated: bool = False, **around: Any) -> torch.Tensor:
-        """See Matrix."""
-        return dense.linear(x, self.weight, config, gated=gated, **around)
-
-    def for_kernel(self) -> torch.Tensor:
-        return self.weight
+    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
+        """See Weight."""
+        if self.weight.dim() == 3:
+            return experts.linear(x, self.weight, launch.config, call.routing, **call.around(launch))
+        return dense.linear(x, self.weight, launch.config, **call.around(launch))
 
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None
     ) -> Iterator[CheckpointWeight]:
         held = self.weight if expert is None else self.weight[expert]
         yield CheckpointWeight(f"{path}.weight", shape, tuple(cut.shard(held) for cut in cuts))
-
-
-def experts_of(
-    precision: Quantization | None, count: int, rows: int, columns: int, pieces: tuple[Piece, ...], dtype: torch.dtype,
-    device: torch.device,
-) -> DenseMatrix | FP8Matrix:  # fmt: skip
-    """An empty weight [count, rows, columns] of so many experts."""
-    if precision is None:
-        return DenseMatrix(rows, columns, pieces, dtype, device, (count,))
-    return FP8Matrix(precision, rows, columns, pieces, device, (count,))

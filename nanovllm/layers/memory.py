@@ -18,6 +18,8 @@ class Pages:
     """Elements of a head in each tensor: of keys and of values; of both together where values are keys."""
     window: int | None = None
     """Tokens that a query sees, its own among them; None: all before it. What no later query sees may go."""
+    takes_fp8: bool = False
+    """Whether the mixer can keep them in e4m3, with the cache's scales (kv_cache_dtype="fp8")."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token, with the two scales of a head where `dtype` is e4m3."""

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.plan.product import SUMMED_AFTER, Around
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.quantized import column_multiple, takes_fp8
+from nanovllm.layers.quantized import column_multiple, has_measured_inputs
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import Quantization
 
@@ -19,37 +20,34 @@ class MLP(WeightedModule):
     def __init__(
         self, context: LayerContext, hidden_size: int, intermediate_size: int, *, activation: str = "silu",
         gated: bool = True, bias: bool = False,
-        precisions: tuple[Quantization | None, Quantization | None] = (None, None), fuses: bool = False,
-        adds_parts: bool = True,
+        precisions: tuple[Quantization | None, Quantization | None] = (None, None), around: Around = SUMMED_AFTER,
+        path: str = "",
     ) -> None:  # fmt: skip
-        """activation: one of kernels/pointwise/activation.py's KINDS. precisions: of gate and up, and of down. fuses:
-        nothing but an RMSNorm stands before the MLP and nothing but the addition to the residual stream behind it, so
-        its kernels may compute both. adds_parts: see Product."""
+        """activation: one of kernels/pointwise/activation.py's ACTIVATIONS. precisions: of gate and up, and of down.
+        path: before the names of its products."""
         super().__init__()
         self.kernels, self.activation, self.gated = context.kernels, activation, gated
         outputs = dict.fromkeys(("gate_proj", "up_proj") if gated else ("up_proj",), intermediate_size)
         multiple = max(map(column_multiple, precisions))  # also where only one of the two is quantised
-        self.is_swiglu = gated and activation == "silu"
-        rounds = self.is_swiglu and takes_fp8(precisions[1], context.planner.rules.device)
+        after = "gate" if gated and activation == "silu" else ""
         self.gate_up_proj = MergedColumnParallelLinear(
-            context, hidden_size, outputs, bias=bias, precision=precisions[0], multiple=multiple,
-            before="norm" if fuses else "", after="gate" if self.is_swiglu else "", rounds=rounds,
+            context, hidden_size, outputs, bias=bias, adds_bias=False, precision=precisions[0], multiple=multiple,
+            around=around.first(after, has_measured_inputs(precisions[1])), name=f"{path}gate_up",
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
             context, intermediate_size, hidden_size, bias=bias, precision=precisions[1], multiple=multiple,
-            after="residual" if fuses else "", adds_parts=adds_parts,
+            around=around.last(), name=f"{path}down",
         )  # fmt: skip
         self.operations = (self.gate_up_proj.product, self.down_proj.product)
 
-    def forward(
-        self, x: torch.Tensor | FP8Rows, *, norm: Norm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, hidden] -> a partial sum [T, hidden]. norm, residual: see ParallelLinear."""
+    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
+        """[T, hidden] -> a partial sum [T, hidden]; see ParallelLinear."""
         up = self.gate_up_proj
-        if self.is_swiglu:
-            return self.down_proj(up.silu_mul(x, self.kernels, norm=norm), residual=residual)
-        y = up.matrix.multiply(x, up.launches[x.shape[0]].config)
-        return self.down_proj(self.kernels.activation(y, self.activation, self.gated, up.bias))
+        launch = up.launch(x.shape[0], call)
+        y = up.matrix.multiply(x, launch, call)
+        if not launch.gate:
+            y = self.kernels.activation(y, self.activation, self.gated, up.bias, rounds=launch.rounds)
+        return self.down_proj(y, call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)

@@ -41,14 +41,12 @@ class ReduceAddNorm(WeightedModule):
     """
 
     def __init__(
-        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
-        rounds: bool = False,
-    ) -> None:  # fmt: skip
+        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0
+    ) -> None:
         """norm: of the new residual; None leaves it as it is. after: norm of the complete partial sum, before it is
-        multiplied and added; its weights belong to the block that the sum comes from. rounds: the consumer takes
-        normalised rows in e4m3, so this may round them."""
+        multiplied and added; its weights belong to the block that the sum comes from."""
         super().__init__()
-        self.norm, self.after, self.multiplier, self.rounds = norm, after, multiplier, rounds
+        self.norm, self.after, self.multiplier = norm, after, multiplier
         self.group, self.kernels = context.group, context.kernels
         self.is_add_rms_norm = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
@@ -60,27 +58,24 @@ class ReduceAddNorm(WeightedModule):
         assert self.norm is not None
         return self.norm.for_kernel()
 
-    def forward(self, stream: Stream) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+    def forward(self, stream: Stream, rounds: bool = False) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+        """rounds: normalised rows are rounded to e4m3, as the consumer's launch says (Launch.rounded)."""
         residual, partial, is_early = stream
         if partial is None:
             assert residual is not None
-            return self.add_norm(residual, None, self.rounds)
-        rows = stream.num_rows
-        peers = self.group.fused_all_reduce(rows)
-        if peers is not None and not self.is_add_rms_norm:
-            return self.add_norm(peers.all_reduce(partial), residual)
+            return self.add_norm(residual, None, rounds)
+        peers = self.group.fused_all_reduce(stream.num_rows)
+        if peers is not None and self.is_add_rms_norm:
+            return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=is_early, rounds=rounds)
         if peers is not None:
-            # One row's product over several ranks rounds it in less time than the kernel of the sum.
-            rounds = self.rounds and rows > 1
-            return peers.all_reduce_add_rms_norm(
-                partial, residual, self.row_norm, dependent=is_early, rounds=rounds
-            )
-        if self.group.size > 1 and partial.dim() == 3:
-            assert residual is not None
-            partial = add_up(partial, residual.dtype, self.round_sums)
-        if self.group.size > 1:
-            return self.add_norm(self.group.all_reduce(partial), residual)
-        return self.add_norm(partial, residual, self.rounds)
+            partial = peers.all_reduce(partial)
+        elif self.group.size > 1:
+            partial = self.group.all_reduce(self.whole(partial, residual))
+        return self.add_norm(partial, residual, rounds)
+
+    def whole(self, partial: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+        """A partial sum as one addend [T, hidden] in the dtype of `like`, where it comes in parts of a sum."""
+        return partial if partial.dim() == 2 or like is None else add_up(partial, like.dtype, self.round_sums)
 
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +9,10 @@ from torch import nn
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
+from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.plan.config import FP8 as FP8_NAME
-from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Scales, Shard, parameter
 from nanovllm.model_config import Quantization
 
@@ -26,11 +26,9 @@ def column_multiple(quantization: Quantization | None) -> int:
     return _ALIGNMENT if quantization is None else BLOCK
 
 
-def takes_fp8(quantization: Quantization | None, device: Device) -> bool:
-    """Whether the layer before may hand the inputs over in e4m3: no matrix has a scale of its own for them, and kernels
-    can read them."""
-    is_fp8 = quantization is not None and quantization.method == "fp8" and not quantization.static_inputs
-    return is_fp8 and (device.has_tma or not device.is_cuda)
+def has_measured_inputs(quantization: Quantization | None) -> bool:
+    """Whether rows in e4m3 have scales that are measured, so that whoever makes them may round them."""
+    return quantization is not None and quantization.method == "fp8" and not quantization.static_inputs
 
 
 class FP8Matrix(nn.Module):
@@ -52,6 +50,8 @@ class FP8Matrix(nn.Module):
         """Rows that share scales: a whole block, or less where ranges begin elsewhere."""
         if self.in_blocks:
             self.rows_each = math.gcd(BLOCK, *(n for cut in cuts if cut.dim == 0 for n in (cut.place, cut.start)))
+        self.scale_rows = self.rows_each if self.in_blocks else None
+        self.has_static_inputs = quantization.static_inputs
         groups = -(-columns // BLOCK) if self.in_blocks else 1
         self.weight = parameter(*stack, rows, columns, dtype=FP8, device=device)
         self.weight.view(torch.uint8).zero_()
@@ -106,16 +106,12 @@ class FP8Matrix(nn.Module):
                 for index, line in enumerate(scales):
                     yield Shard(line[None], 0, (cut.start + index * self.rows_each) // BLOCK)
 
-    @property
-    def scale_rows(self) -> int | None:
-        """Neighbouring rows that share scales; None: each row has one."""
-        return self.rows_each if self.in_blocks else None
-
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)
 
-    def multiply(
-        self, x: torch.Tensor | FP8Rows, config: GemmConfig, *, gated: bool = False, **around: Any
-    ) -> torch.Tensor | FP8Rows:
-        """See Matrix."""
-        return gemm.linear(x, self.for_kernel(), config, gated=gated, **around)
+    def multiply(self, x: torch.Tensor | FP8Rows, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
+        """See Weight."""
+        if self.weight.dim() == 3:
+            assert isinstance(x, torch.Tensor)
+            return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
+        return gemm.linear(x, self.for_kernel(), launch.config, **call.around(launch))

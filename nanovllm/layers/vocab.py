@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.linear import ParallelLinear
+from nanovllm.layers.step import OUTSIDE
 from nanovllm.layers.weights import Cut, Piece
 from nanovllm.model_config import Quantization
 
@@ -46,4 +47,4 @@ class VocabParallelEmbedding(ParallelLinear):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, ids of this rank]."""
-        return self(hidden)
+        return self(hidden, OUTSIDE)

@@ -151,6 +151,8 @@ class CheckpointWeight:
                 raise ValueError(f"weight {self.name!r} holds {bad[0].item()}: scales must be finite and > 0")
         elif self.shards and source.dtype != (held := self.shards[0].target.dtype):
             is_number = source.dtype.is_floating_point and source.dtype.itemsize > 1
+            if is_number and held.itemsize == 1 and any(shard.scales is None for shard in self.shards):
+                raise ValueError(f"weight {self.name!r} has type {source.dtype}: must be {held}, for it gets no scales")
             if not is_number and (held.is_floating_point or source.dtype.itemsize == 1):
                 bound = "a quantization_config that says so is missing"
                 raise ValueError(f"weight {self.name!r} has type {source.dtype}: {bound}")
@@ -176,12 +178,14 @@ class CheckpointWeight:
                 yield from zip(shard.target.split(rows), part.split(rows), strict=True)
 
     def contiguous_target(self) -> torch.Tensor | None:
-        """The whole tensor as it is in this rank's parameters; None where it is there in part, in another order, with
-        padding between its rows, or with an offset."""
+        """The whole tensor as it is in one of this rank's parameters; None where it is there in part, in another order,
+        with padding between its rows, or with an offset."""
         first, rows = self.shards[0].target, 0
         for shard in self.shards:
             target = shard.target
             if target.shape[1:] != self.shape[1:] or not target.is_contiguous() or self.offset:
+                return None
+            if target.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
                 return None
             follows = target.storage_offset() == first.storage_offset() + rows * first[:1].numel()
             if not follows or (shard.dim == 0 and shard.start != rows):

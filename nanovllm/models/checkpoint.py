@@ -1,6 +1,5 @@
 """Weights from safetensors files (or from nothing), each rank reading only the bytes of its own shards."""
 
-import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
+from nanovllm.models.files import weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FILE_DTYPES = {
@@ -63,26 +63,9 @@ def _file_tensor(path: Path, name: str, part: Any) -> FileTensor:
     return FileTensor(part, FILE_DTYPES[dtype], torch.Size(part.get_shape()))
 
 
-def _files_of_index(index: Path) -> list[str]:
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
-    if not files or not all(isinstance(name, str) for name in files):
-        raise ValueError(f"{index}: corrupt: its weight_map names the files {files or 'none'}")
-    return sorted(files)
-
-
 def open_checkpoint(folder: Path, option: str = "model") -> dict[str, FileTensor]:
-    """All tensors of a folder that an option names: of the files its index names, or of every *.safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = [folder / name for name in _files_of_index(index)]
-        for file in files:
-            if not file.is_file():
-                raise FileNotFoundError(f"{index} names {file.name}, which is missing")
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder that an option names."""
+    files = weight_files(folder)
     if not files:
         raise FileNotFoundError(f"{option}={str(folder)!r}: must be a folder with *.safetensors")
     tensors: dict[str, FileTensor] = {}

@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn.functional import rms_norm
 
 from nanovllm.errors import refuse
-from nanovllm.kernels.plan.plan import LayerPlan, Operation
-from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.layers.attention import Attention, ForwardStep, PagedAttention, wanted_rows
-from nanovllm.layers.context import ModelContext, Place, Stream
+from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch, LayerPlan
+from nanovllm.kernels.plan.product import Around
+from nanovllm.layers.attention import Attention, PagedAttention
+from nanovllm.layers.context import ModelContext, Stream
 from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
-from nanovllm.layers.quantized import takes_fp8
 from nanovllm.layers.rotary import PositionTables
+from nanovllm.layers.step import Call, ForwardStep, wanted_rows
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec, ModelConfig
@@ -51,6 +51,15 @@ def has_plain_joints(config: ModelConfig) -> bool:
     return config.norm_placement == "pre" and config.norm_kind == "rms" and config.residual_multiplier == 1.0
 
 
+def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:
+    """Surroundings of a layer's mixer, and of its MLP."""
+    if config.norm_placement == "parallel":
+        return Around()  # one sum takes both
+    if has_plain_joints(config) and can_fuse(config, spec):
+        return Around("rms", "residual", adds_parts=True)
+    return Around("norm" if config.norm_placement != "post" else "", adds_parts=True)
+
+
 def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     """Whether kernels for few rows can compute everything around and between this layer's products."""
     if spec.mixer != "attention" or spec.mlp not in OWN_MLPS or config.attention_gate is not None:
@@ -61,23 +70,23 @@ def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     return config.gated_mlp and config.activation == "silu"
 
 
-OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Place], Any]] = {"attention": Attention}
-"""Builders of a layer's mixer by LayerSpec.mixer. A mixer is a module with `operations`, (rows [T, hidden], step) ->
-[wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have more."""
+OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Around], Any]] = {"attention": Attention}
+"""Builders of a layer's mixer by LayerSpec.mixer, from what is around it. A mixer is a module with `operations`, (rows
+[T, hidden], call) -> [wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have
+more."""
 
 
-def dense_mlp(context: ModelContext, spec: LayerSpec, place: Place) -> MLP:
+def dense_mlp(context: ModelContext, spec: LayerSpec, around: Around) -> MLP:
     config = context.config
     return MLP(
         context, config.hidden_size, config.intermediate_size, activation=config.activation, gated=config.gated_mlp,
-        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), fuses=place.fuses,
-        adds_parts=place.adds_parts,
+        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), around=around,
     )  # fmt: skip
 
 
-OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Place], Any]] = {"dense": dense_mlp, "moe": MoE}
-"""Builders of a layer's MLP by LayerSpec.mlp. An MLP is a module with `operations`, [T, hidden] -> [T, hidden], a
-partial sum. A Family may have more."""
+OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Around], Any]] = {"dense": dense_mlp, "moe": MoE}
+"""Builders of a layer's MLP by LayerSpec.mlp, from what is around it. An MLP is a module with `operations`, (rows [T,
+hidden], call) -> [T, hidden], a partial sum. A Family may have more."""
 
 
 def builder(kind: str, name: str, of_all: Mapping[str, Builder], of_family: Mapping[str, Builder]) -> Builder:
@@ -94,29 +103,26 @@ class Block:
 
     reduce_norm: ReduceAddNorm
     compute: Callable[..., torch.Tensor]
-    """(rows [T, hidden], step) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
-    is around them it is called with `norm`, of the rows, and with `residual`, which it adds to in place."""
-    operations: tuple[Operation, ...] = ()
-    """Operations in order, from the one that takes the rows to the one that yields the result."""
+    """(rows [T, hidden], call) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
+    is around them the call has the `norm` of the rows, and the `residual`, which it adds to in place."""
+    operations: range = range(0)
+    """Places, among the layer's operations, from the one that takes the rows to the one that yields the result."""
 
-    def compute_whole(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """`compute` for a sum that takes one addend: parts of a product's sum [parts, T, hidden] are added up to
-        [T, hidden] in x's dtype."""
-        partial = self.compute(x, step)
-        return partial if partial.dim() == 2 else add_up(partial, x.dtype)
-
-
-def without_step(mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """An MLP as a Block computes: of rows [T, hidden], without the step."""
-    return lambda x, step, **around: mlp(x, **around)
+    def ends(self, plan: LayerPlan) -> tuple[Launch, Launch]:
+        """Launches of the first operation and of the last."""
+        if not self.operations:
+            return NO_LAUNCH, NO_LAUNCH
+        return plan.launches[self.operations[0]], plan.launches[self.operations[-1]]
 
 
-def side_by_side(attention: Attention, mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def side_by_side(attention: Any, mlp: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Function that computes the sum of attention and MLP of the same rows [T, hidden], for a Block."""
 
-    def compute(x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        attended, own = attention(x, step), wanted_rows(x, step.wanted)
-        return attended + mlp(own) if own.shape[0] else attended
+    def compute(x: torch.Tensor, call: Call) -> torch.Tensor:
+        assert call.step is not None
+        attended, wanted = attention(x, call), call.step.wanted
+        own = wanted_rows(x, wanted)
+        return attended + mlp(own, call._replace(rows=wanted)) if own.shape[0] else attended
 
     return compute
 
@@ -130,38 +136,34 @@ class DecoderLayer(WeightedModule):
         """incoming: the norm of what the layer before this one hands on, where that has one."""
         super().__init__()
         config = context.config
-        place, device = config.norm_placement, context.planner.rules.device
+        placement, factor = config.norm_placement, config.residual_multiplier
         self.signature: Hashable = spec.signature
         self.norms: dict[str, RowNorm] = {}
-        if place != "post":
+        if placement != "post":
             self.norms["attention_norm"] = make_norm(context)
-        if place in ("post", "sandwich"):
+        if placement in ("post", "sandwich"):
             for name in ("attention_out_norm", "mlp_out_norm"):
                 self.norms[name] = make_norm(context, is_after=True)
-        if place in ("pre", "sandwich"):
+        if placement in ("pre", "sandwich"):
             self.norms["mlp_norm"] = make_norm(context)
-        get, is_parallel, factor = self.norms.get, place == "parallel", config.residual_multiplier
-        fuses = has_plain_joints(config) and can_fuse(config, spec)
-        around, own = Place(fuses, adds_parts=not is_parallel), family(config.architecture)
-        self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, own.mixers)(context, spec, tables, around)
-        self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, own.mlps)(context, spec, around)
-        rounds = spec.mixer == "attention" and not is_parallel and config.attention_gate is None
-        rounds = rounds and takes_fp8(spec.precision("qkv"), device)
-        self.input_layernorm = ReduceAddNorm(context, get("attention_norm"), incoming, factor, rounds)
-        self.blocks: tuple[Block, ...]
-        """Blocks in the order in which a step goes through them."""
-        if is_parallel:
-            self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
-        else:
-            rounds = spec.mlp == "dense" and takes_fp8(spec.precision("gate_up"), device)
-            after = get("attention_out_norm")
-            self.post_attention_layernorm = ReduceAddNorm(context, get("mlp_norm"), after, factor, rounds)
-            self.blocks = (
-                Block(self.input_layernorm, self.self_attn, self.self_attn.operations),
-                Block(self.post_attention_layernorm, without_step(self.mlp), self.mlp.operations),
-            )
+        around, of_family = around_blocks(config, spec), family(config.architecture)
+        self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, of_family.mixers)(context, spec, tables, around)
+        self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, of_family.mlps)(context, spec, around)
         self.operations = (*self.self_attn.operations, *self.mlp.operations)
         self.plans = context.planner.layer(self.operations)
+        self.input_layernorm = ReduceAddNorm(context, self.norms.get("attention_norm"), incoming, factor)
+        self.blocks: tuple[Block, ...]
+        """Blocks in the order in which a step goes through them."""
+        if placement == "parallel":
+            self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
+            return
+        norm, after = self.norms.get("mlp_norm"), self.norms.get("attention_out_norm")
+        self.post_attention_layernorm = ReduceAddNorm(context, norm, after, factor)
+        cut, end = len(self.self_attn.operations), len(self.operations)
+        self.blocks = (
+            Block(self.input_layernorm, self.self_attn, range(cut)),
+            Block(self.post_attention_layernorm, self.mlp, range(cut, end)),
+        )
 
     def forward(self, stream: Stream, step: ForwardStep) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
@@ -169,19 +171,20 @@ class DecoderLayer(WeightedModule):
             if not stream.num_rows:
                 break
             plan: LayerPlan = self.plans[stream.num_rows]
-            around: dict[str, Any] = {}
-            if plan.is_complete and plan.takes_norm(block.operations):
-                residual = block.reduce_norm.add(stream)
-                x, around["norm"] = residual, block.reduce_norm.row_norm
+            first, last = block.ends(plan)
+            if first.norm:
+                x = residual = block.reduce_norm.add(stream)
             else:
-                x, residual = block.reduce_norm(stream)
+                x, residual = block.reduce_norm(stream, first.rounded)
             if number == 0:
                 residual = wanted_rows(residual, step.wanted)
+            call = Call(step, step.wanted if number else None)
             if plan.is_complete:
-                block.compute(x, step, **around, residual=residual)
+                norm = block.reduce_norm.row_norm if first.norm else None
+                block.compute(x, call._replace(norm=norm, residual=residual))
                 stream = Stream(residual)
             else:
-                stream = Stream(residual, block.compute(x, step), plan.is_early(block.operations))
+                stream = Stream(residual, block.compute(x, call), last.is_early)
         return stream
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -244,12 +247,13 @@ class DecoderForCausalLM(WeightedModule):
     ) -> torch.Tensor:
         """forward for many tokens on several ranks, cut into two halves (parallel/two_batch.py)."""
         first, second = input_ids.split([step.positions.shape[0] for step in steps])
-        blocks = [(block.reduce_norm, block.compute_whole) for layer in self.layers for block in layer.blocks]
-        return wanted_rows(run_micro_batches((self.embed(first), self.embed(second)), steps, blocks, self.norm), wanted)
+        blocks = [(block.reduce_norm, block.compute) for layer in self.layers for block in layer.blocks]
+        halves, calls = (self.embed(first), self.embed(second)), (Call(steps[0]), Call(steps[1]))
+        return wanted_rows(run_micro_batches(halves, calls, blocks, self.norm), wanted)
 
-    def plan(self, num_rows: int) -> LayerPlan:
-        """Kernel plan of the last layer for so many tokens."""
-        return self.layers[-1].plans[num_rows]
+    def plans(self, num_rows: int) -> list[LayerPlan]:
+        """Kernel plan of each layer for so many tokens."""
+        return [layer.plans[num_rows] for layer in self.layers]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, hidden] -> logits [B, this rank's part of the padded vocabulary]."""

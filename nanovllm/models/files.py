@@ -81,7 +81,7 @@ def check_configuration(model: str, folder: Path) -> None:
 
 def check_weights(model: str, folder: Path) -> None:
     """Raises FileNotFoundError where there are no weights that can be read."""
-    if any(folder.glob("*.safetensors")):
+    if weight_files(folder):
         return
     pickles = sorted(name for name in _names(model, folder) if name.endswith((".bin", ".pt", ".pth")))
     if pickles:
@@ -96,6 +96,24 @@ def check_tokenizer(option: str, folder: Path) -> None:
     if not any(path.name.startswith(_TOKENIZERS) or path.suffix in (".model", ".tiktoken") for path in files):
         has = "no tokenizer there: give tokenizer=..., or skip_tokenizer_init=True for token ids alone"
         raise ValueError(f"{option}={str(folder)!r}: {has}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: those that its index names, or all but such as hold the same ones by other
+    names. Raises FileNotFoundError where one of the index is missing, ValueError for a corrupt index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path for path in sorted(folder.glob(*WEIGHTS)) if not any(map(path.match, _TWICE[1:]))]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index}: corrupt: its weight_map names the files {names or 'none'}")
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{index} names {name}, which is missing")
+    return [folder / name for name in sorted(names)]
 
 
 def _number(content: dict[str, Any]) -> Any:

@@ -2,8 +2,8 @@
 
 Projections that the engine fuses (queries, keys and values; gate and up) get one matrix, and each of the module's
 parameters becomes its rows of it. Everything else is the module's own tensor. What cannot be shared that way (norm
-weights that are kept as 1 + weight in float32, rows in another order, padded widths) is copied, and copied again after
-a change.
+weights that are kept as 1 + weight, what is kept in a wider type, rows in another order or in two places, padded
+widths) is copied, and copied again after a change.
 """
 
 import json
@@ -107,12 +107,13 @@ class LiveModule:
         weights, theirs = list(model.checkpoint_weights("model")), self._parameters()
         check_names(weights, theirs, is_tied)
         for weight in weights:
-            _check(weight, theirs[weight.name], next(model.parameters()).device)
+            _check(weight, theirs[weight.name], next(model.parameters()).device, next(self._module.parameters()).dtype)
         if is_tied and theirs.get(HEAD, theirs[EMBEDDING]) is not theirs[EMBEDDING]:
             raise ValueError("module: tie_word_embeddings=True, but its head is not its embedding (tie_weights())")
         by_memory: dict[int, list[CheckpointWeight]] = {}
         for weight in weights:
-            by_memory.setdefault(weight.shards[0].target.untyped_storage().data_ptr(), []).append(weight)
+            for memory in {shard.target.untyped_storage().data_ptr() for shard in weight.shards}:
+                by_memory.setdefault(memory, []).append(weight)
         for owner in model.modules():
             for attribute, ours in owner.named_parameters(recurse=False):
                 shared = self._shared(ours, by_memory[ours.untyped_storage().data_ptr()], theirs)
@@ -130,9 +131,9 @@ class LiveModule:
         """Tensor that replaces `ours`, made of the module's parameters for its parts `held`; None if they cannot be
         shared."""
         places = [weight.contiguous_target() for weight in held]
-        if any(place is None for place in places):
-            return None
         tensors = [theirs[weight.name] for weight in held]
+        if any(place is None for place in places) or any(tensor.dtype != ours.dtype for tensor in tensors):
+            return None
         if len(held) == 1 and ours.numel() == tensors[0].numel() and tensors[0].is_contiguous():
             shared = tensors[0].detach()
         else:
@@ -171,10 +172,12 @@ class LiveModule:
         return {"shared_parameters": self.num_shared, "copied_parameters": self.num_copied}
 
 
-def _check(weight: CheckpointWeight, tensor: torch.Tensor, device: torch.device) -> None:
+def _check(weight: CheckpointWeight, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """dtype: the module's, of which some tensors are kept wider than they come."""
     weight.check(tensor)
     wanted = weight.shards[0].target.dtype
-    if tensor.device != device or (tensor.dtype != wanted and not weight.offset):
+    is_widened = tensor.dtype == dtype and wanted.is_floating_point and wanted.itemsize > dtype.itemsize
+    if tensor.device != device or not (tensor.dtype == wanted or is_widened or weight.offset):
         found = f"is {tensor.dtype} on {tensor.device}"
         raise ValueError(f"module: parameter {weight.name!r} {found}: must be {wanted} on {device}")
     if type(tensor.data) is not torch.Tensor or tensor.is_inference():

@@ -53,6 +53,9 @@ def widened(tensors: Mapping[str, TensorSource], device: torch.device) -> dict[s
         base = name.removesuffix(_BLOCKS)
         scales = tensors.get(base + _SCALES)
         if base != name and scales is not None and tensor.shape == (*scales.shape, _GROUP // 2):
+            for part, held in ((_BLOCKS, tensor), (_SCALES, scales)):
+                if held.dtype != torch.uint8:
+                    raise ValueError(f"weight {base + part!r} has type {held.dtype}: must be {torch.uint8} (MXFP4)")
             found[base] = _widened(tensor, scales, device)
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
             if tensor.dtype == torch.uint8:

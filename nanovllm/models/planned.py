@@ -10,7 +10,8 @@ import torch
 
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
-from nanovllm.kernels.plan.plan import ExpertsLaunch, Launch, LayerPlan, Operation, Planner, Product, Rules
+from nanovllm.kernels.plan.plan import Launch, LayerPlan, Planner, Rules
+from nanovllm.kernels.plan.product import Product
 from nanovllm.layers.context import ModelContext
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -42,13 +43,13 @@ class LayerKind:
     """Layers that run the same operations."""
 
     count: int
-    operations: tuple[Operation, ...]
+    operations: tuple[Product, ...]
 
 
 def layer_kinds(config: ModelConfig, rules: Rules, dtype: str) -> tuple[list[LayerKind], Product]:
     """The kinds of layers on rank 0 of rules.world, and the head. dtype: of activations, by torch's name."""
     model, counts = one_of_each(config, rules, dtype)
-    found: Counter[tuple[Operation, ...]] = Counter()
+    found: Counter[tuple[Product, ...]] = Counter()
     for layer, count in zip(model.layers, counts, strict=True):
         found[layer.operations] += count
     return [LayerKind(count, operations) for operations, count in found.items()], model.lm_head.product
@@ -59,7 +60,7 @@ def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) ->
     away."""
     planner = Planner(rules)
     kinds, head = layer_kinds(config, rules, dtype)
-    linears = [one for kind in kinds for one in kind.operations if isinstance(one, Product)] + [head]
+    linears = [one for kind in kinds for one in kind.operations if one.choice is None] + [head]
     gemms = {one.gemm(rules.world) for one in linears}
     device, ranks = rules.device.name, f"{rules.world} rank" + "s" * (rules.world > 1)
     yield f"{config.architecture}, {dtype}, {ranks} of {device}: {len(config.layers)} layers; " + (
@@ -69,11 +70,12 @@ def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) ->
         plans = {rows: planner.layer(kind.operations)[rows] for rows in all_rows}
         yield from ("", f"{kind.count} layers:", "")
         yield from _heading("operation", all_rows)
-        for one in kind.operations:
-            cells = [_cell(plans[rows].launches[one.kind]) for rows in all_rows]
-            yield f"| {_name(one)} | " + " | ".join(cells) + " |"
+        for number, one in enumerate(kind.operations):
+            yield f"| {_name(one)} | " + " | ".join(_cell(plan.launches[number]) for plan in plans.values()) + " |"
         yield "| between them | " + " | ".join(map(_between, plans.values())) + " |"
-        yield from _reasons({rows: {**plan.launches, "norms": plan} for rows, plan in plans.items()})
+        names = [one.name for one in kind.operations]
+        whys = {rows: [each.why for each in (*plan.launches, plan)] for rows, plan in plans.items()}
+        yield from _reasons([*names, "norms"], whys)
     launches = {rows: planner.launches(head)[rows] for rows in all_rows}
     yield from ("", *_heading("output head", all_rows))
     yield f"| {_name(head)} | " + " | ".join(map(_cell, launches.values())) + " |"
@@ -84,35 +86,28 @@ def _heading(first: str, all_rows: list[int]) -> tuple[str, str]:
     return f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"
 
 
-def _name(one: Operation) -> str:
-    if isinstance(one, Product):
-        return f"{one.kind} {one.n:,} x {one.k:,} {one.dtype}"
-    return f"experts {one.num_experts} x {one.width:,} of {one.hidden:,} {one.dtype}, {one.top_k} a token"
+def _name(one: Product) -> str:
+    chosen = "" if one.choice is None else f", {one.choice.top_k} of {one.choice.num_experts} a token"
+    return f"{one.name} {one.n:,} x {one.k:,} {one.dtype}" + chosen * one.is_of_experts
 
 
-def _cell(launch: Launch | ExpertsLaunch) -> str:
+def _cell(launch: Launch) -> str:
     """Kernel and numbers, and what it computes besides."""
-    inside = "".join(f" + {name}" for name in INSIDE if getattr(launch, name, False))
-    if isinstance(launch, Launch):
-        return f"{launch.config}{inside}"
-    if launch.tiles is None:
-        return f"few tokens{inside}"
-    tiles = " and ".join(f"{t.block_n}x{t.block_m}x{t.block_k}, {t.stages} stages" for t in launch.tiles)
-    return f"by expert {tiles}"
+    return f"{launch.config}" + "".join(f" + {name}" for name in INSIDE if getattr(launch, name))
 
 
 def _between(plan: LayerPlan) -> str:
     return "complete stream" if plan.is_complete else "add + norm"
 
 
-def _reasons(by_rows: dict[int, dict[str, Any]]) -> Iterator[str]:
-    """Each reason with the operations and rows that it holds for."""
+def _reasons(names: list[str], whys: dict[int, list[str]]) -> Iterator[str]:
+    """Each reason with the operations and rows that it holds for. whys: by rows, in the order of the names."""
     found: dict[tuple[str, str], list[int]] = {}
-    for rows, launches in by_rows.items():
-        for kind, launch in launches.items():
-            if launch.why not in ("", "measured", "rule"):
-                found.setdefault((kind, launch.why), []).append(rows)
+    for rows, all_whys in whys.items():
+        for name, why in zip(names, all_whys, strict=True):
+            if why not in ("", "measured", "rule"):
+                found.setdefault((name, why), []).append(rows)
     if found:
         yield ""
-    for (kind, why), alike in found.items():
-        yield f"- {kind}, {', '.join(f'{rows:,}' for rows in alike)} rows: {why}"
+    for (name, why), alike in found.items():
+        yield f"- {name}, {', '.join(f'{rows:,}' for rows in alike)} rows: {why}"

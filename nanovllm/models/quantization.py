@@ -1,7 +1,7 @@
 """Reading of `quantization_config`: how a checkpoint's weights are quantised, and which of that is served. No torch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -116,22 +116,37 @@ def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: A
     return Quantization("int4", layout="compressed-tensors", group=group, has_zeros=not symmetric)
 
 
-METHODS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq}
-"""Readers of a quantization_config by its quant_method: each returns how the weights are quantised, and the names of
-modules that are not."""
+def _read_mxfp4(raw: dict[str, Any]) -> tuple[None, list[str]]:
+    """quant_method "mxfp4", of gpt-oss: what the files hold packed is widened when it is loaded (models/mxfp4.py), so
+    all is wide, whatever is named."""
+    return None, raw.get("modules_to_not_convert") or []
 
 
-def read_quantization(raw: dict[str, Any] | None, wanted: str | None) -> tuple[Quantization | None, list[str]]:
+METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization | None, list[str]]]] = {
+    "fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
+}  # fmt: skip
+"""Readers of a quantization_config by its quant_method: each returns how the weights are held (None: wide), and the
+names of modules that are not quantised."""
+
+
+def read_quantization(
+    raw: dict[str, Any] | None, wanted: str | None, moe: MoEConfig | None = None
+) -> tuple[Quantization | None, list[str]]:
     """Returns how the weights are quantised (None: not at all), and the names of modules that are not. raw:
-    config.json's quantization_config; wanted: EngineConfig.quantization. Raises ValueError for what is not served."""
+    config.json's quantization_config; wanted: EngineConfig.quantization; moe: the model's. Raises ValueError for what
+    is not served."""
     if raw is None:
         group = _INT4_GROUP if wanted == "int4" else 0
         return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
-    if not isinstance(raw, dict) or raw.get("quant_method") not in list(METHODS):
-        refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, METHODS)))
-    found, names = METHODS[raw["quant_method"]](raw)
-    if wanted not in (None, found.method):
-        refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
+    has_mxfp4 = moe is not None and moe.layout == "transposed"
+    known = [name for name in METHODS if has_mxfp4 or name != "mxfp4"]
+    if not isinstance(raw, dict) or raw.get("quant_method", "mxfp4" if has_mxfp4 else None) not in known:
+        refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, known)))
+    found, names = METHODS[raw.get("quant_method", "mxfp4")](raw)
+    if wanted is not None and (found is None or wanted != found.method):
+        bound = "None" if found is None else f"None or {found.method!r}"
+        refuse("quantization", wanted, f"{bound}, as the checkpoint has it")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         refuse("quantization_config: modules that are not converted", names, "a list of names")
     return found, names

@@ -78,13 +78,10 @@ def parse_config(
     names = wrapped(found.names, wrapper)
     config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
-    if "quantization_config" not in config.was_read:
-        how, skipped = read_quantization(config.get("quantization_config"), quantization)
-        if how is not None:
-            how = settled(how, fields, names)
-            fields["layers"] = quantized_layers(fields, how, skipped, names)
-    elif quantization is not None:
-        refuse("quantization", quantization, f"None for {architecture}")
+    how, skipped = read_quantization(config.get("quantization_config"), quantization, fields.get("moe"))
+    if how is not None:
+        how = settled(how, fields, names)
+        fields["layers"] = quantized_layers(fields, how, skipped, names)
     config.finish()
     check_overrides(_text_config(overrides), {*there, *found.defaults, *config.was_read, *CHANGES_RESULT})
     return ModelConfig(architecture=architecture, wrapper=wrapper, **fields)

@@ -4,12 +4,19 @@
 import math
 from typing import Any
 
-from nanovllm.errors import refuse
+from nanovllm.errors import near_miss, refuse
 from nanovllm.model_config import FULL, SLIDING, RopeConfig
 from nanovllm.models.config_reader import ConfigReader
 
 KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+_TYPELESS = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"}
+"""Entries that need no type: the first two hold for every one, the others change nothing in text."""
+_KNOWN = {
+    *_NUMBERS, *_TYPELESS, "rope_type", "type", "original_max_position_embeddings", "truncate", "mscale",
+    "mscale_all_dim", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta",
+}  # fmt: skip
+"""All entries that are read, here or by a family. As in transformers, a type may come with those of another one."""
 
 
 def rope_entries(config: ConfigReader) -> dict[str, Any]:
@@ -35,6 +42,8 @@ def read_ropes(
     sliding ones have `rope_local_base_freq`."""
     nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     _require_dict(nested)
+    if nested.keys() - {FULL, SLIDING}:
+        refuse("rope_parameters", nested, f"a table for each of {FULL!r} and {SLIDING!r}")
     full, sliding = (nested.get(kind) or {} for kind in (FULL, SLIDING))
     for table in (scaling, full, sliding):
         _require_dict(table)
@@ -50,8 +59,12 @@ def _require_dict(scaling: Any) -> None:
 
 
 def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> RopeConfig:
-    rope = ConfigReader(raw)
-    kind = rope.choice("rope_type", (*KINDS, "mrope"), rope.get("type", "default"))
+    rope = ConfigReader({name: value for name, value in raw.items() if value is not None})
+    if unknown := sorted(rope.raw.keys() - _KNOWN):
+        hint = near_miss(unknown[0], _KNOWN)
+        raise ValueError(f"rope_scaling: {unknown[0]!r} is no entry of a rotary embedding here{hint}")
+    default = None if rope.raw.keys() - _TYPELESS else "default"
+    kind = rope.choice("rope_type", (*KINDS, "mrope"), rope.get("type", default))
     if kind == "mrope":  # three positions a token, which are one in text
         kind = "default"
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:
@@ -90,9 +103,12 @@ def _factors(rope: ConfigReader, name: str) -> tuple[float, ...]:
 
 
 def longest_context(config: ConfigReader, ropes: dict[str, RopeConfig]) -> int:
-    """max_position_embeddings, or what YaRN extends it to."""
+    """max_position_embeddings, or what YaRN or linear scaling extends it to. With a table for each kind of layer (Gemma
+    3) it has been multiplied by the linear factor already."""
     longest = config.integer("max_position_embeddings")
     for rope in ropes.values():
         if rope.kind == "yarn" and rope.original_max_position_embeddings:
             longest = max(longest, int(rope.original_max_position_embeddings * rope.factor))
+        if rope.kind == "linear" and len(ropes) == 1:
+            longest = max(longest, int(longest * rope.factor))
     return longest

@@ -25,7 +25,8 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
 from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
-from nanovllm.layers.attention import ForwardStep, PagedAttention
+from nanovllm.layers.attention import PagedAttention
+from nanovllm.layers.step import ForwardStep
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, whole
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.config_reader import check_overrides, end_of_text
@@ -181,9 +182,9 @@ class TransformersModel(WeightedModule):
         places = None if positions is None else positions[None].long()
         return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
 
-    def plan(self, num_rows: int) -> LayerPlan:
-        """Empty plan: there is nothing to choose."""
-        return LayerPlan({})
+    def plans(self, num_rows: int) -> list[LayerPlan]:
+        """An empty plan: there is nothing to choose."""
+        return [LayerPlan()]
 
     # -- the trial ----------------------------------------------------------------------------------------------
 
@@ -254,6 +255,15 @@ def _integer(settings: PreTrainedConfig, name: str) -> int:
     return value
 
 
+def _longest_context(text: PreTrainedConfig) -> int:
+    """max_position_embeddings; under LongRoPE the original context, beyond which the module takes other frequencies for
+    all rows of a step."""
+    ropes = getattr(text, "rope_parameters", None) or {}
+    tables = [one for one in (ropes, *ropes.values()) if isinstance(one, dict) and one.get("rope_type") == "longrope"]
+    originals = (one.get("original_max_position_embeddings") for one in tables)
+    return min([_integer(text, "max_position_embeddings"), *(length for length in originals if length)])
+
+
 def read_transformers_config(
     raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
 ) -> ModelConfig:
@@ -272,13 +282,13 @@ def read_transformers_config(
         known = {*there, *default.to_dict(), *default.attribute_map}
         check_overrides(overrides, known | ({"rope_theta", "rope_scaling"} if "rope_parameters" in known else set()))
     text = settings.get_text_config(decoder=True)
-    longest, heads = (_integer(text, name) for name in ("max_position_embeddings", "num_attention_heads"))
+    heads = _integer(text, "num_attention_heads")
     dtype = getattr(settings, "dtype", None) or torch.float32
     eos = end_of_text(generation.get("eos_token_id"), getattr(text, "eos_token_id", None), text.vocab_size)
     return ModelConfig(
         raw["architectures"][0], text.vocab_size, text.hidden_size, intermediate_size=0, num_attention_heads=heads,
         num_key_value_heads=text.to_dict().get("num_key_value_heads") or heads, head_dim=0,
-        max_position_embeddings=longest, norm_eps=0.0, layers=(), ropes={},
+        max_position_embeddings=_longest_context(text), norm_eps=0.0, layers=(), ropes={},
         tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
         torch_dtype=str(dtype).removeprefix("torch."), eos_token_ids=eos, transformers_config=raw,
     )  # fmt: skip

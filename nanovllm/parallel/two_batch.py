@@ -68,20 +68,23 @@ class ReduceNorm(Protocol):
     @property
     def row_norm(self) -> Norm: ...
 
+    def whole(self, partial: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor: ...
+
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
 
 
 Block = tuple[ReduceNorm, Callable[..., Any]]
-"""A ReduceNorm, and what follows it: (normalised rows, step) -> partial sums [T, hidden]."""
+"""A ReduceNorm, and what follows it: (normalised rows, call) -> partial sums [T, hidden], or [parts, T, hidden]."""
 
 
 def start_reduce(
     norm: ReduceNorm, partial: torch.Tensor, residual: torch.Tensor | None, half: int
 ) -> Callable[[], Normed]:
-    """Starts `norm` for half 0 or 1 of a step, partial sums [T, hidden] and residual [T, hidden] (with `overlap.sums`
-    this rank's rows of it), beside what this stream does next. They may not be touched until it is waited for, by a
-    call of what this returns: normalised rows [T, hidden], and the residual."""
+    """Starts `norm` for half 0 or 1 of a step, partial sums ([T, hidden], or parts that are added up here) and residual
+    [T, hidden] (with `overlap.sums` this rank's rows of it), beside what this stream does next. They may not be touched
+    until it is waited for, by a call of what this returns: normalised rows [T, hidden], and the residual."""
     assert norm.group.overlap is not None
+    partial = norm.whole(partial, residual)
     if (sums := norm.group.overlap.sums) is not None:
         assert norm.is_add_rms_norm
         return sums.start(half, partial, residual, norm.row_norm)
@@ -90,16 +93,16 @@ def start_reduce(
 
 
 def run_micro_batches(
-    partials: tuple[torch.Tensor, torch.Tensor], steps: tuple[Any, Any], blocks: Sequence[Block], last: ReduceNorm
+    partials: tuple[torch.Tensor, torch.Tensor], calls: tuple[Any, Any], blocks: Sequence[Block], last: ReduceNorm
 ) -> torch.Tensor:
-    """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks, with the step of each:
+    """Embedded halves of a step's tokens, partial sums [T, hidden] each, through all blocks, with the call of each:
     [both, hidden], normalised by `last`. The sums of each half run beside what the other computes; in every block the
     second half comes after the first, whose keys it sees."""
     norms = [*(norm for norm, _ in blocks), last]
     halves = start_reduce(norms[0], partials[0], None, 0), start_reduce(norms[0], partials[1], None, 1)
     for (_, block), norm in zip(blocks, norms[1:], strict=True):
         x, residual = halves[0]()
-        first = start_reduce(norm, block(x, steps[0]), residual, 0)
+        first = start_reduce(norm, block(x, calls[0]), residual, 0)
         x, residual = halves[1]()
-        halves = first, start_reduce(norm, block(x, steps[1]), residual, 1)
+        halves = first, start_reduce(norm, block(x, calls[1]), residual, 1)
     return torch.cat([wait()[0] for wait in halves])

@@ -48,6 +48,6 @@ def library_settings(rules: Rules) -> AbstractContextManager[None]:
 def before_capture(model: Any, shape: StepShape) -> Iterator[None]:
     """Context for a run of `shape` that loads the kernels of its graph; few layers suffice, as all launch the same
     kernels."""
-    is_chain = sum(shape) == 1 and model.plan(1).is_chain
+    is_chain = sum(shape) == 1 and all(plan.is_chain for plan in model.plans(1))
     with model.few_layers(), equal_memory_split(_SHARED_PERCENT) if is_chain else nullcontext():
         yield

@@ -17,7 +17,8 @@ from nanovllm.attention import check_fp8_cache
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.plan import Experts, Operation, Product, Rules
+from nanovllm.kernels.plan.plan import Rules
+from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
@@ -75,6 +76,8 @@ class RankPlan:
     """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
     slots: int
     """Bytes of memory of fixed size, of all rows."""
+    rows: int
+    """Rows that have such memory: max_num_seqs."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -127,7 +130,8 @@ class RankPlan:
 
     def users(self, length: int) -> int:
         """Requests of `length` tokens that fit at once while they decode."""
-        return self.blocks // row_blocks(self.layout.groups, length, self.block_size)
+        fit = self.blocks // row_blocks(self.layout.groups, length, self.block_size)
+        return min(fit, self.rows) if self.slots else fit
 
 
 def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -178,7 +182,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     share = int(config.gpu_memory_utilization * gpu.total)
     return RankPlan(
         config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
-        (rows + 1) * slot_bytes(mixers), _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
+        (rows + 1) * slot_bytes(mixers), rows, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout,
         layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
@@ -240,21 +244,21 @@ def _step_bytes(
     for layer in layers.layers:
         widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
         for one in layer.operations if not rules.device.has_tma else ():
-            if isinstance(one, Product) and one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
+            if one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
     inside = int((tokens * (3 * hidden * dtype.itemsize + widest) + weight) * _ROUNDED_UP)
     return max(inside, (slots + MAX_PREFILL_ROWS) * layers.lm_head.weight.shape[0] * dtype.itemsize)
 
 
-def _token_bytes(operations: Sequence[Operation], dtype: torch.dtype) -> int:
+def _token_bytes(operations: Sequence[Product], dtype: torch.dtype) -> int:
     """Bytes of one token within a mixer or an MLP: the results of its products and the widest of what they take of
     each other, or what the experts of the token make."""
-    experts = [one for one in operations if isinstance(one, Experts)]
-    products = [one for one in operations if isinstance(one, Product)]
-    if experts:
-        routing = 4 * experts[0].num_experts + 8 * experts[0].top_k
-        chosen = experts[0].top_k * (experts[0].width + 2 * experts[0].hidden)
-        return routing + (chosen + experts[0].hidden * bool(products)) * dtype.itemsize
+    of_choice = [one for one in operations if one.choice is not None]
+    products = [one for one in operations if one.choice is None]
+    if of_choice and (choice := of_choice[0].choice) is not None:
+        down = of_choice[-1]
+        chosen = choice.top_k * (down.k + 2 * down.n) + down.n * bool(products)
+        return 4 * choice.num_experts + 8 * choice.top_k + chosen * dtype.itemsize
     return (sum(one.n for one in products) + max((one.k for one in products[1:]), default=0)) * dtype.itemsize
 
 

@@ -226,7 +226,8 @@ class ModelRunner:
     def _tell_backend(self) -> None:
         """Makes attention leave L1 to weights that pass through registers, as those of one row in FP8 do."""
         if self.model_config.implementation == "native":
-            self.backend.prefer_small_shared_memory(self.model.plan(1).fills_registers)
+            fills_registers = any(plan.fills_registers for plan in self.model.plans(1))
+            self.backend.prefer_small_shared_memory(fills_registers)
 
     @torch.inference_mode()
     def capture_graphs(self, rules: Rules) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import refuse
 from nanovllm.layers.memory import Pages
 from nanovllm.wire.state import PageGroup, row_blocks
 
@@ -63,7 +64,9 @@ def one_group(layers: Sequence[Pages]) -> StateLayout:
 
 def layout_of(layers: Sequence[Pages], config: EngineConfig, dtype: torch.dtype) -> StateLayout:
     """Groups by window where these save memory of a row of the longest context, and all layers take as much; else one
-    group. config: no "auto" is left. dtype: of the cache."""
+    group. config: no "auto" is left. dtype: of the cache. Raises ValueError where a mixer cannot keep it."""
+    if config.kv_cache_dtype == "fp8" and not all(pages.takes_fp8 for pages in layers):
+        refuse("kv_cache_dtype", "fp8", "'auto' with a mixer whose Pages do not say takes_fp8")
     assert config.max_model_len and config.kvcache_block_size
     whole = one_group(layers)
     if not config.uses("window_groups") or len({(pages.heads, pages.widths) for pages in layers}) != 1:

@@ -9,8 +9,8 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
-from nanovllm.layers.attention import ForwardStep, wanted_rows
 from nanovllm.layers.context import ModelContext
+from nanovllm.layers.step import ForwardStep, wanted_rows
 from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
@@ -91,7 +91,6 @@ class StepWork:
             context_lens=buffers.context_lens, cu_seqlens_q=buffers.cu_seqlens_q,
             block_tables=self.state.block_table.unbind(1), max_seqlen_q=max_seqlen_q,
             max_context_len=max_context_len, num_tokens=num_tokens,
-            merge_first=num_decode_rows == num_tokens == 1 and self._model.plan(1).merge_first,
         )  # fmt: skip
 
     def _forward(

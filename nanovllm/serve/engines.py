@@ -8,7 +8,7 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.fleet_handles import FleetHandles
-from nanovllm.host.handle import Handle, Lost
+from nanovllm.host.handle import END_SECONDS, Handle, Lost
 from nanovllm.serve.streams import Streams
 
 _LOOK_SECONDS = 1.0
@@ -67,6 +67,14 @@ class Engines:
             if self.fleet.ended is not None:
                 self._end(Lost(self.fleet.ended))
         self._hand_out()
+        if handle.is_ending and self._loop.remove_reader(handle.fileno()):
+            self._look_at_end(handle)
+
+    def _look_at_end(self, handle: Handle) -> None:
+        """Looks until it is known how an engine has ended whose connection has."""
+        self._read(handle)
+        if handle.is_ending:
+            self._loop.call_later(END_SECONDS, self._look_at_end, handle)
 
     def _hand_out(self) -> None:
         if self.fleet is None or not self.fleet.requests.out:

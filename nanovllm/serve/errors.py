@@ -17,6 +17,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
+        self.excess: tuple[int, int] | None = None
+        """Tokens of a prompt that is too long, as far as is known, and the most that are taken."""
         self.type = "invalid_request_error" if status < 500 else "server_error"
         if status == 429:
             self.type = "rate_limit_error"

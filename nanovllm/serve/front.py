@@ -16,6 +16,7 @@ from nanovllm.serve.engines import Engines
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.request import Request
 from nanovllm.serve.request_log import RequestLog
 from nanovllm.serve.served_model import ServedModel
@@ -32,12 +33,13 @@ class Front:
         """`path`: of the model, as the command names it."""
         self.options = options
         self.model = model = ServedModel(path, options)
-        self.metrics = metrics = Metrics(model.name, lambda: self.engines.state)
-        self.pool = TextPool(metrics)
+        self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
+        self.pool = TextPool(metrics, len(options.api_keys))
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(model, self.streams, self.pool, metrics)
         self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
+        self.output_items = OutputItems()
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""

@@ -9,6 +9,8 @@ from nanovllm.serve.errors import bad_request
 
 HEADER_BYTES = 64 << 10
 HEADER_COUNT = 100
+URL_BYTES = 2 << 10
+"""Bytes of a request's path and query."""
 BODY_BYTES = 32 << 20
 BODIES_BYTES = 512 << 20
 """Maximum bytes of all bodies that are on their way at once. Beyond it small ones (SMALL_BODY) are still taken: a few
@@ -54,6 +56,8 @@ ECHO_TEXT, ECHO_IDS = 32 << 20, 4 << 20
 TOOL_CALLS = 128
 """Maximum tool calls of one message."""
 MESSAGES = 65536
+OUTPUT_ITEMS_BYTES = 8 << 20
+"""Output items of answers that are kept for requests which name them by their ids."""
 
 WRITE_BUFFER = 256 << 10
 """Bytes on their way to a slow client, beyond which its text is merged and not framed."""
@@ -64,7 +68,10 @@ ID_BYTES, LOGPROB_BYTES = 6, 32
 SLOW_SECONDS = 30.0
 """Seconds after which a client with a full write buffer that takes nothing is dropped."""
 PING_SECONDS = 15.0
-"""Silence on a stream after which it gets a comment line."""
+"""Silence on a stream after which it gets a comment line, or an event where clients count events."""
+BEGIN_SECONDS = 0.5
+"""Silence before the first token after which a stream whose clients count events begins. Until then, an error is the
+response's status."""
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -19,6 +19,8 @@ class ServeOptions:
     """Port to listen on; 0: any free one."""
     uds: str | None = None
     """Path of a Unix socket to listen on instead of host and port."""
+    root_path: str = ""
+    """Prefix under which a proxy shows the server, such as /llm; every path is served with and without it."""
     ssl_keyfile: str | None = None
     """Private key of ssl_certfile, a PEM file."""
     ssl_certfile: str | None = None
@@ -28,7 +30,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may use for the model; the first is shown. Default: the model's own name."""
+    """Names that requests may use for the model; the first is shown. "*": any name. Default: the model's own name."""
     max_num_queued_reqs: int | None = None
     """Completions in flight from which on new requests get a 503; the last one accepted may exceed it. Default:
     4 * max_num_seqs + 512."""
@@ -82,6 +84,8 @@ class ServeOptions:
                 raise ValueError(f"{name}={value!r}: must be a number >= 0")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: must be in 0..65535")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"root_path={self.root_path!r}: must begin with /")
         for name, least in (("max_num_queued_reqs", 1), ("max_waiting_per_key", 0), ("stream_interval", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}={value}: must be >= {least}")

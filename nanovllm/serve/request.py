@@ -11,7 +11,6 @@ from nanovllm.serve.http.call import Client
 from nanovllm.text.stops import VisibleText
 
 _DONE = b"data: [DONE]\n\n"
-_PING = b": still here\n\n"
 
 
 class Completion:
@@ -19,7 +18,7 @@ class Completion:
 
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
-        *("finish_reason", "stop_reason", "last_time", "has_begun", "num_sent"),
+        *("finish_reason", "stop_reason", "last_time", "has_begun", "num_sent", "num_cached_tokens"),
         *("reader", "state", "weight_versions", "kept"),
     )
 
@@ -31,6 +30,8 @@ class Completion:
         self.pieces: list[str] = []
         """Text that has not been sent (of an unstreamed answer: all)."""
         self.num_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens of its prompt that were cached, in the first of the prompt's completions."""
         self.ids: list[int] | None = None
         """Token ids that have not been sent, where they were asked for."""
         self.lines: list[bytes] | None = None
@@ -70,6 +71,8 @@ class Request:
     id_prefix = ""
     """Prefix of the ids that the server gives."""
     is_streamed = False
+    counts_events = False
+    """Whether its clients count events, and none else, as signs of life."""
     interval = 1
     """Tokens that a chunk waits for, but for the first and the last one."""
 
@@ -87,7 +90,6 @@ class Request:
         self.trace_headers: dict[str, str] = {}
         self.completions: list[Completion] = []
         self.num_prompt_tokens = sum(map(len, prompts))
-        self.num_cached_tokens = 0
         self.num_sent = 0
         """Output tokens that chunks have had."""
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(prompts)
@@ -131,6 +133,10 @@ class Request:
         """The end of a stream that cannot go on."""
         return b"data: " + error.body() + b"\n\n" + _DONE
 
+    def sign_of_life(self) -> bytes:
+        """Bytes for a silent stream, so that no proxy or client takes it for a dead one."""
+        return b": still here\n\n"
+
     def finish_reason(self, completion: Completion) -> str | None:
         """The reason as the API words it."""
         return completion.finish_reason
@@ -144,6 +150,11 @@ class Request:
     def n(self) -> int:
         """Completions of each prompt."""
         return len(self.completions) // len(self.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Cached tokens of all prompts, known with their first tokens."""
+        return sum(each.num_cached_tokens for each in self.completions)
 
     @property
     def num_output_tokens(self) -> int:
@@ -215,9 +226,9 @@ class Request:
             self.done.set_result(None)
 
     def ping(self, now: float) -> None:
-        """A comment, so that no proxy takes a silent stream for a dead one."""
+        """Shows that a silent stream is not dead."""
         if self._open(now):
-            self._write(_PING, now)
+            self._write(self.sign_of_life(), now)
 
     def fail(self, error: ApiError) -> None:
         """Ends the request with an error: the response's status where none has begun, else its last event."""

@@ -12,6 +12,8 @@ from nanovllm.serve.parsers import OutputParser
 from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
 from nanovllm.text.no_tokenizer import NoTokenizer
 
+ANY_NAME = "*"
+"""Served name that stands for all."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -24,7 +26,7 @@ class ServedModel:
     def __init__(self, path: str, options: ServeOptions) -> None:
         """`path`: as the command names it. `tokenizer` and `parser` come with `read_text`."""
         self.path, self.options = path, options
-        self.names = options.served_model_name or (path,)
+        self.names = tuple(name for name in options.served_model_name if name != ANY_NAME) or (path,)
         self.name = self.names[0]
         self.created = int(time.time())
         self.fingerprint = f"nanovllm-{nanovllm.__version__}"
@@ -33,6 +35,11 @@ class ServedModel:
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
+
+    @property
+    def public_name(self) -> str:
+        """Name without the folders that it is in, for those who need no key."""
+        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
 
     def read_text(self, folder: str) -> None:
         """Reads tokenizer, templates and sampling defaults. Raises ValueError and OSError naming what is wrong."""
@@ -61,7 +68,7 @@ class ServedModel:
 
     def check_name(self, name: Any) -> None:
         """Raises ApiError (404) where a request asks for another model."""
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and ANY_NAME not in self.options.served_model_name:
             shown = str(name)[:200]
             text = f"The model `{shown}` does not exist; this server has `{self.name}`"
             raise ApiError(404, text, "model_not_found", "model")

@@ -63,6 +63,9 @@ class Streams:
         for request_id, lines in step.prompts:
             if (first := rows.get(request_id)) is not None:
                 first.request.prompt_lines[first.prompt_index] = lines
+        for request_id, count in step.begun:
+            if (first := rows.get(request_id)) is not None:
+                first.num_cached_tokens = count
         for row, token in zip(step.rows, step.tokens, strict=True):
             completion = rows.get(row)
             if completion is None:
@@ -115,7 +118,7 @@ class Streams:
         request = first.request
         request.parts.discard(part.request_id)
         own = [self._rows.pop(row) for row in range(first.row, first.row + request.n)]
-        request.num_cached_tokens += part.num_cached_tokens
+        first.num_cached_tokens = part.num_cached_tokens
         request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
         request.decode = max(request.decode, part.decode)
         self._metrics.count_part(part, own, len(request.prompts[first.prompt_index]), now - request.arrival)
@@ -212,7 +215,7 @@ class Streams:
         self._metrics.finished[reason] += gone
 
     def sweep(self, now: float, request_timeout: float | None) -> None:
-        """Sends comments to silent streams, and ends those that pile up or take too long; called once a second."""
+        """Shows signs of life on silent streams, and ends those that pile up or take too long; called once a second."""
         for request in list(self.requests):
             if request.is_unread and _waiting(request) > limits.PENDING_BYTES:
                 assert request.connection is not None
@@ -220,8 +223,10 @@ class Streams:
                 self.leave(request)
             elif request_timeout is not None and now - request.arrival > request_timeout:
                 self.fail(request, ApiError(408, f"no end within {request_timeout} s", "request_timeout"))
-            elif request.is_streamed and now - request.last_write > limits.PING_SECONDS:
-                request.ping(now)
+            elif request.is_streamed:
+                is_due = request.counts_events and request.connection is None
+                if now - request.last_write > (limits.BEGIN_SECONDS if is_due else limits.PING_SECONDS):
+                    request.ping(now)
 
 
 def _waiting(request: Request) -> int:

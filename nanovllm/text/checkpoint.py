@@ -18,8 +18,11 @@ from nanovllm.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, 
 from nanovllm.text.template import ChatTemplate, Messages
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_STAND_IN = 0xF0000
-"""The first of the private-use characters that stand for control tokens in messages while a template is rendered."""
+_TAIL = 64
+"""Last tokens of a prompt among which is one with text, if it has any."""
+_FIRST_STAND_IN, _MOST_HIDDEN = 0xD800, 0x800
+_STAND_INS = re.compile("[\ud800-\udfff]")
+"""Half surrogate pairs stand for control tokens in messages while a template is rendered: no text holds them."""
 
 
 class CheckpointTokenizer:
@@ -64,7 +67,12 @@ class CheckpointTokenizer:
         self.backend_tokenizer.no_padding()
         self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
         self.is_byte_level = isinstance(self.backend_tokenizer.decoder, decoders.ByteLevel)
-        self._token_bytes = TokenBytes(self.backend_tokenizer)
+        by_token = not self.is_byte_level and _decodes_by_token(self.backend_tokenizer.decoder)
+        self._has_bytes = self.is_byte_level or by_token
+        """Whether a token has the same bytes in any text, unless it begins it."""
+        self._inner = [] if self.is_byte_level else self.encode("x", add_special_tokens=False)
+        """Tokens of some text, after which no text begins."""
+        self._token_bytes = TokenBytes(self.backend_tokenizer, None if self.is_byte_level else self._inner)
         self._guards = {name: _Guard(self, ChatTemplate(text, self.special_tokens)) for name, text in templates.items()}
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
@@ -90,23 +98,45 @@ class CheckpointTokenizer:
             raise
         return list(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
+        """Text of token ids, which continue the text of the prompt `after`: what both have more than that has."""
+        if self._has_bytes and not self.is_byte_level:  # the library has other text for bytes that are no character
+            detokenizer = self.detokenizer(skip_special_tokens, after)
+            return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        before = [] if self._begins(after, skip_special_tokens) else self._inner
+        text = self._decode([*before, *token_ids], skip_special_tokens)
+        return text[len(self._decode(before, skip_special_tokens)) :] if before else text
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return str(self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def _begins(self, prompt: Sequence[int], skip_special_tokens: bool) -> bool:
+        """Whether a prompt has no text, so that what follows it begins one."""
+        skipped = self._token_bytes.special_ids if skip_special_tokens else ()
+        return not any(i not in skipped and self._token_bytes.is_known(i) for i in prompt[-_TAIL:])
 
     def token_text(self, token_id: int) -> str | None:
-        """One token's own text, special or not."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """One token's own text within a text, special or not."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Creates an incremental detokenizer for one output; in the end its text equals that of `decode`."""
-        if self.is_byte_level:
-            return ByteDetokenizer(self._token_bytes, skip_special_tokens)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """Creates an incremental detokenizer for one output, which continues the prompt `after`; in the end its text
+        equals that of `decode`."""
+        begins = not self.is_byte_level and self._begins(after, skip_special_tokens)
+        if self._has_bytes:
+            return ByteDetokenizer(self._token_bytes, skip_special_tokens, begins)
+        skipped = self._token_bytes.special_ids if skip_special_tokens else ()
+        return WindowDetokenizer(lambda ids: self._decode(ids, False), () if begins else self._inner, skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's own bytes, special or not; none for ids past the vocabulary."""
-        return self._token_bytes[token_id] if self.is_byte_level else self.decode([token_id], False).encode()
+        """One token's own bytes within a text, special or not; none for ids past the vocabulary."""
+        return self._token_bytes[token_id]
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that the tokenizer's files name as the end of a text."""
+        name = self.special_tokens.get("eos_token")
+        return None if name is None else self.backend_tokenizer.token_to_id(name)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
@@ -153,18 +183,18 @@ class CheckpointTokenizer:
     ) -> tuple[str, list[int]]:
         """The chat as text and as token ids. A special token that a message or tool spells out becomes plain text's
         ids: it cannot end a turn or begin one. `trust_special_tokens` True: it becomes the token."""
-        guard = self._guard(bool(tools))
+        guard, hidden = self._guard(bool(tools)), dict[str, str]()
         if not trust_special_tokens:
-            messages, tools, chat_template_kwargs = guard.hide(messages, tools, chat_template_kwargs)
+            (messages, tools, chat_template_kwargs), hidden = guard.hide(messages, tools, chat_template_kwargs)
         text = self.render_chat(messages, tools, chat_template_kwargs=chat_template_kwargs, **options)
-        return (text, self.encode(text, add_special_tokens=False)) if trust_special_tokens else guard.encode(text)
+        return guard.encode(text, hidden)
 
 
 class _Guard:
     """Keeps control tokens that a client spells out apart from those that a template writes.
 
-    Before rendering, each becomes one private-use character; after it, the text is cut there, and the token's text is
-    put in as ids of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
+    Before rendering, each becomes one stand-in; after it, the text is cut there, and the token's text is put in as ids
+    of plain text. Chats without such texts go the short way, so their ids are the ordinary ones.
     """
 
     def __init__(self, tokenizer: CheckpointTokenizer, template: ChatTemplate) -> None:
@@ -173,44 +203,44 @@ class _Guard:
         special = [token.content for token in added if token.special]
         # Users and assistants may write these: "<think>" in an earlier turn is no attack. What a tool brings may not.
         others = [t.content for t in added if not t.special and t.content in template.literals and t.content.strip()]
-        names = sorted({*special, *others}, key=len, reverse=True)
-        self._stand_ins = {name: chr(_STAND_IN + i) for i, name in enumerate(names)}
-        self._names = {stand_in: name for name, stand_in in self._stand_ins.items()}
-        self._special, self._all = _any_of(special), _any_of(names)
-        first, last = chr(_STAND_IN), chr(_STAND_IN + len(names))
-        self._private = re.compile(f"[{first}-{last}]")
-        escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in self._names}
-        self._escapes, self._escape_of = _any_of(escapes), escapes
+        self._special, self._all = _any_of(special), _any_of([*special, *others])
         self._plain_ids: dict[str, list[int]] = {}
         """Ids of control tokens' names as plain text, once they have been asked for."""
 
-    def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        return (
-            [self._hide(one, self._all if one.get("role") == "tool" else self._special) for one in messages],
-            self._hide(tools, self._all),
-            self._hide(kwargs, self._all),
+    def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[tuple[Any, Any, Any], dict[str, str]]:
+        """The three with stand-ins for control tokens, and these by stand-in. Raises ValueError for texts that are no
+        Unicode."""
+        found: dict[str, str] = {}
+        hidden = (
+            [self._hide(one, self._all if one.get("role") == "tool" else self._special, found) for one in messages],
+            self._hide(tools, self._all, found),
+            self._hide(kwargs, self._all, found),
         )
+        if len(found) > _MOST_HIDDEN:
+            raise ValueError(f"messages: {len(found)} different control tokens, at most {_MOST_HIDDEN} are taken")
+        return hidden, {stand_in: name for name, stand_in in found.items()}
 
-    def _hide(self, value: Any, names: re.Pattern[str]) -> Any:
+    def _hide(self, value: Any, names: re.Pattern[str], found: dict[str, str]) -> Any:
         if isinstance(value, str):
-            value = self._private.sub("\ufffd", value)  # nothing that a client sends is read as a token
-            return names.sub(lambda found: self._stand_ins[found[0]], value)
+            require_unicode(value)
+            return names.sub(lambda match: found.setdefault(match[0], chr(_FIRST_STAND_IN + len(found))), value)
         if isinstance(value, Mapping):
-            return {self._hide(key, names): self._hide(item, names) for key, item in value.items()}
-        return [self._hide(item, names) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self._hide(key, names, found): self._hide(item, names, found) for key, item in value.items()}
+        return [self._hide(item, names, found) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """A rendered chat without stand-ins, and its ids."""
-        text = self._escapes.sub(lambda found: self._escape_of[found[0]], text)  # tojson(ensure_ascii=true) wrote them
-        plain = self._private.sub(lambda found: self._names[found[0]], text)
-        if plain == text:
-            return plain, self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, hidden: Mapping[str, str]) -> tuple[str, list[int]]:
+        """A rendered chat without stand-ins, and its ids. `hidden`: control tokens by stand-in."""
+        if not hidden:
+            return text, self._tokenizer.encode(text, add_special_tokens=False)
+        if "ensure_ascii" in self.template.source:  # tojson may have escaped them
+            escapes = {json.dumps(stand_in)[1:-1]: stand_in for stand_in in hidden}
+            text = _any_of(escapes).sub(lambda found: escapes[found[0]], text)
         ids: list[int] = []
         at = 0
-        for found in self._private.finditer(text):
-            ids += self._piece(text[at : found.start()], at > 0) + self._as_text(self._names[found[0]])
+        for found in _STAND_INS.finditer(text):
+            ids += self._piece(text[at : found.start()], at > 0) + self._as_text(hidden[found[0]])
             at = found.end()
-        return plain, ids + self._piece(text[at:], at > 0)
+        return _STAND_INS.sub(lambda found: hidden[found[0]], text), ids + self._piece(text[at:], at > 0)
 
     def _piece(self, text: str, is_inner: bool) -> list[int]:
         """Ids of a stretch between control tokens. Tokenizers that put a blank before a text put none there."""
@@ -260,6 +290,20 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     return content if isinstance(content, dict) else {}
+
+
+def _decodes_by_token(decoder: Any) -> bool:
+    """Whether a decoder makes of a token, unless it begins the text, the same bytes in any text."""
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    for part in state.get("decoders", [state]):
+        kind = part.get("type")
+        if not (
+            kind in ("ByteFallback", "Fuse", "Metaspace")
+            or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
+            or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
+        ):
+            return False
+    return True
 
 
 def _content(token: Any) -> str:

@@ -23,6 +23,7 @@ class NoTokenizer(CheckpointTokenizer):
     """Refuses all text. Raises ValueError naming what must be token ids."""
 
     longest_token = 1  # type: ignore[assignment]
+    eos_token_id = None  # type: ignore[assignment]
     has_chat_template = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -34,13 +35,13 @@ class NoTokenizer(CheckpointTokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> NoReturn:
         raise ValueError(f"prompt: {_NEEDED}")
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
         return ""
 
     def token_text(self, token_id: int) -> None:
         return None
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Any:
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Any:
         return NoText()
 
     def token_bytes(self, token_id: int) -> bytes:

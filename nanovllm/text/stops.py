@@ -2,7 +2,7 @@
 who see nothing that may yet turn out to begin a stop string."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nanovllm.text.detokenizer import Detokenizer
 
@@ -26,10 +26,11 @@ class VisibleText:
 
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), include_stop: bool = False,
-        stop_ids: Iterable[int] = (),
+        stop_ids: Iterable[int] = (), tags: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
-        """`stop_ids`: tokens that end the text, before themselves unless `include_stop`. A request may have a thousand
-        outputs and 4,096 characters of stop strings, so nothing is made here of each of their beginnings."""
+        """`stop_ids`: tokens that end the text, before themselves unless `include_stop`. `tags`: texts that the engine
+        sees, by the characters that stand for them here. A request may have a thousand outputs and 4,096 characters of
+        stop strings, so nothing is made here of each of their beginnings."""
         self._detokenizer, self._stops, self._include = detokenizer, stops, include_stop
         self._hidden = frozenset(() if include_stop else stop_ids)
         self._sorted = sorted(stops)
@@ -38,6 +39,7 @@ class VisibleText:
         self._inner = "".join(stop[:-1] for stop in stops)
         """All characters that the beginning of a stop string may end with."""
         self._held = ""
+        self._tags = tags or {}
 
     @property
     def push(self) -> Callable[[int], str]:
@@ -49,13 +51,29 @@ class VisibleText:
         return self._release(self._held + fresh) if fresh else ""
 
     def _release(self, text: str) -> str:
-        end = at = len(text)
-        if text[-1] in self._inner:
+        seen = self._seen(text)
+        end = at = len(seen)
+        if seen and seen[-1] in self._inner:
             at = max(0, end - self._longest)
-            while at < end and not self._begins(text[at:]):
+            while at < end and not self._begins(seen[at:]):
                 at += 1
+        at = self._place(text, at)
         self._held = text[at:]
         return text[:at]
+
+    def _seen(self, text: str) -> str:
+        """The text as the engine sees it."""
+        return text.translate(self._tags) if self._tags and not text.isascii() else text
+
+    def _place(self, text: str, at: int) -> int:
+        """Index of the character that is at this place of what the engine sees."""
+        if not self._tags or text.isascii():
+            return at
+        for index, character in enumerate(text):
+            if at < (width := len(self._tags.get(ord(character), character))):
+                return index
+            at -= width
+        return len(text)
 
     def _begins(self, text: str) -> bool:
         """Whether a stop string begins with the text and is longer."""
@@ -75,12 +93,13 @@ class VisibleText:
         """Takes a token in that may complete a stop string; returns the text that is certain now and was not before,
         and that string, with which the text ends."""
         fresh = self._detokenizer.push(token_id)
-        text = self._held + fresh
-        if self._ends.isdisjoint(fresh) or (found := find_stop(text, self._stops, len(fresh))) is None:
+        text, seen = self._held + fresh, self._seen(fresh)
+        found = None if self._ends.isdisjoint(seen) else find_stop(self._seen(text), self._stops, len(seen))
+        if found is None:
             return self._release(text) if fresh else "", None
         at, stop = found
         self._held = ""
-        return text[: at + (len(stop) if self._include else 0)], stop
+        return text[: self._place(text, at + (len(stop) if self._include else 0))], stop
 
 
 class StreamedText:

@@ -15,12 +15,18 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
+from nanovllm.text.call_messages import CallMessages
+from nanovllm.text.system_messages import SystemMessages
+
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat; also its tools."""
 RENDER_SECONDS = 2.0
 _CONTINUE_HERE = "\U0010fffd continue here \U0010fffd"
 """Marks the end of a message that is to go on. A blank after it shows whether the template trims."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+_TOOLS = [{"type": "function", "function": {"name": "look", "description": "x", "parameters": _PARAMETERS}}]
+"""Tools beside which a template shows calls."""
 _OWN_VARIABLES = frozenset(
     "messages tools documents add_generation_prompt continue_final_message chat_template tokenize conversation "
     "return_dict return_tensors padding truncation max_length tokenizer_kwargs".split()
@@ -45,21 +51,53 @@ class ChatTemplate:
         self._fixed = _OWN_VARIABLES.union(self._special_tokens, self._environment.globals)
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
-        self.takes_parts = _walks_content(tree)
-        """Whether the template goes through a content's parts; other templates want one text."""
-        self.needs_parts = False
-        self.needs_parts = self.takes_parts and self._loses_texts()
+        self._system = SystemMessages(lambda chat: self._fill(RENDER_SECONDS, messages=_readable(chat, self)))
+        self._calls = CallMessages(self._probe, "tool_calls" in source, "<|channel|>" in source)
+        self._parts: dict[str, tuple[bool, bool]] = {}
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literals = "\0".join(literals)
         """All text that the template itself can write."""
 
-    def _loses_texts(self) -> bool:
-        """Whether a content that is one text goes missing, without an error, as with templates that look for images."""
+    def _probe(self, chat: list[dict[str, Any]]) -> str:
+        """A chat as it is, rendered with or without tools. Raises ValueError as `render`."""
         try:
-            return _CONTINUE_HERE not in self.render([{"role": "user", "content": _CONTINUE_HERE}])
+            return self._fill(RENDER_SECONDS, messages=chat, tools=_TOOLS, add_generation_prompt=True)
         except ValueError:
-            return False
+            return self._fill(RENDER_SECONDS, messages=chat, add_generation_prompt=True)
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether the template goes through the parts of such a message's content; others want one text."""
+        return self._of_parts(role)[0]
+
+    def needs_parts(self, role: str) -> bool:
+        """Whether it shows nothing else, as with templates that look for images."""
+        return self._of_parts(role)[1]
+
+    def _of_parts(self, role: str) -> tuple[bool, bool]:
+        if role not in self._parts:
+            marks = ("probe1x", "probe2x")
+            as_text, as_parts = (
+                self._around(role, content, marks)
+                for content in ("\n".join(marks), [{"type": "text", "text": mark} for mark in marks])
+            )
+            takes = as_parts is not None and (as_text is None or as_text == as_parts)
+            self._parts[role] = takes, takes and as_text is None
+        return self._parts[role]
+
+    def _around(self, role: str, content: Any, marks: tuple[str, str]) -> tuple[str, str] | None:
+        """Text before and after a message's marks in a rendered chat; None where these go missing."""
+        user: dict[str, Any] = {"role": "user", "content": "x"}
+        called = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "x"}}]}
+        before = {"assistant": [user], "tool": [user, called]}.get(role, [])
+        after = [] if role in ("user", "tool") else [user]
+        try:
+            message = {"role": role, "content": content, "tool_call_id": "1"}
+            text = self._probe(self._calls.placed([*before, message, *after]))
+        except ValueError:
+            return None
+        first, second = text.find(marks[0]), text.find(marks[1])
+        return (text[:first], text[second:]) if 0 <= first < second else None
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Selects the `kwargs` that the template mentions. Raises ValueError for the renderer's own variables."""
@@ -85,41 +123,48 @@ class ChatTemplate:
             raise ValueError("messages: must hold at least one message")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message: cannot be true together with add_generation_prompt")
-        chat = _readable(messages, self)
+        chat = self._calls.placed(self._system.placed(_readable(messages, self)))
         if continue_final_message:
             chat[-1] = _marked(chat[-1])
-        values = {**self._special_tokens, **self.check_kwargs(chat_template_kwargs or {})}
-        values |= {"messages": chat, "tools": list(tools) if tools else None, "documents": documents}
-        values["add_generation_prompt"] = add_generation_prompt
+        text = self._fill(
+            seconds,
+            **self.check_kwargs(chat_template_kwargs or {}),
+            messages=chat,
+            tools=list(tools) if tools else None,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return _cut(text) if continue_final_message else text
+
+    def _fill(self, seconds: float, **values: Any) -> str:
+        """The text that the template writes with these variables. Raises ValueError as `render`."""
+        values = {**self._special_tokens, "tools": None, "documents": None, **values}
         try:
             with self._environment.deadline(seconds):
-                text = self._template.render(values)
+                return self._template.render(values)
         except TimeoutError as error:
             raise ValueError(f"messages: the chat template takes longer than {seconds} s") from error
         except Exception as error:  # whatever a template raises about what it is given
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
-        return _cut(text) if continue_final_message else text
 
 
 def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]]:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
     joined into one text unless the template goes through parts itself, and one text as a part where it sees nothing
-    else, arguments of tool calls as objects, `developer` as `system` unless the template knows it."""
+    else, `developer` as `system` unless the template knows it."""
     out = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
         thoughts = next((message[field] for field in _REASONING_FIELDS if field in message), None)
         if thoughts is not None:
             message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-        content = message.get("content")
-        if isinstance(content, list) and not template.takes_parts:
-            message["content"] = "\n".join(map(_text_of, content))
-        elif isinstance(content, str) and template.needs_parts:
-            message["content"] = [{"type": "text", "text": content}]
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        content, role = message.get("content"), str(message.get("role"))
+        if isinstance(content, list) and not template.takes_parts(role):
+            message["content"] = "\n".join(map(_text_of, content))
+        elif isinstance(content, str) and template.needs_parts(role):
+            message["content"] = [{"type": "text", "text": content}]
         out.append(message)
     return out
 
@@ -128,17 +173,6 @@ def _text_of(part: Any) -> str:
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
         raise ValueError("messages: the parts of a content must be {'type': 'text', 'text': ...}")
     return str(part["text"])
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments or "{}")
-        except ValueError:
-            raise ValueError("messages: the arguments of a tool call must be a JSON object") from None
-    return {**call, "function": function}
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
@@ -161,20 +195,6 @@ def _cut(text: str) -> str:
         raise ValueError("continue_final_message: the chat template leaves out the last message")
     trims = not text.startswith(" ", at + len(_CONTINUE_HERE))
     return text[:at].rstrip() if trims else text[:at]
-
-
-def _walks_content(tree: nodes.Template) -> bool:
-    """Whether some loop of a template runs over a message's content, or over a name that was given it."""
-
-    def is_content(node: nodes.Node) -> bool:
-        if isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        return isinstance(node, nodes.Getattr) and node.attr == "content"
-
-    assigned = [each.target for each in tree.find_all(nodes.Assign) if is_content(each.node)]
-    names = {target.name for target in assigned if isinstance(target, nodes.Name)} | {"content"}
-    loops = (loop.iter for loop in tree.find_all(nodes.For))
-    return any(is_content(over) or (isinstance(over, nodes.Name) and over.name in names) for over in loops)
 
 
 class _Deadline(threading.local):

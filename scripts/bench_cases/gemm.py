@@ -24,7 +24,8 @@ from nanovllm.kernels.gemm import dense, int4, int4_row
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
-from nanovllm.kernels.plan.plan import Product, Rules, choose
+from nanovllm.kernels.plan.plan import Rules, choose
+from nanovllm.kernels.plan.product import Around, Product
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -126,7 +127,7 @@ def gemm(setup: Setup) -> Iterator[Line]:
     rules = Rules(device, own_kernels=True, table=shipped_table(device.name))
     for one in gemms(setup):
         for rows in setup.rows(ROWS, (1, 3)):
-            engine, _ = choose(Product(*one[:4], adds_parts=one.kind in SUMMED), rows, rules)
+            engine, _ = choose(Product(*one[:4], around=Around(adds_parts=one.kind in SUMMED)), rows, rules)
             configs = dict.fromkeys([LIBRARY, engine, *contenders(one, rows)])
             if setup.dry:  # the interpreter is slow: one of each kernel
                 configs = dict.fromkeys({config.kernel: config for config in configs}.values())

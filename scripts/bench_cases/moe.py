@@ -14,7 +14,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK, route_reference
 from nanovllm.kernels.plan.config import TILE_ROWS, GemmConfig
-from nanovllm.kernels.plan.rules import expert_configs
+from nanovllm.kernels.plan.rules import expert_tiles
 from nanovllm.model_config import MoEConfig
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -62,11 +62,11 @@ def moe(setup: Setup) -> Iterator[Line]:
         raise ValueError(f"--model {setup.options.model}: must have experts, as Qwen3-30B-A3B has")
     for rows in setup.rows(ROWS, (1, 3)):
         case = Experts(setup, experts, hidden, rows)
-        engine = expert_configs(rows * experts.top_k, experts.num_experts, setup.dtype.itemsize)
+        gate_up, down = expert_tiles(rows * experts.top_k, experts.num_experts, setup.dtype.itemsize)
         labels = {"rows": rows, "experts_read": int((case.routing(1 << 30).tiles[:, 0] >= 0).sum())}
-        call = partial(case.route, engine.down.block_m)
+        call = partial(case.route, down.block_m)
         yield compare(setup, Point({"what": "route", **labels}, {"engine": call}, tolerance=1e-5))
-        for name, config in (("gate_up", engine.gate_up), ("down", engine.down)):
+        for name, config in (("gate_up", gate_up), ("down", down)):
             configs = dict.fromkeys([config, *([] if setup.dry else contenders(config, name == "gate_up"))])
             routings = {one.block_m: case.routing(one.block_m) for one in configs}
             flops = 2.0 * rows * experts.top_k * case.nbytes[name]

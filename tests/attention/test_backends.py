@@ -8,6 +8,8 @@ from interpreting import fewer, nightly
 
 from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSetup, AttentionSpec, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.kernels.plan.config import LIBRARY
+from nanovllm.kernels.plan.plan import Launch
 
 # Decode rows (one of them padding), then chunks with and without a prefix, then a padding chunk.
 QUERIES = [1, 1, 1, 20, 37, 1, 0]
@@ -63,7 +65,8 @@ def test_a_step_with_prompts_is_never_rounded() -> None:
     case = make_case([1, 1], [50, 65], 1, num_q_heads=2, num_kv_heads=1, head_dim=128, block_size=128)
     backend, out = make_backend("triton", case), nan_like(case.q)
     backend.prepare(case.metadata)
-    assert backend.forward(case.q, case.cache, case.metadata, out, case.spec, rounds=True) is out
+    behind = Launch(LIBRARY, rounded=True)
+    assert backend.forward(case.q, case.cache, case.metadata, out, case.spec, behind=behind) is out
     assert case.error_of(out) < TOLERANCE
 
 

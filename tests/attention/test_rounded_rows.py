@@ -19,8 +19,8 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.plan.device import KNOWN
 from nanovllm.kernels.plan.plan import Planner, Rules
-from nanovllm.layers.attention import ForwardStep
 from nanovllm.layers.context import ModelContext
+from nanovllm.layers.step import Call, ForwardStep
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import read_model_config
 
@@ -56,10 +56,11 @@ def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
         backend.prepare(case.metadata)
         nowhere = torch.full((rows,), -1, dtype=torch.int32, device=device)
         step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)
-        launches, residual = attention.o_proj.launches, case.q.new_zeros(rows, 128)
-        for launch in (replace(launches[rows], rounded=True), replace(launches[rows], rounded=False)):
-            launches[rows] = launch
-            attention(residual, step, residual=residual)
+        call = Call(step, residual=case.q.new_zeros(rows, 128))
+        planned = attention.o_proj.launch(rows, call)
+        for launch in (replace(planned, rounded=True), replace(planned, rounded=False)):
+            monkeypatch.setattr(attention.o_proj, "launch", lambda *_, launch=launch: launch)
+            attention(call.residual, call)
         rounded, wide = projections
         assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide[:real].std() > 0
         want = quantize_rows(wide)

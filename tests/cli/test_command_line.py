@@ -77,7 +77,7 @@ TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 REFUSED = [
     (["--pipeline-parallel-size", "2"], "use tensor_parallel_size"),
-    (["--root-path", "/llm"], "let the proxy strip its prefix"),
+    (["--middleware", "a.b"], "put a proxy before the server"),
     (["--no-enable-chunked-prefill"], "max_num_prefill_tokens_with_decodes"),
     (["--max-queued-requests", "3"], "use max_num_queued_reqs"),
 ]

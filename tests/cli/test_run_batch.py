@@ -5,7 +5,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,82 @@ def test_full_disk(server: Server, tmp_path: Path) -> None:
     assert out.read_bytes().endswith(b"\n") and out.stat().st_size <= 1500
     assert nanovllm("run-batch", file, str(out), "--url", server.url).returncode == 0
     assert len(records(out)) == 8
+
+
+POISON = {"a 500": 500, "a page of a proxy": 502, "a closed connection": 0}
+
+
+@pytest.fixture
+def failing_server() -> Iterator[ThreadingHTTPServer]:
+    """A server that fails with the prompts in POISON each time, and has no room for "busy" the first time."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+            asked[prompt] += 1
+            status = POISON.get(prompt, 429 if prompt == "busy" and asked[prompt] == 1 else 200)
+            if not status:
+                self.close_connection = True
+                return
+            body = b"<html>" if status == 502 else json.dumps({"choices": prompt, "message": "no room"}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    asked: Counter[str] = Counter()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("poison", POISON)
+def test_a_request_with_which_the_server_fails_is_an_error_and_the_rest_goes_on(
+    failing_server: ThreadingHTTPServer, tmp_path: Path, poison: str
+) -> None:
+    url = f"http://127.0.0.1:{failing_server.server_port}"
+    lines = [completion(f"r{n}", prompt=prompt) for n, prompt in enumerate(["a", poison, "busy", "b"])]
+    file, out = write(tmp_path / "in", lines), tmp_path / "out"
+    done = nanovllm("run-batch", file, str(out), "--url", url, "--max-concurrency", "1")
+    assert done.returncode == 0 and "waiting: the server answers 429: no room" in done.stderr, done.stderr
+    found = records(out)
+    answers = [found[f"batch_req_{n}"]["response"]["body"]["choices"] for n in (1, 3, 4)]
+    assert answers == ["a", "busy", "b"]
+    failed, status = found["batch_req_2"], POISON[poison]
+    assert (failed["error"] or {}).get("code") == (None if status else "no_answer")
+    assert (failed["response"] or {}).get("status_code", 0) == status
+
+
+def test_a_server_that_fails_with_everything_ends_the_run_and_no_line_is_met_for_ever(
+    failing_server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{failing_server.server_port}"
+    file = write(tmp_path / "in", [completion(f"r{n}", prompt="a 500") for n in range(7)] + [completion("last")])
+    out = tmp_path / "out"
+    command = ("run-batch", file, str(out), "--url", url, "--max-concurrency", "1")
+    first = nanovllm(*command)
+    assert first.returncode == 2 and "failed with 5 requests in a row. line 5: the server answers 500" in first.stderr
+    assert len(records(out)) == 5
+    assert nanovllm(*command).returncode == 0 and len(records(out)) == 8
+
+
+def test_a_line_that_python_cannot_write_or_read_is_an_error(server: Server, tmp_path: Path) -> None:
+    half = json.dumps(chat("a\ud83d"))
+    deep = json.dumps(completion("deep")).replace('"model"', '"x": ' + "[" * 3000 + "]" * 3000 + ', "model"')
+    digits = json.dumps(completion("digits", seed=0)).replace('"seed": 0', '"seed": ' + "9" * 5000)
+    file, out = write(tmp_path / "in", [half, deep, digits, completion("ok")]), tmp_path / "out"
+    for said in ("4 of 4 requests, 3 of them errors", "all 4 requests have their results already"):
+        done = nanovllm("run-batch", file, str(out), "--url", server.url)
+        assert done.returncode == 0 and said in done.stderr
+    found = [record["error"] and record["error"]["code"] for _, record in sorted(records(out).items())]
+    assert found == ["invalid_line"] * 3 + [None]
+    assert records(out)["batch_req_1"]["custom_id"] == "a\ud83d"
 
 
 def test_results_of_something_else(server: Server, tmp_path: Path) -> None:

@@ -166,6 +166,17 @@ def test_the_long_prompt_threshold_follows_the_budget(threshold: int | None, bud
         ),
         (small(rope_scaling={"rope_type": "yarn"}), "must be given a 'factor' for rope type 'yarn'"),
         (small(rope_scaling="yarn"), "rope_scaling='yarn': must be a dict"),
+        (small(rope_scaling={"factor": 4.0}), "rope_type=None: must be one of 'default', 'linear'"),
+        (small(rope_parameters={"rope_theta": 5e3, "mscale": 1.0}), "rope_type=None: must be one of 'default'"),
+        (small(rope_scaling={"name": "yarn", "factor": 4.0}), "rope_scaling: 'name' is no entry of a rotary embedding"),
+        (
+            small(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embedding": 32}),
+            "is no entry of a rotary embedding here; did you mean 'original_max_position_embeddings'?",
+        ),
+        (
+            small(architectures=["Gemma3ForCausalLM"], rope_parameters={"rope_type": "linear", "factor": 4.0}),
+            "must be a table for each of 'full_attention' and 'sliding_attention'",
+        ),
         (small(rope_scaling={"type": "linear", "factor": "x"}), "factor='x': must be a finite number > 0"),
         (small(rope_scaling={"type": "linear", "factor": -1}), "factor=-1: must be a finite number > 0"),
         (small(rope_theta="x"), "rope_theta='x': must be"),
@@ -200,6 +211,27 @@ def test_yarn_extends_the_context() -> None:
     assert parse_config({**raw, "max_position_embeddings": 262144}).max_position_embeddings == 262144
     config = EngineConfig("Qwen3-8B", load_format="dummy", max_model_len=131072, device="cpu")
     assert resolve(config, parse_config(raw)).max_model_len == 131072
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_linear_scaling_extends_the_context(kind: str) -> None:
+    raw = small(rope_scaling={kind: "linear", "factor": 4.0})
+    assert parse_config(raw).max_position_embeddings == 4 * SMALL["max_position_embeddings"]
+    extended_already = {**raw, "architectures": ["Gemma3ForCausalLM"]}
+    assert parse_config(extended_already).max_position_embeddings == SMALL["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(("original", "usual"), [(64, 64), (None, 128), (256, 128)])
+def test_a_context_under_longrope_is_the_original_one_unless_a_longer_one_is_asked_for(
+    original: int | None, usual: int
+) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    raw = small(rope_scaling={"type": "longrope", **factors}, original_max_position_embeddings=original)
+    model = parse_config(raw)
+    found = [
+        resolve(EngineConfig("m", device="cpu", max_model_len=length), model).max_model_len for length in (None, 128)
+    ]
+    assert found == [usual, 128]
 
 
 # -- files and overrides --------------------------------------------------------------------------------------------

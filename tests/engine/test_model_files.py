@@ -13,7 +13,7 @@ from programs import run
 from test_config import SMALL
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.files import read_json
+from nanovllm.models.files import read_json, weight_files
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 
 UNSERVED = {
@@ -107,6 +107,12 @@ def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytes
     hub = Hub(tmp_path, {"config.json": SMALL, **dict.fromkeys(names)}, monkeypatch)
     assert resolve_model_folder(EngineConfig("owner/name")).model == str(tmp_path)
     assert sorted(set(hub.fetched)) == sorted(["config.json", names[0], *names[4:]])
+
+
+def test_weights_that_a_folder_has_twice_are_read_once(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
+        (tmp_path / name).touch()
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
 @pytest.mark.parametrize(

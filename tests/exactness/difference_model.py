@@ -13,8 +13,8 @@ import torch
 
 from nanovllm import register_model
 from nanovllm.attention.base import KVCache
-from nanovllm.layers.attention import Attention, ForwardStep
-from nanovllm.layers.context import ModelContext, Place
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.context import Around, Call, ModelContext
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
 from nanovllm.model_config import LayerSpec
@@ -30,9 +30,9 @@ class DifferentialAttention(WeightedModule):
 
     can_capture = True
 
-    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
+    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, around: Around) -> None:
         super().__init__()
-        self.first, self.second = (Attention(context, spec, tables, Place(adds_parts=False)) for _ in range(2))
+        self.first, self.second = (Attention(context, spec, tables, Around()) for _ in range(2))
         self.share = parameter(1, dtype=context.dtype, device=context.device)
         self.operations = (*self.first.operations, *self.second.operations)
         self.memory = (*self.first.memory, *self.second.memory)
@@ -41,8 +41,8 @@ class DifferentialAttention(WeightedModule):
         self.first.bind(memory[0])
         self.second.bind(memory[1])
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        return self.first(x, step) - self.share * self.second(x, step)
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return self.first(x, call) - self.share * self.second(x, call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.first.checkpoint_weights(f"{prefix}.first")

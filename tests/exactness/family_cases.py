@@ -221,6 +221,6 @@ def reference_logits(model: Any, prompt: list[int], output: list[int]) -> torch.
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 48, "max_num_batched_tokens": 9,
-    "disable": ("async_scheduling",),
+    "disable": ("async_scheduling",), "max_model_len": 256,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

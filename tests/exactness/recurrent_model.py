@@ -3,16 +3,16 @@ some layers or alone. A recurrence keeps two things of a row: its state, and the
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm import register_model
-from nanovllm.layers.attention import ForwardStep, wanted_rows
-from nanovllm.layers.context import ModelContext, Place
+from nanovllm.layers.context import Around, Call, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
 from nanovllm.layers.rotary import PositionTables
+from nanovllm.layers.step import wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import LayerSpec
 from nanovllm.models.config_reader import ConfigReader
@@ -20,18 +20,25 @@ from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import CheckpointNames
 
 
+class Options(NamedTuple):
+    """A class of the plugin's own, which every rank gets with the configuration."""
+
+    share: float = 0.5
+
+
 class Recurrence(WeightedModule):
-    """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + v of the token before / 2), a = sigmoid(a_proj(x)):
+    """o(state * sigmoid(z)), state <- a * state + (1 - a) * (v + share * the v before), a = sigmoid(a_proj(x)):
     [T, hidden] -> [wanted, hidden], a partial sum of this rank's columns."""
 
     can_capture = False
 
-    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, place: Place) -> None:
+    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, around: Around) -> None:
         super().__init__()
-        width = context.config.hidden_size
+        assert isinstance(spec.options, Options)
+        width, self.share = context.config.hidden_size, spec.options.share
         outputs = dict.fromkeys(("a_proj", "v_proj", "z_proj"), width)
-        self.in_proj = MergedColumnParallelLinear(context, width, outputs, kind="qkv")
-        self.o_proj = RowParallelLinear(context, width, width, kind="o", adds_parts=place.adds_parts)
+        self.in_proj = MergedColumnParallelLinear(context, width, outputs, name="in")
+        self.o_proj = RowParallelLinear(context, width, width, name="out", around=around.last())
         self.operations = (self.in_proj.product, self.o_proj.product)
         share = self.in_proj.product.n // 3
         self.memory = (Slot((share,)), Slot((1, share), context.dtype))
@@ -39,17 +46,19 @@ class Recurrence(WeightedModule):
     def bind(self, *memory: torch.Tensor) -> None:
         self.states, self.last_values = memory
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        a, v, z = self.in_proj(x).chunk(3, dim=-1)
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        step = call.step
+        assert step is not None
+        a, v, z = self.in_proj(x, call).chunk(3, dim=-1)
         kept, out = a.float().sigmoid(), torch.empty_like(v)
         starts = step.attention.cu_seqlens_q.tolist()
         for row, slot in enumerate(step.attention.row_slot.tolist()):
             state, last = self.states[slot], self.last_values[slot, 0]
             for token in range(starts[row], starts[row + 1]):
-                state = kept[token] * state + (1 - kept[token]) * (v[token] + last / 2)
+                state = kept[token] * state + (1 - kept[token]) * (v[token] + self.share * last)
                 out[token], last = state, v[token]
             self.states[slot], self.last_values[slot, 0] = state, last
-        return self.o_proj(wanted_rows(out * z.sigmoid(), step.wanted))
+        return self.o_proj(wanted_rows(out * z.sigmoid(), step.wanted), call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.in_proj.checkpoint_weights(prefix)
@@ -60,7 +69,7 @@ def read(config: ConfigReader, generation: Fields) -> Fields:
     """config.json as Llama's, and `mixers`, one of each layer."""
     fields, mixers = read_decoder(config, generation), config.get("mixers")
     layers = zip(fields["layers"], mixers, strict=True)
-    return {**fields, "layers": tuple(replace(layer, mixer=mixer) for layer, mixer in layers)}
+    return {**fields, "layers": tuple(replace(one, mixer=mixer, options=Options()) for one, mixer in layers)}
 
 
 register_model("RecurrentForCausalLM", Family(read, CheckpointNames(), mixers={"recurrence": Recurrence}))

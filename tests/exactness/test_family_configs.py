@@ -129,6 +129,11 @@ def test_what_transformers_computes_otherwise_is_refused(architectures: list[str
         ("Olmo3ForCausalLM", {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: [1]}}, "rope_scaling"),
         ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "alpha": "x"}}, "alpha"),
         ("HunYuanDenseV1ForCausalLM", {"rope_scaling": {"type": "dynamic", "alpha": 2, "rope_theta": 0}}, "rope_theta"),
+        (
+            "GptOssForCausalLM", {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": 3}},
+            "quantization_config: modules that are not converted",
+        ),
+        ("LlamaForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("LlamaForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Qwen3ForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Starcoder2ForCausalLM", {"sliding_window": WINDOW, "layer_types": [[SLIDING]]}, "layer_types"),

@@ -240,7 +240,7 @@ def test_ranks_that_would_cut_a_group_of_columns_are_refused() -> None:
     context = LayerContext(group, select_kernels("cpu"), torch.float32, torch.device("cpu"))
     layer = (context, 256, 192)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4: o: 64 of 256 inputs.* must be a multiple of 128"):
-        RowParallelLinear(*layer, kind="o", pads=False, precision=Quantization())
+        RowParallelLinear(*layer, name="o", pads=False, precision=Quantization())
     padded = RowParallelLinear(*layer, precision=Quantization(scales="block", while_loading=True))
     assert padded.matrix.weight.shape == (192, 128)
     group.rank = 3  # has nothing of 200 or 256 inputs in shares of 128

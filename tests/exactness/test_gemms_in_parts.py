@@ -12,7 +12,8 @@ from nanovllm import LLM
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.kernels.plan.config import KINDS, SUMMED, Choices, GemmConfig
 from nanovllm.kernels.plan.device import Device
-from nanovllm.kernels.plan.plan import Product, Rules, plan
+from nanovllm.kernels.plan.plan import Rules, plan
+from nanovllm.kernels.plan.product import Around, Product
 from nanovllm.kernels.plan.table import GemmTable
 from nanovllm.layers.context import Stream
 from nanovllm.layers.norm import ReduceAddNorm
@@ -39,10 +40,10 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[tuple[int, ...]] = []
     forward = ReduceAddNorm.forward
 
-    def watched(self: ReduceAddNorm, stream: Stream) -> Any:
+    def watched(self: ReduceAddNorm, stream: Stream, rounds: bool = False) -> Any:
         assert stream.partial is not None
         seen.append(tuple(stream.partial.shape))
-        return forward(self, stream)
+        return forward(self, stream, rounds)
 
     monkeypatch.setattr(ReduceAddNorm, "forward", watched)
     with LLM(model, **ROOMY, tensor_parallel_size=2) as llm:
@@ -54,12 +55,13 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_all_reduce_is_launched_dependently_behind_our_own_kernels_alone() -> None:
     own, device = GemmConfig("tile", 64, 32, 256, 4), Device.named("H200")
-    products = [Product(kind, 512, 512, "bfloat16", adds_parts=kind in SUMMED) for kind in KINDS[:4]]
+    products = [Product(kind, 512, 512, "bfloat16", around=Around(adds_parts=kind in SUMMED)) for kind in KINDS[:4]]
     by_kind: dict[str, dict[int, GemmConfig]] = {"o": {32: own, 64: HALVES}, "down": {32: HALVES, 64: own}}
-    rules = Rules(device, 2, tried={each.gemm(2): by_kind.get(each.kind, {}) for each in products})
+    rules = Rules(device, 2, tried={each.gemm(2): by_kind.get(each.name, {}) for each in products})
     for rows, early in ((32, "o"), (64, "down"), (8, "")):
         made = plan(products, rows, rules)
-        assert [kind for kind in KINDS[:4] if made.launches[kind].is_early] == [early] * bool(early)
+        found = zip(products, made.launches, strict=True)
+        assert [one.name for one, launch in found if launch.is_early] == [early] * bool(early)
 
 
 def test_a_report_says_how_many_gemms_were_tuned(tmp_path: Path) -> None:

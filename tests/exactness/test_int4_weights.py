@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
+from nanovllm.cli.main import main
 from nanovllm.kernels.gemm import int4
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import Quantization
@@ -91,6 +92,11 @@ def test_new_weights_packed_or_wide(
         assert llm.checksum() == changed
         with pytest.raises(ValueError, match=r"weight 'model.layers.0.mlp.down_proj.weight' has shape"):
             llm.load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(192, 10))])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_reads_the_headers_of_every_packing(folder_of: Callable[[str], Path], layout: str) -> None:
+    assert main(["plan", str(folder_of(layout)), "-tp", "1"]) == 0
 
 
 @given(

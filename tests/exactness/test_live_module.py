@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import transformers
 from family_cases import CASES, PROMPTS, Case, make_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.weights import CheckpointWeight, Shard, WeightedModule, parameter, whole
+from nanovllm.models.live_module import LiveModule
+from nanovllm.models.names import CheckpointNames
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-qwen3"
 NUM_TOKENS = 10
@@ -112,6 +115,45 @@ def test_writes_that_torch_does_not_count_are_announced() -> None:
             parameter.data.mul_(0.7)
         llm.weights_changed()
         assert ours(llm) == greedy(model, PROMPTS)
+
+
+class Owner(torch.nn.Module):
+    """The parameters of a mixer: queries beside their gates, keys, and a decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        for name, shape in (("q_proj", (8, 4)), ("k_proj", (2, 4)), ("decay", (4,))):
+            self.model.register_parameter(name, torch.nn.Parameter(torch.randn(shape).bfloat16()))
+
+
+class Mixer(WeightedModule):
+    """A layer that keeps queries with keys, gates apart, and the decay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+        self.qk, self.gate = parameter(6, 4, **made), parameter(4, 4, **made)
+        self.decay = parameter(4, dtype=torch.float32, device=made["device"])
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield CheckpointWeight(f"{prefix}.q_proj", (8, 4), (Shard(self.qk[:4], 0, 0), Shard(self.gate, 0, 4)))
+        yield CheckpointWeight(f"{prefix}.k_proj", (2, 4), (Shard(self.qk[4:], 0, 0),))
+        yield whole(f"{prefix}.decay", self.decay)
+
+
+def test_what_lands_in_two_places_or_in_a_wider_type_is_copied() -> None:
+    owner, mixer = Owner(), Mixer()
+    live = LiveModule(owner, CheckpointNames())
+    live.share(mixer, is_tied=False)
+    for _ in range(2):
+        q, k, decay = (owner.get_parameter(f"model.{name}") for name in ("q_proj", "k_proj", "decay"))
+        assert torch.equal(mixer.qk, torch.cat([q[:4], k])) and torch.equal(mixer.gate, q[4:])
+        assert torch.equal(mixer.decay, decay.float()) and mixer.decay.dtype == torch.float32
+        with torch.no_grad():
+            q.add_(1.0), k.mul_(2.0), decay.neg_()
+        assert live.has_changed()
+        live.refresh()
 
 
 BREAKS: dict[str, Callable[[Any], Any]] = {

@@ -174,8 +174,17 @@ def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*plan, "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)["plans"]
     assert found["slots"] == slots and found["graphs"] == 0  # the recurrence cannot be captured
+    assert set(found["users"].values()) == {8}  # no more than slots, however many blocks there are
     assert main(plan) == 0
     assert "MiB a request" in capsys.readouterr().out
+
+
+def test_slots_that_are_taken_are_memory_in_use(model: Model) -> None:
+    with model.start(max_num_seqs=2) as llm:
+        for used in (0.5, 1.0):
+            llm.add_request(PROMPTS[0], SamplingParams(max_tokens=COUNT, ignore_eos=True))
+            llm.step()
+            assert llm.stats().kv_cache_usage == used
 
 
 def test_the_plan_refuses_slots_that_do_not_fit(model: Model) -> None:

@@ -182,6 +182,18 @@ def test_overrides_of_rotary_embeddings_count_whichever_spelling_the_file_has(tm
     assert found(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 9.0}) == ("linear", 9.0, 2.0)
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_context_under_longrope_is_the_original_one(tmp_path: Path, newer: bool) -> None:
+    """Beyond it the module takes the long list for the short texts of a step, too."""
+    lists = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **lists}
+    raw = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 48, "num_attention_heads": 4}
+    raw |= {"max_position_embeddings": 512, "original_max_position_embeddings": 64}
+    raw |= {"rope_parameters": rope} if newer else {"rope_scaling": {"type": "longrope", **lists}}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert read_model_config(EngineConfig(str(tmp_path), model_impl="transformers")).usual_context == 64
+
+
 def test_new_weights_and_two_engines_at_once(tmp_path: Path) -> None:
     case = FOREIGN["GPT-NeoX: parallel blocks, partial rope"]
     models = [make_model(case, seed) for seed in (1, 2)]

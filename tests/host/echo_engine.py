@@ -31,6 +31,7 @@ def echo(link: socket.socket) -> None:
 
 def drive() -> None:
     handle = ChildHandle(wire.Start(DEMO, {"device": "cpu", "num_kvcache_blocks": 64, "skip_tokenizer_init": True}))
+    pid = handle.pid  # it is started: the fork has one end of its connection
     if (fork := os.fork()) == 0:
         time.sleep(120)
         os._exit(0)
@@ -38,7 +39,7 @@ def drive() -> None:
         deadline = time.monotonic() + 100
         while not any(isinstance(frame, wire.Ready) for frame in handle.receive()) and time.monotonic() < deadline:
             time.sleep(0.05)
-    print(handle.pid, fork, flush=True)
+    print(pid, fork, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nanovllm.engine.calls import CALLS, CallSpec, Steps
 from nanovllm.engine.prompt import Prompt
-from nanovllm.host import wire
+from nanovllm.host import engine_host, wire
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.outputs import StepColumns
 
@@ -61,9 +61,11 @@ def room() -> Iterator[Room]:
     found.goes_on.set()
 
 
-def test_an_abort_while_a_grammar_compiles_is_an_abort(room: Room) -> None:
+def test_an_abort_while_a_grammar_compiles_is_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """All its completions end at once, as aborted and not as refused, and the engine computes none of them. One that
-    waits for its check never gets there."""
+    waits for a thread to check it never gets there."""
+    monkeypatch.setitem(engine_host._SLOW_OPTIONS, "structured_outputs", 1)
+    room = Room()
     room.add(3, SLOW)
     assert room.began.wait(20)
     room.host.handle(wire.Abort(3))
@@ -91,11 +93,13 @@ def test_a_call_that_ends_requests_ends_those_whose_grammar_compiles(
     assert room.said[:-1] == ended and room.said[-1].number == 1
 
 
-def test_a_known_grammar_overtakes(room: Room) -> None:
+def test_known_and_quick_grammars_overtake(room: Room) -> None:
     room.add(3, SLOW)
     assert room.began.wait(20)
     room.add(5, KNOWN)
     assert room.ids == [5]
+    room.add(7, OTHER)
+    room.wait_for(7)
 
 
 def test_requests_that_come_on_and_on_leave_time_for_steps() -> None:

@@ -163,6 +163,25 @@ def test_what_an_engine_that_starts_says_of_itself_is_not_the_state_of_all() -> 
     assert engines.fleet.state.is_paused and {call.name for _, call in engines.take_sent()} == {"pause"}
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["sent", "asked for"])
+def test_the_pause_that_a_resume_ends_is_over_whenever_engines_answer(begun: bool) -> None:
+    """One engine has paused at once; the other, where a request runs, hears of the resume first, and has not answered
+    the pause before."""
+    engines = Engines(2)
+    pause = engines.call("pause", mode="wait")
+    engines.fleet.take(0, answer(pause, {}, EngineState(pause_mode="wait")))
+    resume = engines.call("resume") if begun else 0
+    engines.fleet.is_resuming = not begun
+    engines.fleet.take(1, answer(pause, None, kind="RuntimeError", message="resumed before it was done"))
+    assert not engines.fleet.state.is_paused
+    resume = resume or engines.call("resume")
+    for engine in (1, 0):
+        engines.fleet.take(engine, answer(resume, {}))
+        assert not engines.fleet.state.is_paused
+    engines.complete("pause", PAUSED)
+    assert engines.fleet.state.is_paused
+
+
 def test_versions_go_on_from_those_of_lost_engines() -> None:
     """New weights have one number more than those before, also where nobody is left who had these."""
     engines = Engines(2)

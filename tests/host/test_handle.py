@@ -5,12 +5,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 from system import alive, wait_for
@@ -20,15 +22,16 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
-from nanovllm.host.handle import ChildHandle, Lost
-from nanovllm.processes.child import LEFT_TO_PARENT
+from nanovllm.host.frame_reader import FrameReader
+from nanovllm.host.handle import ChildHandle, Handle, Lost
+from nanovllm.processes.child import LEFT_TO_PARENT, start_python
 from nanovllm.processes.framing import LENGTH
 
 DEMO = str(Path(__file__).resolve().parents[2] / "nanovllm" / "demo_model")
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 256, "skip_tokenizer_init": True}
 
 
-def frames_until(handle: ChildHandle, is_it: Callable[[Any], bool]) -> list[Any]:
+def frames_until(handle: Handle, is_it: Callable[[Any], bool]) -> list[Any]:
     """Frames of the handle up to such a one."""
     found: list[Any] = []
     deadline = time.monotonic() + 90.0
@@ -126,17 +129,70 @@ def test_a_lost_engine_whose_process_lingers_holds_up_nobody(monkeypatch: pytest
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     for kills, reason in ((True, "died by signal 9 (SIGKILL)"), (False, "closed its connection")):
         handle = ChildHandle(wire.Start(DEMO, {}))
+        reader = FrameReader()
+        reader.watch(handle)
         handle.rouse()
-        found, deadline = [], time.monotonic() + 20
-        while not found and time.monotonic() < deadline:
-            select.select([handle], [], [], 20)
-            begin = time.monotonic()
-            found = handle.receive()
-            assert time.monotonic() - begin < 0.5
+        begin = time.thread_time()
+        looks, deadline = 0, time.monotonic() + 20
+        while not reader.frames and time.monotonic() < deadline:
+            reader.read(20)
+            looks += 1
             if kills:
                 handle.process.kill()
-        assert found == [Lost(reason)]
+        assert [*reader.frames] == [(handle, Lost(reason))] and not handle.is_ending
+        assert looks < 300 and time.thread_time() - begin < 0.5, "it was looked at all the time"
+        reader.close()
         handle.close(patience=0)
+
+
+def test_a_start_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process takes long to start where memory is short. What is sent meanwhile arrives; a failure is a loss."""
+    goes_on, error = threading.Event(), OSError(12, "Cannot allocate memory")
+
+    def start(*args: Any, **options: Any) -> Any:
+        assert goes_on.wait(20)
+        return start_python(*args, **options) if handle.number == 0 else Mock(side_effect=error)()
+
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    monkeypatch.setattr("nanovllm.host.handle.start_python", start)
+    for number in (0, 1):
+        goes_on.clear()
+        begin = time.monotonic()
+        handle = ChildHandle(wire.Start(DEMO, {}, number))
+        handle.send(sent := wire.Bucket(7, b"abc"))
+        assert handle.receive() == [] and time.monotonic() - begin < 5
+        goes_on.set()
+        said = frames_until(handle, lambda frame: isinstance(frame, wire.Bucket | Lost))
+        assert said[-1] == (sent if number == 0 else Lost("cannot be started: [Errno 12] Cannot allocate memory"))
+        handle.close(patience=0)
+
+
+def test_a_start_on_ray_holds_up_nobody() -> None:
+    """Calls of Ray wait for its cluster."""
+    for error, reason in ((None, "ended"), (RuntimeError("no room"), "RuntimeError: no room")):
+        ray, goes_on = MagicMock(), threading.Event()
+        ray.get.return_value, ray.exceptions.GetTimeoutError = None, TimeoutError
+        ray.remote.return_value.return_value.remote.side_effect = (
+            error or (lambda goes_on=goes_on: goes_on.wait(20) and Mock())
+        )
+        with patch.dict(sys.modules, {"ray": ray}):
+            handle = import_module("nanovllm.host.ray_handle").RayHandle(wire.Start(DEMO, {}), {})
+            assert error or handle.receive() == []
+            goes_on.set()
+            assert frames_until(handle, lambda frame: isinstance(frame, Lost)) == [Lost(reason)]
+            handle.close(patience=0)
+
+
+def test_an_engine_that_is_given_up_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    monkeypatch.setattr(
+        "nanovllm.host.handle.start_python", lambda *a, **o: (goes_on.wait(20), start_python(*a, **o))[1]
+    )
+    handle = ChildHandle(wire.Start(DEMO, {}))
+    handle.give_up("silent")
+    goes_on.set()
+    assert end_of(handle) == Lost("silent") and handle.process.returncode == -signal.SIGKILL
 
 
 def test_two_threads_may_close_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +237,7 @@ def test_an_engine_of_a_program_without_output_ends_in_order() -> None:
     os.close(1)
     try:
         handle = ChildHandle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
+        assert handle.pid
     finally:
         os.dup2(output, 1)
         os.close(output)

@@ -3,25 +3,24 @@ weights in FP8, experts, attention behind rope, and sampling. A chain has three 
 ordinary kernels and would hide a missing wait."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from gemm_checks import check_pdl
+from token_by_token import mixed
 
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.fp8 import few_experts, gemm
+from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import skinny, stream, tile
-from nanovllm.kernels.moe import few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.rules import FEW_ROUTER, FEW_TOKENS, expert_configs
+from nanovllm.kernels.plan.rules import FEW_ROUTER, FEW_TOKENS, expert_tiles
 from nanovllm.kernels.pointwise.embedding import embed_shard
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
@@ -117,17 +116,16 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     weight = fp8 if in_fp8 else rand
     gate_up, down = weight(EXPERTS, 2 * WIDTH, HIDDEN, seed=6), weight(EXPERTS, HIDDEN, WIDTH, seed=7)
     router_tiles = GemmConfig("tile", 16, 16 if rows <= 16 else 64, 128, 4, split_k=4)
-    configs = expert_configs(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
+    first, second = expert_tiles(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm(), out_dtype=torch.float32)
-        add_experts: Any = (few_experts if in_fp8 else few_rows).add_experts
-        return add_experts(residual, norm(), logits, OPTIONS, gate_up, down)
+        return mixed(residual, logits, OPTIONS, gate_up, down, norm())
 
     def many(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        routing = route(router_logits(x, router, router_tiles), OPTIONS, configs.down.block_m)
-        h = expert_gate_up(x, gate_up, routing, configs.gate_up, ExpertActivation())
-        parts = expert_down(h, down, routing, configs.down, torch.float32)
+        routing = route(router_logits(x, router, router_tiles), OPTIONS, second.block_m)
+        h = expert_gate_up(x, gate_up, routing, first, ExpertActivation())
+        parts = expert_down(h, down, routing, second, torch.float32)
         return add_norms(parts, residual, norm())[0]
 
     check(few if rows <= FEW_TOKENS else many, rows)

@@ -16,6 +16,7 @@ from nanovllm.kernels.plan.config import (
     FP8,
     INT4,
     INT4_ROWS,
+    ITEM_SIZES,
     KINDS,
     LIBRARY,
     SKINNY_ROWS,
@@ -28,7 +29,8 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import why_not
-from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch, Product, Rules, choose, plan
+from nanovllm.kernels.plan.plan import Planner, Rules, choose, launch, plan, row_ends
+from nanovllm.kernels.plan.product import Around, Choice, Product
 from nanovllm.kernels.plan.rules import FEW_TOKENS
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
 
@@ -42,7 +44,7 @@ OWN = GemmConfig("tile", 64, 16, 256, 5)
 
 def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -> GemmConfig:
     """Kernel that is chosen where the consumer takes whatever consumers of its kind do."""
-    product = Product(*gemm[:4], adds_parts=gemm.kind in SUMMED)
+    product = Product(*gemm[:4], around=Around(adds_parts=gemm.kind in SUMMED))
     return choose(product, rows, Rules(device, 1 if gemm.fused else 2, own_kernels=True, table=table))[0]
 
 
@@ -51,14 +53,21 @@ def lookup(table: GemmTable, gemm: Gemm, rows: int, device: Device = KNOWN[0]) -
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after: str, rows: int) -> None:
     """Which no more rows do than have their experts read token by token, though others may norm eight."""
-    qkv = Product("qkv", 5120, 2048, dtype, before="norm")
-    o = Product("o", 2048, 4096, dtype, after="residual", adds_parts=True)
-    experts = Experts(128, 8, 2048, 768, dtype, after=after)
+    qkv = Product("qkv", 5120, 2048, dtype, around=Around("rms"))
+    o = Product("o", 2048, 4096, dtype, around=Around("attention", "residual", adds_parts=True))
+    before, choice = "rms" if after else "norm", Choice(128, 8, dtype)
+    router = Product("router", 128, 2048, "bfloat16", around=Around(before, "routing"), choice=choice)
+    gate_up = Product("experts.gate_up", 1536, 2048, dtype, around=Around(before, "gate"), choice=choice)
+    down = Product("experts.down", 2048, 768, dtype, around=Around("", after, adds_parts=True), choice=choice)
     tried = {qkv.gemm(1): {8: streaming(8, 4, columns=64)}, o.gemm(1): {8: streaming(4, 4, columns=64)}}
-    planned = plan((qkv, o, experts), rows, Rules(KNOWN[0], own_kernels=True, table=H200, tried=tried))
-    found = planned.launches["experts"]
-    assert isinstance(found, ExpertsLaunch) and (found.tiles is not None or rows <= FEW_TOKENS)
-    assert (found.norm, found.residual) == (planned.is_complete, planned.is_complete)
+    rules = Rules(KNOWN[0], own_kernels=True, table=H200, tried=tried)
+    planned = plan((qkv, o, router, gate_up, down), rows, rules)
+    *dense, routes, first, second = planned.launches
+    assert {each.config.is_skinny for each in (routes, first, second)} == {first.config.is_skinny}
+    assert first.config.kernel == "tile" or rows <= FEW_TOKENS
+    assert first.config.block_m == second.config.block_m
+    assert {routes.norm, first.norm, second.residual} == {planned.is_complete}
+    assert any(each.norm or each.residual for each in dense) == planned.is_complete
     assert planned.is_complete or rows > 1 or not after
 
 
@@ -68,14 +77,14 @@ def test_a_complete_stream_comes_to_experts_that_norm_and_add(dtype: str, after:
 ])  # fmt: skip
 def test_a_table_gets_the_norm_inside_where_registers_hold_the_rows(rows: int, k: int, stages: int, fits: bool) -> None:
     """Else the library, with the reason; the same kernel serves what brings its rows normed."""
-    product = Product("qkv", 6144, k, "bfloat16", before="norm")
+    product = Product("qkv", 6144, k, "bfloat16", around=Around("rms"))
     config = streaming(4, stages, columns=64)
     table = GemmTable((), {product.gemm(1): ((8, config),), product.gemm(2): ((8, config),)})
     rules = Rules(KNOWN[0], own_kernels=True, table=table)
     found, why = choose(product, rows, rules)
     assert (found == config) == fits and (found == LIBRARY) != fits
     assert why == "measured" if fits else why.startswith(f"measured: K={k}: registers do not hold")
-    for outside in (replace(product, has_bias=True), replace(product, before="")):
+    for outside in (replace(product, has_bias=True), product.apart):
         assert choose(outside, rows, rules) == (config, "measured")
     assert choose(product, rows, replace(rules, world=2)) == (config, "measured")
 
@@ -122,6 +131,26 @@ def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"
     if not device.has_tma:
         assert config.kernel != "tile"
+
+
+@given(
+    st.one_of(GEMMS, st.sampled_from(sorted(H200.entries))), st.integers(1, 20_000), st.sampled_from(KNOWN),
+    st.sampled_from([None, Choice(128, 8, "bfloat16"), Choice(60, 4, FP8), Choice(8, 2, "float32", False)]),
+)  # fmt: skip
+def test_a_plan_is_the_same_up_to_the_end_of_its_range(
+    gemm: Gemm, rows: int, device: Device, choice: Choice | None
+) -> None:
+    """So one is kept for a range, not for each number of rows that a step ever had."""
+    x_dtype = gemm.dtype if gemm.dtype in ITEM_SIZES else "bfloat16"
+    product = Product(*gemm[:4], x_dtype, Around("rms", "gate" if choice else "residual", True), choice=choice)
+    rules = Rules(device, own_kernels=True, table=H200, tried={gemm: {rows % 9 + 1: LIBRARY}})
+    end = next(end for end in row_ends((product,), rules) if rows <= end)
+    assert launch(product, rows, rules) == launch(product, end, rules)
+    layer = Planner(rules).layer((product,))
+    assert layer[rows] == plan((product,), rows, rules)
+    for more in range(rows, rows + 3000, 7):
+        layer[more]
+    assert len(layer) <= TILE_ROWS + len(row_ends((product,), rules))
 
 
 def test_ranges_are_as_few_as_can_be() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import fewer, nightly, some_nightly
+from token_by_token import mixed
 
 from nanovllm.kernels.moe.combine import combine, combine_reference
 from nanovllm.kernels.moe.experts import (
@@ -18,12 +19,11 @@ from nanovllm.kernels.moe.experts import (
     expert_gate_up,
     expert_gate_up_reference,
 )
-from nanovllm.kernels.moe.few_rows import add_experts, sum_experts
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, max_tiles, route, route_reference
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
-from nanovllm.kernels.plan.rules import expert_configs
+from nanovllm.kernels.plan.rules import expert_tiles
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,13 +174,13 @@ def test_few_tokens_without_sorting_are_the_twins_of_many(options: TopK) -> None
     h = expert_gate_up_reference(x, gate_up, routing, SMALL, PLAIN)
     parts = expert_down_reference(h, down, routing, SMALL, torch.float32)
     expected = combine_reference(parts, DTYPE, residual)
-    total = sum_experts(x, logits, options, gate_up, down)
+    total = mixed(x, logits, options, gate_up, down)
     torch.testing.assert_close(total, combine_reference(parts, DTYPE), **TOLERANCE)
     alone = [
-        add_experts(residual[row : row + 1].clone(), norm, logits[:, row : row + 1], options, gate_up, down)
+        mixed(residual[row : row + 1].clone(), logits[:, row : row + 1], options, gate_up, down, norm)
         for row in range(rows)
     ]
-    got = add_experts(residual, norm, logits, options, gate_up, down)
+    got = mixed(residual, logits, options, gate_up, down, norm)
     assert got is residual
     torch.testing.assert_close(got, expected, **TOLERANCE)
     assert torch.equal(torch.cat(alone), got)
@@ -199,5 +199,5 @@ def test_combining_is_that_of_the_twin(gated: bool) -> None:
 def test_both_gemms_of_a_layer_have_tiles_of_equal_rows(num_experts: int, top_k: int) -> None:
     for tokens in (1, 2, 16, 64, 256, 1024, 4096):
         for item_size in (2, 4):
-            configs = expert_configs(tokens * top_k, num_experts, item_size)
-            assert configs.gate_up.block_m == configs.down.block_m
+            gate_up, down = expert_tiles(tokens * top_k, num_experts, item_size)
+            assert gate_up.block_m == down.block_m

@@ -10,21 +10,25 @@ from compiling import compile_only, empty, empty_fp8, run_alone
 pytest.importorskip("triton")
 
 from nanovllm.config import EngineConfig
-from nanovllm.kernels.fp8 import few_experts
+from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import dense, int4, int4_row
-from nanovllm.kernels.moe import few_rows
+from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
-from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
+from nanovllm.kernels.moe.experts import ExpertActivation
+from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, INT4
 from nanovllm.kernels.plan.device import Device
-from nanovllm.kernels.plan.plan import Experts, ExpertsLaunch, Launch, Planner, Product, Rules
+from nanovllm.kernels.plan.plan import Launch, Planner, Rules
+from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.layers.step import Call
 from nanovllm.models.planned import layer_kinds
 from nanovllm.models.registry import read_model_config
 
+KERNELS = select_kernels("cuda")
 OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
 
 
@@ -54,9 +58,7 @@ def compile_for(device: Device, of_experts: bool = False) -> None:
 
 def multiply(one: Product, rows: int, launch: Launch) -> None:
     config, x = launch.config, empty(rows, one.k)
-    around: dict[str, Any] = {"norm": Norm(empty(one.k), 1e-6)} if launch.norm else {}
-    around |= {"residual": empty(rows, one.n)} if launch.residual else {}
-    around |= {"gated": True} if launch.gate else {}
+    around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n)).around(launch)
     if one.dtype == FP8:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype == INT4:
@@ -67,25 +69,25 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
 
-def mix(one: Experts, rows: int, launch: ExpertsLaunch) -> None:
-    """Launches the kernels of a mixture; one that is not plain is gpt-oss's, with biases and a clamped activation."""
-    x, options = empty(rows, one.hidden), TopK(one.num_experts, one.top_k)
-    made = empty_fp8 if one.dtype == FP8 else empty
-    gate_up, down = made(one.num_experts, 2 * one.width, one.hidden), made(one.num_experts, one.hidden, one.width)
-    logits = empty(1, rows, one.num_experts, dtype=torch.float32)
-    if launch.residual:
-        module = few_experts if one.dtype == FP8 else few_rows
-        module.add_experts(x, Norm(empty(one.hidden), 1e-6), logits[0], options, gate_up, down)
-    elif launch.tiles is None:
-        few_rows.sum_experts(x, logits[0], options, gate_up, down)
-    else:
-        routing = route(logits, options, launch.tiles.down.block_m)
-        activation, biases = ExpertActivation(), (None, None)
-        if not one.is_plain_mixture:
-            activation = ExpertActivation(7.0, 1.702)
-            biases = empty(one.num_experts, 2 * one.width), empty(one.num_experts, one.hidden)
-        h = expert_gate_up(x, gate_up, routing, launch.tiles.gate_up, activation, biases[0])
-        combine(expert_down(h, down, routing, launch.tiles.down, torch.float32, biases[1]), x.dtype)
+def choose(one: Product, rows: int, launch: Launch) -> None:
+    """Launches a kernel of experts; of a mixture that is not plain it is gpt-oss's, with biases and a clamped
+    activation."""
+    assert one.choice is not None
+    (count, top_k, dtype, is_plain), gated = one.choice, launch.gate
+    weight = (empty_fp8 if dtype == FP8 else empty)(count, one.n, one.k)
+    logits, options = empty(1, rows, count, dtype=torch.float32), TopK(count, top_k)
+    activation = ExpertActivation() if is_plain else ExpertActivation(7.0, 1.702)
+    biases = (None, None) if is_plain else (empty(count, one.n), empty(count, one.n))
+    routing = None if launch.config.is_skinny else route(logits, options, launch.config.block_m)
+    routed = Routed(KERNELS, logits, options, routing, activation, biases)
+    shape = (rows, top_k, one.k) if launch.config.is_skinny and dtype != FP8 else (rows * top_k, one.k)
+    if launch.config.is_skinny and dtype == FP8:
+        shape = (rows, top_k * one.k)
+    x = empty(rows, one.k) if gated else empty(*shape)
+    call = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n), routed)
+    y = experts.linear(x, weight, launch.config, routed, **call.around(launch))
+    if routing is not None and not gated:
+        combine(y, x.dtype)
 
 
 def compile_plans(
@@ -100,20 +102,18 @@ def compile_plans(
         kinds, head = layer_kinds(config, rules, "bfloat16")
         planner = Planner(rules)
         for rows in all_rows:
-            launches = [(one, planner.layer(kind.operations)[rows].launches[one.kind])
-                        for kind in kinds for one in kind.operations]  # fmt: skip
+            launches = [pair for kind in kinds
+                        for pair in zip(kind.operations, planner.layer(kind.operations)[rows].launches, strict=True)]
             for one, launch in [*launches, (head, planner.launches(head)[rows])]:
-                if isinstance(one, Product):
-                    if launch.config.kernel not in OURS:
-                        continue
-                    k = one.k if launch.config.is_skinny else 0
-                    own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
-                    key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows)
-                else:
-                    key = (one, launch.tiles, launch.residual)
+                is_routed = one.choice is not None
+                if launch.config.kernel not in OURS or (is_routed and not one.is_of_experts):
+                    continue
+                k = one.k if launch.config.is_skinny or is_routed else 0
+                own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
+                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows, is_routed)
                 if key not in done:
                     done.add(key)
-                    (multiply if isinstance(one, Product) else mix)(one, rows, launch)
+                    (choose if is_routed else multiply)(one, rows, launch)
     assert done
 
 

@@ -10,15 +10,18 @@ import torch.nn.functional as F
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import dense, skinny
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.plan import Planner, Rules
+from nanovllm.kernels.plan.plan import Launch, Planner, Rules
+from nanovllm.kernels.plan.product import Around
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.step import OUTSIDE, Call
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
 
 CPU, FLOAT, WIDE = torch.device("cpu"), torch.float32, torch.float64
 KERNELS = select_kernels("cpu")
+GATED, ADDED = Around("rms", "gate"), Around(after="residual", adds_parts=True)
 HALVES = GemmConfig("split", split_k=2)
 SKINNY = GemmConfig("fma", 8, block_k=256, stages=1)
 
@@ -32,6 +35,17 @@ def take(context: LayerContext, layer: ParallelLinear, choices: dict[int, GemmCo
     """Has the layer multiply so by numbers of rows."""
     world = context.group.size
     context.planner.adopt(Rules(world=world, tried={layer.product.gemm(world): choices}))
+
+
+def launched(layer: ParallelLinear, rows: int) -> Launch:
+    """Kernel that runs in a layer whose stream is complete."""
+    return layer.launch(rows, Call(None, residual=torch.empty(0)))
+
+
+def silu_mul(layer: ParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, by what the layer computes of it and by a kernel of its own."""
+    y = layer(x, OUTSIDE)
+    return y if layer.launch(len(x), OUTSIDE).gate else KERNELS.activation(y, "silu", True)  # type: ignore[return-value]
 
 
 def load(layer: WeightedModule, prefix: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -62,7 +76,7 @@ def test_the_ranks_of_an_mlp_make_the_whole(width: int, size: int, bias: bool) -
         assert second.weight.shape[1] % 8 == 0, "what our kernels ask for"
         load(first, "m", tensors)
         load(second, "m.down_proj", down)
-        total += second(first.silu_mul(x, KERNELS))
+        total += second(silu_mul(first, x), OUTSIDE)
     torch.testing.assert_close(total, want)
 
 
@@ -76,14 +90,14 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(skinny, "linear", multiply)
     ranks = context(1, 2)
-    layer = MergedColumnParallelLinear(ranks, 16, {"gate_proj": 24, "up_proj": 24}, before="norm", after="gate")
+    layer = MergedColumnParallelLinear(ranks, 16, {"gate_proj": 24, "up_proj": 24}, around=GATED)
     layer.weight.normal_()
     take(ranks, layer, {1: SKINNY})
-    assert not layer.launches[1].norm, "a sum over the ranks comes between"
+    assert not launched(layer, 1).norm, "a sum over the ranks comes between"
     x = torch.randn(2, 16)
-    alone = [layer.silu_mul(row, KERNELS) for row in x.split(1)]
+    alone = [silu_mul(layer, row) for row in x.split(1)]
     assert chosen == [SKINNY] * 2
-    torch.testing.assert_close(torch.cat(alone), layer.silu_mul(x, KERNELS))
+    torch.testing.assert_close(torch.cat(alone), silu_mul(layer, x))
     assert len(chosen) == 2, "two rows have no choice"
 
 
@@ -98,21 +112,21 @@ def test_qkv_bias_is_left_to_the_consumer() -> None:
     bias = torch.cat([tensors[f"a.{name}.bias"][part] for name, part in mine.items()])
     weight = torch.cat([tensors[f"a.{name}.weight"][part] for name, part in mine.items()])
     assert layer.bias is not None and torch.equal(layer.bias, bias)
-    torch.testing.assert_close(layer(x), F.linear(x, weight))
+    torch.testing.assert_close(layer(x, OUTSIDE), F.linear(x, weight))
 
 
 def test_bias_is_added_once_to_a_sum_in_parts() -> None:
     ranks = context()
-    layer = RowParallelLinear(ranks, 16, 24, bias=True)
+    layer = RowParallelLinear(ranks, 16, 24, bias=True, around=ADDED)
     tensors = {"o.weight": torch.randn(24, 16), "o.bias": torch.randn(24)}
     load(layer, "o", tensors)
     take(ranks, layer, {3: HALVES})
     x, residual = torch.randn(3, 16), torch.randn(3, 24)
     want = F.linear(x, tensors["o.weight"], tensors["o.bias"])
-    parts = layer(x)
+    parts = layer(x, OUTSIDE)
     assert parts.shape == (2, 3, 24) and parts.dtype == torch.float32
     torch.testing.assert_close(parts.sum(0), want)
-    torch.testing.assert_close(layer(x, residual=residual.clone()), residual + want)
+    torch.testing.assert_close(layer(x, Call(None, residual=residual.clone())), residual + want)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -133,13 +147,13 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
     monkeypatch.setattr(dense, "split_linear", by_halves)
     monkeypatch.setattr(skinny, "linear", fused)
     ranks = context()
-    layer = RowParallelLinear(ranks, 16, 24, bias=bias, after="residual")
+    layer = RowParallelLinear(ranks, 16, 24, bias=bias, around=ADDED)
     load(layer, "o", {"o.weight": torch.randn(24, 16)} | ({"o.bias": torch.randn(24)} if bias else {}))
     take(ranks, layer, {1: SKINNY, 3: HALVES})
     for rows in (1, 2, 3):
         x, residual = torch.randn(rows, 16), torch.randn(rows, 24)
         want = residual + F.linear(x, layer.weight, layer.bias)
-        torch.testing.assert_close(layer(x, residual=residual), want)
+        torch.testing.assert_close(layer(x, Call(None, residual=residual)), want)
         torch.testing.assert_close(residual, want)
     assert done == ["fma", "split"]
 
@@ -148,28 +162,28 @@ def test_a_layer_with_bias_takes_nothing_in() -> None:
     outputs = {"gate_proj": 16, "up_proj": 16}
     for bias in (False, True):
         ranks = context()
-        layer = MergedColumnParallelLinear(ranks, 24, outputs, bias=bias, before="norm", after="gate")
+        layer = MergedColumnParallelLinear(ranks, 24, outputs, bias=bias, around=GATED)
         take(ranks, layer, {1: SKINNY, 32: GemmConfig("tile", 64, 32, 64, 3)})
-        inside = [(layer.launches[rows].norm, layer.launches[rows].gate) for rows in (1, 2, 32)]
+        inside = [(launched(layer, rows).norm, launched(layer, rows).gate) for rows in (1, 2, 32)]
         assert inside == ([(False, False)] * 3 if bias else [(True, True), (False, False), (False, False)])
         # the tile needs tensor copy engines, which a CPU has not
 
 
 def test_a_consumer_that_takes_no_parts_gets_none() -> None:
     ranks = context()
-    layer = RowParallelLinear(ranks, 16, 24, adds_parts=False)
+    layer = RowParallelLinear(ranks, 16, 24, around=Around())
     take(ranks, layer, {2: HALVES, 1: SKINNY})
-    assert layer(torch.randn(2, 16)).shape == (2, 24) and layer.launches[1].config == SKINNY
-    assert "adds up no parts" in layer.launches[2].why
+    assert layer(torch.randn(2, 16), OUTSIDE).shape == (2, 24) and launched(layer, 1).config == SKINNY
+    assert "adds up no parts" in launched(layer, 2).why
 
 
 def test_choices_are_taken_back() -> None:
     ranks = context()
     layer = RowParallelLinear(ranks, 16, 24)
     take(ranks, layer, {1: SKINNY})
-    assert layer.launches[1].is_early
+    assert launched(layer, 1).is_early
     ranks.planner.adopt(Rules())
-    assert not layer.launches[1].is_early and layer(torch.randn(1, 16)).shape == (1, 24)
+    assert not launched(layer, 1).is_early and layer(torch.randn(1, 16), OUTSIDE).shape == (1, 24)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -8,7 +8,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.layers.memory import Pages, Slot, pages_of
-from nanovllm.runner.state_layout import one_group
+from nanovllm.runner.state_layout import layout_of, one_group
 from nanovllm.runner.state_memory import StateMemory
 from nanovllm.wire.step import SlotConstants, pack_step
 
@@ -53,6 +53,14 @@ def test_each_tensor_is_its_own(dtype: torch.dtype, token_major: bool) -> None:
         shape = (NUM_BLOCKS, pages.heads, BLOCK_SIZE)
         assert cache.k.shape == (*shape, pages.widths[0]) and cache.v.shape == (*shape, pages.widths[-1])
         assert (cache.v is cache.k) == (len(pages.widths) == 1)
+
+
+def test_pages_that_their_mixer_cannot_keep_in_e4m3_are_refused() -> None:
+    wide, both = Pages(2, (8, 8)), Pages(2, (8, 8), takes_fp8=True)
+    config = EngineConfig("m", kv_cache_dtype="fp8", max_model_len=64, kvcache_block_size=16)
+    assert layout_of([both, both], config, torch.float8_e4m3fn).num_tables
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype='fp8': must be 'auto' with a mixer whose Pages"):
+        layout_of([both, wide], config, torch.float8_e4m3fn)
 
 
 def test_a_step_begins_with_copied_blocks_and_slots_of_zeros() -> None:

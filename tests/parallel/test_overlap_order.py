@@ -18,7 +18,8 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.context import LayerContext, ModelContext, Stream
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.layers.rotary import PositionTables
-from nanovllm.models.decoder import Block, DecoderLayer
+from nanovllm.layers.step import Call
+from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
 from nanovllm.parallel import two_batch
@@ -99,7 +100,7 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
 
-    def attend(qkv: torch.Tensor, step: Any) -> torch.Tensor:
+    def attend(qkv: torch.Tensor, call: Any) -> torch.Tensor:
         log.append(f"attention of {qkv.shape[0]}")
         return qkv[:, :32].contiguous()
 
@@ -110,18 +111,23 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     log.clear()
     with torch.no_grad(), Products(log):
         halves = embedded[:3].clone(), embedded[3:].clone()
-        blocks = [(block.reduce_norm, block.compute_whole) for block in layer.blocks]
-        result = run_micro_batches(halves, (step, step), blocks, norm)
+        blocks = [(block.reduce_norm, block.compute) for block in layer.blocks]
+        result = run_micro_batches(halves, (Call(step), Call(step)), blocks, norm)
     assert ", ".join(log) == " ".join(EXPECTED.split())
     torch.testing.assert_close(result, expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_half_whose_product_comes_in_parts_is_one_addend() -> None:
     """Copies between GPUs move rows [T, hidden] of the model's dtype."""
-    parts = torch.randn(3, 5, 8)
-    reduce_norm: Any = None
-    x = torch.zeros(5, 8, dtype=torch.bfloat16)
-    made = Block(reduce_norm, lambda x, step: parts).compute_whole(x, SimpleNamespace(wanted=None))
+    parts, added = torch.randn(3, 5, 8), []
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        added.append(x)
+        return x
+
+    norm = ReduceAddNorm(LayerContext(group_of(all_reduce), select_kernels(CPU), torch.bfloat16, CPU), None)
+    start_reduce(norm, parts, torch.zeros(5, 8, dtype=torch.bfloat16), 0)
+    [made] = added
     assert made.dtype == torch.bfloat16 and made.shape == (5, 8)
     torch.testing.assert_close(made.float(), parts.sum(0), rtol=1e-2, atol=1e-2)
 

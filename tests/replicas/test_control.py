@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from replica_workload import DEMO, OPTIONS
 from safetensors.torch import load_file
-from stepping import drain, ends_of, finish, replace_one, wait_for_tokens
+from stepping import clear, drain, ends_of, finish, replace_one, wait_for_tokens
 from system import alive
 
 from nanovllm import LLM, SamplingParams
@@ -19,9 +19,16 @@ PROMPTS = [[5 + n, 9, 3] for n in range(8)]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def engine() -> Iterator[LLM]:
     with LLM(DEMO, data_parallel_size=2, max_queued_requests=20, **OPTIONS) as llm:
         yield llm
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    """The engine, in which a test leaves nothing behind."""
+    yield engine
+    clear(engine)
 
 
 def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:

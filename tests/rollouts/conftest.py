@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
 
+from stepping import clear
 from threads import one_thread  # noqa: F401
 from tiny_policy import OPTIONS, Policy
 
@@ -45,7 +46,9 @@ def engine(request: pytest.FixtureRequest, policies: tuple[Policy, Policy]) -> I
 
 
 @pytest.fixture
-def llm(engine: LLM, policies: tuple[Policy, Policy]) -> LLM:
-    """The engine with the first policy's weights, idle and with an empty prefix cache."""
+def llm(engine: LLM, policies: tuple[Policy, Policy]) -> Iterator[LLM]:
+    """The engine with the first policy's weights, idle and with an empty prefix cache; whatever a test does, the next
+    one meets none of its requests."""
     engine.load_weights(policies[0].weights.items())
-    return engine
+    yield engine
+    clear(engine)

@@ -2,12 +2,15 @@
 them."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import sentencepiece_like
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sampling_engines import DEMO
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from nanovllm.text.checkpoint import CheckpointTokenizer
@@ -47,6 +50,55 @@ def test_any_tokens_give_what_decoding_at_once_gives(
     detokenizer = make(skip)
     pieces = [detokenizer.push(token_id) for token_id in ids]
     assert "".join(pieces) + detokenizer.flush() == hf.decode(ids, skip_special_tokens=skip)
+
+class Pair(NamedTuple):
+    """A tokenizer of ours, and the library's of the same file."""
+
+    ours: CheckpointTokenizer
+    library: Tokenizer
+    by_token: bool
+
+
+@pytest.fixture(scope="module", params=[*sentencepiece_like.DECODERS, "demo"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = DEMO
+    if request.param != "demo":
+        folder = str(sentencepiece_like.save(tmp_path_factory.mktemp("tokenizer"), request.param))
+    return Pair(CheckpointTokenizer(folder), Tokenizer.from_file(f"{folder}/tokenizer.json"), request.param != "pieces")
+
+
+PROMPTS = st.lists(st.integers(0, 280), max_size=8)
+OUTPUTS = st.lists(st.integers(0, 280) | st.sampled_from([*range(260, 276), 198, 163, 2000]), max_size=24)
+
+
+@example(prompt=[1], ids=[267], skip=True)
+@example(prompt=[265], ids=[267, 261, 261], skip=True)
+@example(prompt=[260], ids=[267], skip=True)
+@given(prompt=PROMPTS, ids=OUTPUTS, skip=st.booleans())
+def test_an_output_is_what_the_text_gains(pair: Pair, prompt: list[int], ids: list[int], skip: bool) -> None:
+    """Whatever cut, streamed or not: what prompt and output decoded together have more than the prompt has."""
+    ours, library, _ = pair
+    detokenizer = ours.detokenizer(skip, prompt)
+    text = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    assert text == ours.decode(ids, skip, prompt)
+    before = library.decode(prompt, skip_special_tokens=skip)
+    whole = library.decode([*prompt, *ids], skip_special_tokens=skip)
+    if "\ufffd" not in whole + before + text:
+        assert before + text == whole
+
+
+@given(ids=OUTPUTS)
+def test_bytes_of_tokens_join_to_the_text(pair: Pair, ids: list[int]) -> None:
+    ours, _, by_token = pair
+    if by_token:
+        joined = b"".join(map(ours.token_bytes, ids))
+        assert joined.decode("utf-8", "replace") == ours.decode(ids, False, ours.encode("x"))
+
+
+def test_tokens_of_one_byte_have_that_byte(tmp_path: Path) -> None:
+    ours = CheckpointTokenizer(sentencepiece_like.save(tmp_path))
+    for token, expected in (("<0xC3>", b"\xc3"), ("<0x20>", b" "), ("▁true", b" true"), ("</s>", b"</s>")):
+        assert ours.token_bytes(ours.backend_tokenizer.token_to_id(token)) == expected
 
 
 def test_the_window_stays_small(hf: Any) -> None:
@@ -102,6 +154,25 @@ def test_stop_strings_against_a_plain_search(pieces: list[str], stops: list[str]
         seen += visible.push(index)
         assert expected.startswith(seen), "what a client has seen is not taken back"
     assert seen + visible.end(last, "length" if last is None else "stop", stopped) == expected
+
+
+@example(pieces=[*"xTb"], stops=["ab.b"], include=False, name="ab.")
+@given(
+    pieces=st.lists(st.text("abT", max_size=4) | st.just("T"), max_size=20), stops=STOPS, include=st.booleans(),
+    name=st.sampled_from(["ab.", "", "b"]),
+)  # fmt: skip
+def test_a_stop_string_may_cross_a_tag(pieces: list[str], stops: list[str], include: bool, name: str) -> None:
+    """The engine sees a tag's name; a client's text has one character in its place, whole or not at all."""
+    pieces = [piece.replace("T", "\ud800") for piece in pieces]
+    engine = StreamedText(Letters([piece.replace("\ud800", name) for piece in pieces]), stops, include)
+    last = next((n for n in range(len(pieces)) if engine.push(n)), None)
+    visible, seen = VisibleText(Letters(pieces), stops, include, (), {0xD800: name}), ""
+    for index in range(len(pieces) if last is None else last):
+        seen += visible.push(index)
+    seen += visible.end(last, "length" if last is None else "stop", engine.stopped_by)
+    shown, expected = seen.replace("\ud800", name), engine.finish()
+    assert expected.startswith(shown)
+    assert shown == expected or (name.startswith(expected[len(shown) :]) and len(expected) - len(shown) < len(name))
 
 
 def test_the_first_in_the_list_wins_a_tie() -> None:

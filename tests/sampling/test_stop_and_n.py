@@ -1,7 +1,11 @@
 """Ends of outputs, their number for a request, and what else comes with them."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
-from sampling_engines import PROMPT, Engines
+from sampling_engines import DEMO, PROMPT, Engines
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.outputs import RequestOutput
@@ -71,6 +75,25 @@ def test_end_of_text_has_no_stop_reason(llm: LLM) -> None:
     kept = one(llm, logit_bias={eos: 100}, ignore_eos=True, max_tokens=3, skip_special_tokens=False)
     assert kept.token_ids == [eos] * 3 and kept.text == llm.tokenizer.decode([eos]) * 3
     assert one(llm, logit_bias={eos: 100}, ignore_eos=True, stop_token_ids=[eos]).outputs[0].stop_reason == eos
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_end_that_the_tokenizer_names_is_one(tmp_path: Path, replicas: int) -> None:
+    """The configuration names another one, as that of a base model does beside the tokenizer of its fine-tuning."""
+    folder = shutil.copytree(DEMO, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 1021}), encoding="utf-8")
+    with LLM(str(folder), device="cpu", num_kvcache_blocks=64, data_parallel_size=replicas) as llm:
+        end = llm.tokenizer.eos_token_id
+        assert llm.model_config.eos_token_ids == (1021, end)
+        likely = {"logit_bias": {end: 100}}
+        assert (one(llm, **likely).token_ids, one(llm, **likely).finish_reason) == ([end], "stop")
+        assert one(llm, **likely, ignore_eos=True, max_tokens=3).token_ids == [end] * 3
+        assert one(llm, **likely, min_tokens=3).token_ids.index(end) == 3
+        pytest.importorskip("llguidance")
+        grammar = StructuredOutput(regex="a+")
+        assert one(llm, **likely, structured_outputs=grammar).finish_reason == "stop"
 
 
 def test_min_tokens(llm: LLM, plain: RequestOutput) -> None:

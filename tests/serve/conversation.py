@@ -4,6 +4,8 @@ from typing import Any
 
 from nanovllm.serve.api import anthropic, responses, shapes
 from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.messages import LeftOut
+from nanovllm.serve.api.responses_input import readable
 from nanovllm.serve.api.responses_tools import ResponsesTools
 from nanovllm.serve.parsers import Delta
 
@@ -33,12 +35,25 @@ ASKED = [
 
 
 def of_messages(body: dict[str, Any]) -> dict[str, Any]:
-    return anthropic.chat_request(api.read(anthropic.MessagesFields, body)[0])
+    return without(body)[0]
+
+
+def without(body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The chat for a Messages request, and the names of what was left out."""
+    left_out = LeftOut("messages")
+    return anthropic.chat_request(api.read(anthropic.MessagesFields, body)[0], left_out), left_out.names
 
 
 def of_responses(body: dict[str, Any]) -> dict[str, Any]:
-    fields = api.read(responses.ResponsesFields, body)[0]
-    return responses.chat_request(fields, ResponsesTools(fields.tools or ()))
+    return response_without(body)[0]
+
+
+def response_without(body: dict[str, Any], **known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The chat for a Responses request, likewise. `known`: output items by their ids."""
+    fields, left_out = api.read(responses.ResponsesFields, readable(body, known.get))[0], LeftOut("input")
+    tools = ResponsesTools(responses.tools_of(fields))
+    request = responses.chat_request(fields, tools, left_out)
+    return request, [*tools.ignored, *left_out.names]
 
 
 def all_events(writer: Any, deltas: list[Delta]) -> list[dict[str, Any]]:

@@ -5,12 +5,23 @@ import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from serving import ASK, CHAT, JSON, MESSAGES, OPENING, Server, ready_server, refusal, streamed
 
+from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.access import Access
+from nanovllm.serve.options import ServeOptions
+
 KEYS = ("sesame", "from-file", "from-environment")
+OWN_HOSTS = (
+    *("localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000", "a.localhost", "127.0.0.1:5", "10.0.0.1", "[::2]:80"),
+    *("gpu", "nanovllm:8000", "host.docker.internal", "llm.default.svc.cluster.local."),
+)
+OTHER_HOSTS = ("rebound.example", "a.example:80", "localhost.example", "local.example.", "1.2.3.4.example", "")
 
 
 def test_each_key_opens_and_none_is_logged(impatient: Server) -> None:
@@ -78,11 +89,29 @@ def test_pages_of_other_origins_may_not_call(client: httpx.Client) -> None:
 
 def test_a_name_that_may_be_a_pages_own_is_refused(client: httpx.Client) -> None:
     """Such a domain that leads here would make the page one of ours."""
-    for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000", "a.localhost", "127.0.0.1:5"):
+    for host in OWN_HOSTS:
         assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
-    for host in ("rebound.example", "a.example:80", "localhost.example", "10.0.0.1", "[::2]:80", ""):
+    for host in OTHER_HOSTS:
         answer = client.get("/v1/models", headers={"host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host"), host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "10.0.0.1", "gpu.example"])
+def test_names_are_checked_whatever_is_listened_on(host: str) -> None:
+    """A container listens on 0.0.0.0 behind a port of localhost. With a key there is nothing to gain."""
+
+    def check(name: str, **options: Any) -> None:
+        call = Mock(path="/health", header=lambda header: name if header == b"host" else None)
+        Access(ServeOptions(host=host, **options)).check(call, is_admin=False)
+
+    for name in (*OWN_HOSTS, host if host != "::" else "[::]:80"):
+        check(name)
+    for name in OTHER_HOSTS:
+        with pytest.raises(ApiError, match="must be an address or a private name"):
+            check(name)
+        for options in ({"api_keys": ("k",)}, {"uds": "/a"}, {"allowed_origins": ("*",)}):
+            check(name, **options)
+    check("a.example:80", allowed_origins=("https://a.example",))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,8 @@ NONCE = b"once0000"
 """Bytes of a body that are others in each try, so that nothing is known from the one before."""
 MEMORY = 100
 """MiB that the front may grow by in an attack, and by all that it keeps."""
+DESCENDANTS = 1600
+"""MiB that the engine and all that it starts may take together."""
 PLAIN = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 _tries = itertools.count()
 OBJECT = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json_object": True}}
@@ -206,11 +210,68 @@ def slow_schemas(server: Server) -> None:
         assert {each.result() for each in answers} <= {200, 400}
 
 
+def doubling_schemas(server: Server) -> None:
+    """1 KB each, whose states double with each pattern; and another user who asks for a choice that is not known."""
+    part = next(_tries)
+
+    def schema(count: int) -> dict[str, Any]:
+        patterns = [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, count + 1)]
+        return {"title": f"{part}", "allOf": patterns}
+
+    def arguments(count: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": schema(count)}, "required": ["a"]}
+
+    def ask(path: str, **fields: Any) -> httpx.Response:
+        return client.post(server.url + path, json={"max_tokens": 4} | fields)
+
+    chat: dict[str, Any] = {"path": CHAT, "messages": user("a")}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(40)}}
+    wanted = [
+        {"path": COMPLETIONS, "prompt": "a", "structured_outputs": {"json": schema(26)}},
+        {"path": COMPLETIONS, "prompt": "a", "structured_outputs": {"json": schema(40)}},
+        chat | {"response_format": form},
+        chat | {"tools": [tool("f", parameters=arguments(40))], "tool_choice": "required"},
+    ]
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, **each) for each in wanted]
+        choice = ask(COMPLETIONS, prompt="a", structured_outputs={"choice": ["a", f"b{part}"]})
+        assert choice.status_code == 200 and not all(each.done() for each in answers)
+        while not all(each.done() for each in answers):
+            assert (taken := descendants(server.process.pid)) < DESCENDANTS, taken
+            time.sleep(0.05)
+        assert [each.result().status_code for each in answers] == [400] * 4
+
+
+def descendants(process: int) -> float:
+    """MiB in memory of all processes that a process has started, and these."""
+    found = 0.0
+    for child in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for each in map(int, child.read_text().split()):
+                pages = Path(f"/proc/{each}/statm").read_text().split()[1]
+                found += int(pages) * os.sysconf("SC_PAGE_SIZE") / (1 << 20) + descendants(each)
+    return found
+
+
 def more_connections_than_descriptors(server: Server) -> None:
+    """An address that opens them loses its oldest ones; another one keeps its own."""
+    question = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as stack:
+        other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))
         made = [stack.enter_context(server.connect()) for _ in range(250)]
-        assert made[-1].recv(12) == b"HTTP/1.1 503"
+        for each in (other, made[-1]):
+            each.sendall(question)
+            assert each.recv(12) == b"HTTP/1.1 200"
+        with suppress(ConnectionError):
+            assert made[0].recv(12) == b""
         wait_for(lambda: "the limit of open files" in server.log, "line of the log")
+
+
+def path_of_slashes(server: Server) -> None:
+    """Each once took a second, before a key was asked for."""
+    for _ in range(5):
+        answer = server.send(b"GET " + b"/" * 65_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 414")
 
 
 LARGEST = {
@@ -238,6 +299,7 @@ ATTACKS = {
     "texts of a tool's grammar that have no end": custom('start: "' + '\\"' * 8000),
     "a tool's grammar of many rules": custom("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1400))),
     "60 slow schemas": Attack(slow_schemas),
+    "schemas whose states double": Attack(doubling_schemas),
     # lists of words and ids
     "bad words": post(COMPLETIONS, 200, prompt="a", max_tokens=4, n=16, bad_words=WORDS),
     "stop strings": post(COMPLETIONS, 200, prompt=["a"] * 300, max_tokens=2, stop=[c + "b" * 255 for c in LETTERS]),
@@ -274,6 +336,7 @@ ATTACKS = {
     "sampling masks": generate(max_tokens=60, n=16),
     "more sampling masks": generate(max_tokens=1900, n=3),
     # connections
+    "paths of slashes": Attack(path_of_slashes),
     "a pipeline that is not read": Attack(pipeline),
     "a pipeline that is read": Attack(lambda server: pipeline(server, reads=True)),
     "more connections than descriptors": Attack(more_connections_than_descriptors),

@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
-from nanovllm.host.handle import Lost
+from nanovllm.host import wire
+from nanovllm.host.handle import ChildHandle, Lost
 from nanovllm.serve.engines import Engines
 from nanovllm.serve.http.server import run_loop
 
@@ -17,7 +19,7 @@ def test_an_engine_that_dies_with_frames_it_has_not_read_is_lost(run: Any) -> No
     """uvloop tells once of a connection that was reset; the exit code may come later."""
     ours, theirs = socket.socketpair()
     lost = Lost("died by signal 9")
-    handle = Mock(number=0, fileno=ours.fileno, receive=Mock(side_effect=[[], [lost], *[[]] * 1000]))
+    handle = Mock(number=0, is_ending=False, fileno=ours.fileno, receive=Mock(side_effect=[[], [lost], *[[]] * 1000]))
     handles = Mock(all=[handle], take_start=lambda _, frame: frame)
 
     async def notice() -> int:
@@ -32,3 +34,25 @@ def test_an_engine_that_dies_with_frames_it_has_not_read_is_lost(run: Any) -> No
 
     assert run(notice if run is run_loop else notice()) == 0
     ours.close()
+
+
+@pytest.mark.parametrize("run", [run_loop, asyncio.run], ids=["uvloop", "asyncio"])
+def test_an_engine_whose_process_lingers_leaves_the_loop_to_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket stays readable until it is known how it ended."""
+    monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "host")
+
+    async def notice() -> int:
+        handle = ChildHandle(wire.Start("m", {}))
+        found = asyncio.get_running_loop().create_future()
+        engines = Engines(Mock(all=[handle], take_start=lambda _, frame: frame), Mock(), Mock(), found.set_result)
+        engines.listen()
+        with patch.object(handle, "receive", wraps=handle.receive) as looks:
+            handle.rouse()
+            assert await asyncio.wait_for(found, 20) == Lost("closed its connection")
+        assert looks.call_count < 300
+        engines.close()
+        handle.close(patience=0)
+        return 0
+
+    assert run(notice if run is run_loop else notice()) == 0

@@ -49,6 +49,7 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"structured_outputs": {"regex": "a", "json_object": True}}, {"response_format": {"type": "json_schema"}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "file"}]}, {"role": "system", "content": ""}]},
         {"multi_modal_data": {"image": "x"}}, {"messages": [{"role": "wizard", "content": "a"}]},
         {"messages": [{"role": "user"}]}, {"functions": [{"name": "a"}]}, {"best_of": 2},
         # grammars that cannot be
@@ -176,7 +177,10 @@ def test_all_dialects_take_what_is_sampled_by() -> None:
         assert api.read(api.ChatFields, request)[1] == []
 
 
-CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_format", "grammar", "regex")
+CONSTRAINTS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "guided_new"),
+    *("guided_decoding_backend", "output_format", "grammar", "regex"),
+)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +210,16 @@ def test_a_constraint_of_unknown_kind_is_refused() -> None:
         fields = api.convert(api.CompletionFields, {"prompt": "a", "structured_outputs": wanted})
         with pytest.raises(ApiError, match="structured_outputs: must hold exactly one of json, regex"):
             api.structured(fields)
+
+
+def test_unknown_fields_inside_of_others_are_named(client: httpx.Client) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": True, "cache_control": {}}
+    tool = {"name": "f", "input_schema": {}, "defer_loading": True, "description": None}
+    body = {
+        "messages": [{"role": "user", "content": [result, result]}], "max_tokens": 1, "tools": [tool],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }  # fmt: skip
+    names = client.post("/v1/messages/count_tokens", json=body).headers["x-ignored-fields"].split(", ")
+    assert sorted(names) == ["messages.content.is_error", "thinking.budget_tokens", "tools.defer_loading"]
+    many = ASK | {"messages": [{"role": "user", "content": "a", **{f"name{i}": 1 for i in range(1000)}}]}
+    assert len(client.post(CHAT, json=many).headers["x-ignored-fields"]) <= 500

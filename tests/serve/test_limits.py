@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any, cast
-from unittest.mock import MagicMock, patch
+from unittest.mock import AsyncMock, MagicMock, patch
 
 import httpx
 import pytest
@@ -31,22 +32,23 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.text_pool import SHORT
+from nanovllm.serve.text_pool import TextPool
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "answer"),
     [
-        OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n",
-        OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n",
-        OPENING + b"x" * 5_000_000,
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        (OPENING + b"x: " + b"a" * 5_000_000 + b"\r\n\r\n", (431, "headers_too_large")),
+        (OPENING + b"".join(b"x-%d: a\r\n" % i for i in range(1000)) + b"\r\n", (431, "headers_too_large")),
+        (OPENING + b"x" * 5_000_000, (431, "headers_too_large")),
+        (b"GET /" + b"a" * limits.URL_BYTES + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", (414, "path_too_long")),
+        (b"GET /?" + b"a" * 5_000_000, (414, "path_too_long")),
     ],
-    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path"],
+    ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path", "a query without end"],
 )
-def test_headers_too_large(server: Server, client: httpx.Client, head: bytes) -> None:
+def test_headers_too_large(server: Server, client: httpx.Client, head: bytes, answer: tuple[int, str]) -> None:
     status, error = refusal(server.send(head))
-    assert (status, error["code"]) == (431, "headers_too_large")
+    assert (status, error["code"]) == answer
     assert client.get("/health").status_code == 200
 
 
@@ -194,8 +196,8 @@ def test_what_is_no_request_is_refused(server: Server, sent: bytes) -> None:
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize("size", [0, 100_000], ids=["at once", "in the pool"])
-def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("size", [(0, 0), (0, 100_000)], ids=["at once", "in the pool"])
+def test_a_mistake_of_ours_in_an_answer_is_a_500(size: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     """Also where it looks like one of the request."""
 
     async def ask() -> bytes:
@@ -224,11 +226,19 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: int, caplog: pytest.LogCa
 
 def test_a_long_text_is_written_in_the_pool() -> None:
     """128 answers of 30,000 tokens took 0.8 s in which nobody else was served."""
-    for num_tokens, num_echoed, is_long in ((5000, 0, False), (50_000, 0, True), (9, 9000, False), (9, 90_000, True)):
+    for num_tokens, num_echoed, num_numbers, is_long in (
+        *((5000, 0, 0, False), (50_000, 0, 0, True), (9, 9000, 0, False), (9, 90_000, 0, True)),
+        *((9, 0, 400, False), (9, 0, 600, True), (4000, 9000, 300, True)),
+    ):
         request = object.__new__(Answer)
-        request.completions = [MagicMock(num_tokens=num_tokens, lines=None, kept=[])]
+        request.completions = [MagicMock(num_tokens=num_tokens, lines=[bytes(4 * num_numbers)], kept=[])]
         request.prompts, request.prompt_lines = [Prompt([5], text="a" * num_echoed)], [None]
-        assert (request.size > SHORT) == is_long
+        numbers, text = request.size
+        assert (numbers, text) == (4 * num_numbers, 4 * num_tokens + num_echoed), "bytes"
+        pool = TextPool(Metrics())
+        with patch.object(pool, "in_thread", AsyncMock()) as in_thread:
+            asyncio.run(pool.write(MagicMock(), lambda: None, numbers, text))
+        assert in_thread.called == is_long
 
 
 def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Client) -> None:
@@ -237,6 +247,16 @@ def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Clie
     assert "cache_config_info" in text
     assert str(DEMO.parent) not in text and f'="{server.engines[0]}"' not in text
     assert "pid" not in text
+
+
+def test_metrics_name_a_folder_without_those_above_it(tmp_path: Path) -> None:
+    async def text(model: str) -> str:
+        return Front(model, ServeOptions(), cast(FleetHandles, None)).metrics.text().decode()
+
+    (folder := tmp_path / "private" / "model").mkdir(parents=True)
+    for model, name in ((str(folder), "model"), (f"{folder}/../model/", "model"), ("owner/model", "owner/model")):
+        shown = asyncio.run(text(model))
+        assert f'model_name="{name}"' in shown and "private" not in shown
 
 
 def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:

@@ -250,8 +250,14 @@ def test_a_tag_in_plain_tokens_is_text(models: dict[tuple[str, bool], Model]) ->
     plan = model.plan()
     ids = [i for character in 'say <tool_call>\n{"name": "now"' for i in model.tokenizer.encode(character)]
     assert read(plan, ids, [1]) == [Delta("content", 'say <tool_call>\n{"name": "now"')]
-    stand_ins = "".join(tag.text for tag in plan.marks)
-    assert model.read(plan, stand_ins) == [Delta("content", "\ufffd" * len(stand_ins))]
+    icons = "\uf8ff\U000f8000\U000f803f\U00100000"
+    assert model.read(plan, icons) == [Delta("content", icons)]
+
+
+def test_a_tag_within_arguments_is_its_name(models: dict[tuple[str, bool], Model]) -> None:
+    model = models["hermes", True]
+    message = Message(calls=[("get_weather", {"city": "a </think> b"})])
+    assert message_of(model.read(model.plan(), model.write(message))) == message
 
 
 def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> None:

@@ -4,12 +4,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, of_responses
+from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, of_responses, response_without
 
+from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import responses
 from nanovllm.serve.api.responses_tools import ResponsesTools, Tool
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.parsers import Delta, check_tools
 
 RESPONSES_BODY = {
@@ -50,7 +52,7 @@ def test_a_responses_request_is_a_chat() -> None:
     ("change", "message"),
     [
         ({"input": None}, "input: is required"),
-        ({"input": [{"type": "computer_call"}]}, "type='computer_call': must be one of 'message', 'function_call'"),
+        ({"input": [{"type": "computer_call"}], "instructions": None}, "input: must hold at least one message"),
         ({"input": [{"type": "reasoning", "content": 5}]}, r"input\[0\].content=5: must be str | array"),
         ({"input": [{"role": "user"}]}, r"input\[0\].content: is required"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "_image': .*; images, sound and"),
@@ -131,7 +133,7 @@ def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
     tools = ResponsesTools(fields.tools or ())
     assert tools.ignored == ["tools.web_search"]
     assert tools.text_grammars == {"apply_patch": "start: /.+/", "pick": "start: /a|b/"}
-    request = responses.chat_request(fields, tools)
+    request = of_responses(AGENT_BODY)
     choice = check_tools(request["tools"], request["tool_choice"], text_grammars=tools.text_grammars)
     assert choice is not None
     assert [(tool.name, tool.text_grammar) for tool in choice.tools] == [("apply_patch", "start: /.+/")]
@@ -146,8 +148,7 @@ def test_custom_and_namespace_tools_are_functions_of_the_chat() -> None:
     ]
 
 
-def test_instructions_and_a_developers_message_are_one_system_message() -> None:
-    """As coding agents send both, and templates take the first message alone."""
+def test_instructions_come_before_messages_of_a_developer() -> None:
     said = [{"type": "input_text", "text": "Use tools."}]
     items = [
         {"type": "message", "role": "developer", "content": said},
@@ -156,7 +157,7 @@ def test_instructions_and_a_developers_message_are_one_system_message() -> None:
         {"role": "developer", "content": "Later."},
     ]
     found = of_responses({"instructions": "Be brief.", "input": items, "text": {"verbosity": "low"}})["messages"]
-    expected = [("system", "Be brief.\n\nUse tools."), ("user", "Hi"), ("developer", "Later.")]
+    expected = [("system", "Be brief."), ("developer", "Use tools."), ("user", "Hi"), ("developer", "Later.")]
     assert [(one["role"], one["content"]) for one in found] == expected
 
 
@@ -175,3 +176,94 @@ def test_the_official_client_reads_calls_of_custom_and_namespace_tools() -> None
     assert (custom.type, custom.name, custom.input, custom.call_id) == ("custom_tool_call", "apply_patch", "a\nb", "c1")
     expected = ("function_call", "buy", "mcp__shop", "{}")
     assert (bought.type, bought.name, bought.namespace, bought.arguments) == expected
+
+
+# -- histories of other servers, and of this one
+
+SHOT = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+GONE = "[image left out: this model reads text only]"
+
+
+def test_items_of_other_servers_are_named_and_pictures_left_out() -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": [SHOT, {"type": "input_text", "text": "a"}]}
+    foreign = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "local_shell_call", "call_id": "l", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "l", "output": {"stdout": "a"}},
+        {"type": "tool_search_call", "arguments": {"query": "x"}}, {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "mcp_list_tools", "tools": [{"name": "f", "input_schema": {}}]}, {"type": "mcp_call", "output": None},
+        {"type": "item_reference", "id": "msg_9"}, {"id": "rs_9"},
+    ]  # fmt: skip
+    items = [
+        {"role": "user", "content": [SHOT]},
+        {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"},
+        output,
+        {"role": "user", "content": [SHOT]},
+        *foreign,
+        {"role": "user", "content": "Go on."},
+    ]
+    request, left_out = response_without({"input": items, "include": ["from.tomorrow"]})
+    assert [one["content"] for one in request["messages"]] == [GONE, None, f"{GONE}\na", GONE, "Go on."]
+    kinds = [*dict.fromkeys(item.get("type", "item_reference") for item in foreign)]
+    assert left_out == ["include.from.tomorrow", "input.input_image", *(f"input.{kind}" for kind in kinds)]
+    assert response_without({"input": items[:4]})[0]["messages"][-1]["content"] == GONE  # beside a tool's result
+    with pytest.raises(ApiError, match=r"input\[0\].content\[0\].type='input_image': .*again without it"):
+        of_responses({"input": items[:1]})
+
+
+def test_references_to_known_items_are_these_items() -> None:
+    writer = writer_of({})
+    all_events(writer, ANSWER)
+    references = [{"type": "item_reference", "id": item["id"]} for item in writer.items]
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
+    known = {item["id"]: item for item in writer.items}
+    for answer in (references, writer.items):
+        request, left_out = response_without({"input": [{"role": "user", "content": "Hi"}, *answer, output]}, **known)
+        said = request["messages"][1]
+        assert (said["reasoning_content"], said["content"]) == ("I need the weather.", "Let me see.")
+        assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"] and left_out == []
+
+
+def test_output_items_are_kept_by_key_and_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "OUTPUT_ITEMS_BYTES", 4000)
+    kept = OutputItems()
+    for number in range(100):
+        kept.keep(0, [{"id": f"msg_{number}", "text": "x" * 100}, {"id": "msg_same", "text": str(number)}])
+    assert kept.find(0, "msg_99") == {"id": "msg_99", "text": "x" * 100} and kept.find(1, "msg_99") is None
+    assert kept.find(0, "msg_0") is None and len(kept._items) < 10
+    assert kept.find(0, "msg_same") == {"id": "msg_same", "text": "99"}
+
+
+def test_reasoning_comes_back_where_clients_resend_no_text() -> None:
+    for include, is_sealed in ((["reasoning.encrypted_content"], True), ([], False)):
+        writer = writer_of({"include": include})
+        events = all_events(writer, ANSWER)
+        [done] = [event["item"] for event in events if event["type"] == "response.output_item.done"][:1]
+        assert ("encrypted_content" in done) is ("encrypted_content" in writer.items[0]) is is_sealed
+        if is_sealed:
+            resent = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": done["encrypted_content"]}
+            items = [{"role": "user", "content": "Hi"}, resent, {"role": "assistant", "content": "Yes"}]
+            assert of_responses({"input": items})["messages"][1]["reasoning_content"] == "I need the weather."
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABo"}
+    request, left_out = response_without({"input": [{"role": "user", "content": "Hi"}, foreign]})
+    assert (len(request["messages"]), left_out) == (1, ["input.reasoning.encrypted_content"])
+
+
+def test_tools_among_the_input_are_tools() -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [PATCH, SPACE, {"type": "web_search"}]}
+    request, left_out = response_without({"input": [more, {"role": "user", "content": "Hi"}], "tools": [PATCH]})
+    assert [tool["function"]["name"] for tool in request["tools"]] == [
+        "apply_patch", "mcp__shop__buy", "mcp__shop__say"
+    ]  # fmt: skip
+    assert left_out == ["tools.web_search"] and len(request["messages"]) == 1
+
+
+def test_an_answer_may_begin_before_its_first_token() -> None:
+    """With events that the official client knows; their numbers go on."""
+    writer = writer_of({})
+    events = [*writer.start(USAGE), *writer.go_on(), *writer.write(ANSWER[:1])]
+    assert [event["type"] for event in events[:3]] == [
+        "response.created", "response.in_progress", "response.in_progress"
+    ]  # fmt: skip
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    read_by_client(events)

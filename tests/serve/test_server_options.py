@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, Server, events, ready_server, streamed, user
 from system import wait_for
 
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.served_model import ServedModel
 
 ORIGIN = "https://page.example"
 
@@ -22,7 +25,7 @@ def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     key, origin = ("--api-key", "k"), ("--allowed-origins", ORIGIN)
     templates = ("--trust-request-chat-template", "--log-prompts", "--strict-fields")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
-    options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8")
+    options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8", "--root-path", "/llm/")
     with ready_server(tmp_path_factory.mktemp("configured"), *options) as server:
         yield server
 
@@ -43,6 +46,24 @@ def test_several_names(client: httpx.Client) -> None:
     assert client.get("/v1/models/c%41").status_code == 404
     assert client.post(CHAT, json=ASK | {"model": "owner/b"}).json()["model"] == "owner/b"
     assert client.post(CHAT, json=ASK | {"model": "demo"}).status_code == 404
+
+
+def test_a_name_that_stands_for_all() -> None:
+    for names, known, first in ((("a", "*"), True, "a"), (("*",), True, "folder"), (("a",), False, "a")):
+        model = ServedModel("folder", ServeOptions(served_model_name=names))
+        assert model.names == (first,)
+        with nullcontext() if known else pytest.raises(ApiError, match="does not exist"):
+            model.check_name("claude-haiku-4-5-20251001")
+
+
+def test_paths_below_a_prefix(configured: Server, client: httpx.Client) -> None:
+    """--root-path: as a proxy sends them that strips its prefix, and as one that does not."""
+    for path in ("/v1/models", "/v1/models/owner/b", "/"):
+        assert client.get("/llm" + path).content == client.get(path).content
+    assert client.post("/llm" + CHAT, json=ASK).status_code == 200
+    assert client.get("/llmx/v1/models").status_code == client.get("/llm/llm/v1/models").status_code == 404
+    assert httpx.get(configured.url + "/llm/health").status_code == 200
+    assert httpx.get(configured.url + "/llm/v1/models").status_code == 401
 
 
 def test_allowed_origin(configured: Server, client: httpx.Client) -> None:
@@ -118,6 +139,7 @@ def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
     ("options", "said"),
     [
         ({"api_keys": ("a", "b"), "admin_api_keys": ("b",)}, "admin_api_keys: must be other keys"),
+        ({"root_path": "llm"}, "root_path='llm': must begin with /"),
         ({"api_keys": ("a", "")}, "must hold no empty key"), ({"port": 65536}, "port=65536: must be in"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout=-1.0: must be a number >= 0"),
         ({"stream_interval": 0}, "stream_interval=0: must be >= 1"), ({"log_format": "xml"}, "log_format='xml': must"),

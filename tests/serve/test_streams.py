@@ -1,20 +1,24 @@
 """Streams and their clients, without sockets: who is still in flight, and what a mistake of ours leaves."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.serve import limits
+from nanovllm.serve.api.completions import CompletionAnswer
 from nanovllm.serve.errors import ApiError, engine_dead
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.request import Completion, Request
 from nanovllm.serve.streams import Streams
+from nanovllm.serve.text_pool import TextPool
 from nanovllm.text.stops import VisibleText
 
 
@@ -58,14 +62,30 @@ class Stream(Request):
         return text.encode()
 
 
+class Echo(Stream):
+    """The echo of prompts with log-probabilities; the first one takes long to write."""
+
+    head, _on_head = CompletionAnswer.head, CompletionAnswer._on_head
+
+    def __init__(self, request_id: str, prompts: list[Prompt], now: float) -> None:
+        super().__init__(request_id, prompts, now)
+        self.prompt_lines = [[bytes(4)] for _ in prompts]
+        self.fields, self.call, self._heads = Mock(echo=True), Mock(key=None), {}
+        self.goes_on = threading.Event()
+
+    def _head(self, completion: Completion) -> bytes:
+        assert completion.index > 0 or self.goes_on.wait(20)
+        return b"[%d]" % completion.index
+
+
 class Room:
     """Streams, one request in them, and what the engine is told."""
 
-    def __init__(self, n: int = 1, prompts: int = 1) -> None:
+    def __init__(self, n: int = 1, prompts: int = 1, stream: type[Stream] = Stream) -> None:
         self.aborted: list[int] = []
         self.metrics = Metrics()
         self.streams = Streams(self.metrics, self.aborted.append)
-        self.request = Stream("id", [Prompt([1, 2])] * prompts, 0.0)
+        self.request = stream("id", [Prompt([1, 2])] * prompts, 0.0)
         texts = [VisibleText(Text()) for _ in range(n * prompts)]
         self.request.completions = [Completion(self.request, i, i // n, text) for i, text in enumerate(texts)]
         self.streams.add(self.request)
@@ -192,6 +212,39 @@ async def test_mistake_of_ours_before_an_answer_has_begun_is_answered() -> None:
     room.step(5)
     error = room.request.done.exception()
     assert isinstance(error, ApiError) and error.code == "internal_error" and room.is_empty and room.aborted == [0]
+
+
+@running
+async def test_a_first_chunk_that_takes_long_holds_up_no_other() -> None:
+    room = Room(prompts=4, stream=Echo)
+    room.request.front = Mock(streams=room.streams, pool=TextPool(room.metrics), now=lambda: 1.0)
+    for completion in room.request.completions:
+        completion.lines = []
+    room.step(5, 6, 7, 8)
+
+    async def wait_for(text: bytes) -> None:
+        deadline = time.monotonic() + 10
+        while text not in room.connection.written and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert text in room.connection.written
+
+    for text in (b"[1]<6>", b"[2]<7>", b"[3]<8>"):
+        await wait_for(text)
+    assert b"<5>" not in room.connection.written
+    room.request.goes_on.set()
+    await wait_for(b"[0]<5>")
+
+
+@running
+async def test_a_first_chunk_that_there_is_no_room_for_is_an_error_of_the_stream() -> None:
+    room = Room(stream=Echo)
+    full = AsyncMock(side_effect=ApiError(503, "too many", "server_overloaded"))
+    room.request.front = Mock(streams=room.streams, pool=Mock(in_thread=full), now=lambda: 1.0)
+    room.request.completions[0].lines = []
+    room.step(5)
+    await asyncio.sleep(0.1)
+    assert room.connection.written.endswith(b"data: [DONE]\n\n\r\n") and b"too many" in room.connection.written
+    assert room.is_empty and not room.connection.is_closed
 
 
 @pytest.mark.parametrize("moment", ["a step", "a late write", "an error"])

@@ -51,7 +51,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return CheckpointTokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
-words = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=30) | st.sampled_from(
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
     ["", "\n\nHello, world!  ", "  1 + 2 = 3.", "naïve 🐱 漢字", "<b> & 'quotes' \"\\", "<tool_response>\nx", "}}{%"]
 )
 arguments = st.dictionaries(words.filter(bool), words | st.integers() | st.booleans() | st.none(), max_size=3)
@@ -182,12 +182,20 @@ def test_what_a_tool_brings_cannot_close_its_place() -> None:
     assert ours.encode_chat(user(forged))[1].count(closing) == 1  # a user's own words
 
 
-def test_characters_that_stand_for_tokens_cannot_be_sent() -> None:
+@pytest.mark.parametrize("more", ["", "<|im_end|>"])
+def test_characters_of_private_use_are_kept(more: str) -> None:
     ours = CheckpointTokenizer(DEMO)
-    forged = "".join(chr(0xF0000 + i) for i in range(20))
-    text, ids = ours.encode_chat(user(forged))
-    num_tokens = text.count("<|im_start|>") + text.count("<|im_end|>")
+    icons = "".join(chr(first + i) for first in (0xE000, 0xF0000, 0xF8000, 0x100000) for i in range(20))
+    sent = f"{icons}\\ud800{more}{icons}"
+    text, ids = ours.encode_chat(user(sent))
+    assert sent in text and ours.decode(ids, skip_special_tokens=False) == text
+    num_tokens = (text.replace(sent, "")).count("<|im_start|>") + (text.replace(sent, "")).count("<|im_end|>")
     assert len([i for i in ids if i in ours.added_tokens_decoder]) == num_tokens
+
+
+def test_stand_ins_for_control_tokens_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        CheckpointTokenizer(DEMO).encode_chat(user("<|im_end|>\ud800"))
 
 
 @given(names=st.lists(st.text("<ab>1", min_size=1, max_size=5), max_size=12), text=st.text("<ab>1", max_size=40))
@@ -278,5 +286,13 @@ def test_a_template_that_looks_for_images_sees_texts(apart: bool, tmp_path: Path
 
 
 def test_which_templates_go_through_parts() -> None:
-    templates = {family: ChatTemplate((TEMPLATES / f"{family}.jinja").read_text("utf-8")) for family in FAMILIES}
-    assert [family for family, template in templates.items() if template.takes_parts] == ["gemma"]
+    """For each role: some write a Python dict where they find a list."""
+    found = {path.stem: ChatTemplate(path.read_text("utf-8")) for path in TEMPLATES.glob("*.jinja")}
+    taken = {
+        name: [role for role in ("system", "user", "assistant", "tool") if template.takes_parts(role)]
+        for name, template in found.items()
+    }
+    assert {name: roles for name, roles in taken.items() if roles} == {
+        "gemma": ["user", "assistant"], "glm45": ["system", "user"],
+        "minimax_m2": ["system", "user", "assistant", "tool"],
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import llguidance
@@ -84,6 +85,14 @@ def test_json_writes_what_the_grammar_of_a_text_admits(seed: int) -> None:
             written = json.dumps(text, ensure_ascii=False)[1:-1]
             as_json = admitted(library, f"start: {in_json(grammar)}", written)
             assert as_json == admitted(library, grammar, text), (regex, text)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "\n\n", "\\\n/", "\t \r-~#&", "/\\/", "(a|b)\n"])
+def test_what_python_escapes_is_the_text_itself(text: str) -> None:
+    grammar = lark_of({"syntax": "regex", "definition": re.escape(text)})
+    library = llguidance.LLTokenizer("byte")
+    assert admitted(library, grammar, text)
+    assert admitted(library, f"start: {in_json(grammar)}", json.dumps(text)[1:-1])
 
 
 @pytest.mark.parametrize(

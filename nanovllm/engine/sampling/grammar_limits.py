@@ -8,8 +8,10 @@ import json
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any, TypeVar
 
 MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10, "gbnf": 16 << 10}
@@ -25,13 +27,15 @@ MAX_DEPTH = 128
 """Lists and objects of a JSON schema within each other. Deeper ones take more stack to read than a thread has."""
 NUM_TIMED_MASKS = 20
 MAX_MASK_SECONDS = 0.005
+STACK_BYTES = 512 << 20
+"""Address space of a stack, not memory: only what is used gets pages."""
 
-_STACK_BYTES = 512 << 20  # of address space, not of memory: only what is used gets pages
 _PATIENCE = 60.0  # seconds that a compilation may take
 _MOST_LEFT = 4  # compilations that took longer and still run
 _RULE = re.compile(r"^[ \t]*[?!]?\w[\w.-]*[ \t]*(?:\[[^]\n]*\][ \t]*)?:", re.MULTILINE)
 """A rule's head. Linear in the text: no two of its repeats can share characters, and none goes past its line."""
 
+UNSATISFIABLE = "no text satisfies it"
 _TOO_DEEP = f"its lists and objects nest deeper than {MAX_DEPTH} levels"
 _Result = TypeVar("_Result")
 
@@ -43,23 +47,29 @@ def check_text(kind: str, text: str) -> None:
         raise ValueError(f"it has {size} bytes, at most {most} are allowed")
     if kind in ("grammar", "gbnf"):
         _check_count("rules", len(_RULE.findall(text)), MAX_RULES)
-    if kind in ("json", "grammar"):
-        try:
-            schemas = [json.loads(text)] if kind == "json" else _inline_schemas(text)
-        except RecursionError:
-            raise ValueError(_TOO_DEEP) from None
-        for schema in schemas:
-            _check_schema(schema)
+    for _, _, schema in schemas_of(kind, text):
+        _check_schema(schema)
 
 
-def _inline_schemas(grammar: str) -> list[Any]:
-    """The JSON schemas within a grammar (%json {...}). What is none is left to the compiler to refuse."""
+def schemas_of(kind: str, text: str) -> list[tuple[int, int, Any]]:
+    """(begin, end, document) of the JSON schemas of a constraint: itself, or those within a grammar (%json {...}). What
+    is none there is left to the compiler to refuse. Raises ValueError."""
+    try:
+        if kind == "json":
+            return [(0, len(text), json.loads(text))]
+        return _inline_schemas(text) if kind == "grammar" else []
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _inline_schemas(grammar: str) -> list[tuple[int, int, Any]]:
     schemas = []
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
-            schemas.append(json.JSONDecoder().raw_decode(grammar, found.end())[0])
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except json.JSONDecodeError:
             continue
+        schemas.append((found.end(), end, schema))
     return schemas
 
 
@@ -90,30 +100,35 @@ def _check_count(what: str, count: int, most: int) -> None:
         raise ValueError(f"it has {count} {what}, at most {most} are allowed")
 
 
-def check_masks(matcher: Any, eos_ids: frozenset[int]) -> None:
-    """Follows one text through a fresh matcher of llguidance. Raises ValueError where one of the first masks takes too
-    long, or the library gives up. CPU time of this thread counts, so that other work on the machine does not."""
-    import numpy as np  # the server, which needs the bounds of this module alone, goes without
-
+def check_masks(matcher: Any, eos_ids: frozenset[int]) -> str | None:
+    """Follows one text through a fresh matcher of llguidance. Returns what is wrong where one of the first masks takes
+    too long. CPU time of this thread counts, so that other work on the machine does not. Raises ValueError where the
+    library gives up."""
     for number in range(NUM_TIMED_MASKS):
         begin = time.thread_time()
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        mask = bytearray(matcher.compute_bitmask())
         seconds = time.thread_time() - begin
         if matcher.is_error():
             raise ValueError(failure(matcher))
         if seconds > MAX_MASK_SECONDS:
             limit = f"{1e3 * MAX_MASK_SECONDS:.0f} ms"
-            raise ValueError(f"the mask of token {number} takes {1e3 * seconds:.1f} ms, at most {limit} are allowed")
-        allowed = [i for i in np.unpackbits(mask, bitorder="little").nonzero()[0].tolist() if i not in eos_ids]
-        if not allowed:
-            return
-        matcher.consume_token(allowed[number * 7919 % len(allowed)])
+            return f"the mask of token {number} takes {1e3 * seconds:.1f} ms, at most {limit} are allowed"
+        for eos_id in eos_ids:
+            mask[eos_id // 8] &= ~(1 << eos_id % 8)
+        counts = list(accumulate(map(int.bit_count, mask)))
+        if counts[-1] == 0:
+            break
+        wanted = number * 7919 % counts[-1]
+        place = bisect_right(counts, wanted)
+        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
+        matcher.consume_token(8 * place + bits[wanted - counts[place]])  # counted from the end of its byte
+    return None
 
 
 def failure(matcher: Any) -> str:
     """Words of a matcher of llguidance that has failed, without the state of its parser, which follows them."""
     said = str(matcher.get_error()).partition("<state>")[0]
-    return said.replace("NoExtensionBias", "no text satisfies it").strip()
+    return said.replace("NoExtensionBias", UNSATISFIABLE).strip()
 
 
 class LargeStackThread:
@@ -140,7 +155,7 @@ class LargeStackThread:
             if len(self._left) >= _MOST_LEFT:
                 raise ValueError(f"{_MOST_LEFT} others that take more than {_PATIENCE:.0f} s are still being compiled")
             thread = threading.Thread(target=compute, name="nanovllm-grammar", daemon=True)
-            before = threading.stack_size(_STACK_BYTES)
+            before = threading.stack_size(STACK_BYTES)
             try:
                 thread.start()
             finally:

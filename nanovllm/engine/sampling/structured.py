@@ -1,43 +1,60 @@
-"""Outputs that a grammar admits, through llguidance (optional extra "structured"): compiled once, matched token by
-token.
+"""Outputs that a grammar admits, through llguidance (optional extra "structured"): checked in another process, compiled
+once, matched token by token.
 
 The library is imported when the first constrained request comes. Its matchers live on rank 0 only; ranks see bit masks.
 """
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, LargeStackThread, check_masks, check_text, failure
+from nanovllm.engine.sampling.grammar_checks import GrammarChecks
+from nanovllm.engine.sampling.grammar_compiler import GrammarCompiler, literal
+from nanovllm.engine.sampling.grammar_limits import LargeStackThread, failure
 from nanovllm.errors import short, shown
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.text.checkpoint import CheckpointTokenizer
 from nanovllm.wire.sampling import mask_words
 
 _MAX_CACHED = 128
-_JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
-"""A schema's own "x-guidance" entry wins over this."""
+_MAX_CACHED_BYTES = 1 << 30
+_TOKEN_BYTES = 32 << 10
+"""Most memory that a token adds to the states of its grammar, as measured for the worst expressions."""
 _MISFIT = "doesn't satisfy the grammar"
 """The library's words for a token that its mask did not allow."""
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-"""A rule's head in llama.cpp's form of a grammar; Lark has none such."""
+_Key = tuple[str, str | tuple[str, ...]]
+
+
+class _Start:
+    """A compiled constraint. All its matchers share the states of one lexer, which grow as tokens lead to new ones."""
+
+    def __init__(self, inner: Any, num_bytes: int) -> None:
+        self.inner, self._num_bytes = inner, num_bytes
+        self.num_tokens = 0
+        """Tokens that its matchers have taken."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it may have."""
+        return self._num_bytes + _TOKEN_BYTES * self.num_tokens
 
 
 class Matcher:
     """One output on its way through its grammar."""
 
-    def __init__(self, inner: Any, owner: "StructuredOutputs", eos_ids: frozenset[int]) -> None:
-        self.inner, self.owner = inner, owner
+    def __init__(self, start: _Start, owner: "StructuredOutputs", eos_ids: frozenset[int]) -> None:
+        self.inner, self.start, self.owner = start.inner.deep_copy(), start, owner
         self.error: str | None = None
         self._eos_ids = eos_ids
 
     def accept(self, token_id: int) -> None:
         """Takes a sampled token in; `error` says where it does not fit."""
+        self.start.num_tokens += 1
         if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
             fits = self.inner.consume_token(token_id)
             if not fits and (not self.inner.is_error() or _MISFIT in failure(self.inner)):
@@ -47,6 +64,7 @@ class Matcher:
     def note_error(self) -> None:
         if self.error is None and self.inner.is_error():
             self.error = f"structured_outputs: {short(failure(self.inner))}"
+            self.owner.drop(self.start)
 
     @property
     def is_complete(self) -> bool:
@@ -59,67 +77,100 @@ class StructuredOutputs:
 
     def __init__(self, tokenizer: CheckpointTokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises ValueError where the library is missing or cannot read the tokenizer."""
-        try:
-            import llguidance
-        except ImportError:
-            raise ValueError("structured_outputs: needs llguidance: pip install 'nanovllm[structured]'") from None
-        self._library = llguidance
         self._vocab_words = mask_words(vocab_size)
         self._eos_ids = frozenset(eos_ids)
         self._lock = threading.Lock()
-        self._thread = LargeStackThread()
-        self._compiled: OrderedDict[tuple[str, str | tuple[str, ...]], Any] = OrderedDict()
-        self._executor = llguidance.LLExecutor()
+        self._threads = LargeStackThread(), LargeStackThread()
+        """Threads for what was checked among the quick ones, and among the slow ones."""
+        self._made: OrderedDict[_Key, Future[_Start | str]] = OrderedDict()
+        """Constraints: compiled, refused with this reason, or being compiled."""
         size = max(vocab_size, len(tokenizer))
         self._words = mask_words(size)
+        ends = [token_id for token_id in eos_ids if token_id < size] or None
+        setup = tokenizer.backend_tokenizer.to_str(), size, ends
+        self._checks = GrammarChecks(*setup)
         try:
-            ends = [token_id for token_id in eos_ids if token_id < size] or None
-            form = tokenizer.backend_tokenizer.to_str()
-            self._tokenizer = llguidance.LLTokenizer(form, n_vocab=size, eos_token=ends)
+            import llguidance
+
+            self._checks.begin()  # it reads the tokenizer at the same time
+            self._compiler = GrammarCompiler(*setup)
+        except ImportError:
+            raise ValueError("structured_outputs: needs llguidance: pip install 'nanovllm[structured]'") from None
         except Exception as error:
+            self._checks.close()
             raise ValueError(f"structured_outputs: llguidance cannot use this tokenizer: {short(error)}") from error
+        self._executor = llguidance.LLExecutor()
 
     def matcher(self, wanted: StructuredOutput) -> Matcher:
         """A fresh matcher at the start of its grammar. Raises ValueError naming what does not compile, is larger than
-        grammar_limits.py allows, or takes too long for each token."""
+        grammar_limits.py allows, or takes too much time or memory."""
         [(kind, value)] = wanted.given.items()
         try:
-            key = _key(kind, value)
-            with self._lock:
-                start = self._compiled.get(key)
-                if start is not None:
-                    self._compiled.move_to_end(key)
-            if start is None:
-                text = _text(kind, value)
-                start = self._thread.run(lambda: self._compile(kind, text))
-                with self._lock:
-                    self._compiled[key] = start
-                    if len(self._compiled) > _MAX_CACHED:
-                        self._compiled.popitem(last=False)
+            return Matcher(self._start(kind, value), self, self._eos_ids)
         except Exception as error:
             name = f"StructuredOutput.{kind}={shown(value)}"
             raise ValueError(f"{name}: must compile, but: {short(error)}") from None
-        return Matcher(start.deep_copy(), self, self._eos_ids)
 
     def is_compiled(self, wanted: Mapping[str, Any]) -> bool:
-        """Whether `matcher` has a constraint of these fields of StructuredOutput at hand."""
+        """Whether `matcher` has a constraint of these fields of StructuredOutput at hand, or why there is none."""
         with self._lock:
-            return any(_key(kind, value) in self._compiled for kind, value in wanted.items())
+            made = (self._made.get(_key(kind, value)) for kind, value in wanted.items())
+            return any(each is not None and each.done() for each in made)
 
-    def _compile(self, kind: str, text: str) -> Any:
-        if kind == "grammar" and _GBNF_RULE.search(text):
-            text = _lark_of_gbnf(text)
-        check_text(kind, text)
-        library = self._library.LLMatcher
-        if kind in ("json", "json_object"):
-            form = library.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
-        else:
-            form = library.grammar_from_lark(text) if kind == "grammar" else library.grammar_from_regex(text)
-        start = library(self._tokenizer, form, log_level=0)  # its errors become the matcher's `error`
-        if start.is_error():
-            raise ValueError(failure(start))
-        check_masks(start.deep_copy(), self._eos_ids)
-        return start
+    def _start(self, kind: str, value: Any) -> _Start:
+        """The compiled constraint. Whoever asks for it first has it made; the others wait."""
+        key = _key(kind, value)
+        with self._lock:
+            made = self._made.get(key)
+            is_first = made is None
+            made = self._made[key] = made or Future()
+            self._made.move_to_end(key)
+        if is_first:
+            found, is_lasting = self._compiled(kind, value)
+            made.set_result(found)
+            with self._lock:
+                if not is_lasting:
+                    self._made.pop(key, None)
+                self._make_room()
+        if isinstance(found := made.result(), str):
+            raise ValueError(found)
+        return found
+
+    def _compiled(self, kind: str, value: Any) -> tuple[_Start | str, bool]:
+        """The compiled constraint, or why there is none; and whether that will be so next time. (Not an exception: one
+        that is raised again and again keeps the frames of all who raised it.)"""
+        try:
+            text = _text(kind, value)
+            verdict = self._checks.check(kind, text)
+            if verdict.error is not None:
+                return verdict.error, verdict.is_lasting
+            inner = self._threads[verdict.lane].run(lambda: self._compiler.compile(kind, text))
+            return _Start(inner, verdict.num_bytes), True
+        except Exception as error:
+            return short(error), False
+
+    def _make_room(self) -> None:
+        """Drops what was not asked for lately, and then the largest, until the rest is within its bounds."""
+        while len(self._made) > _MAX_CACHED:
+            self._made.popitem(last=False)
+        sizes = {key: start.num_bytes for key, start in self._starts()}
+        while sum(sizes.values()) > _MAX_CACHED_BYTES:
+            largest = max(sizes, key=sizes.__getitem__)
+            del sizes[largest], self._made[largest]
+
+    def drop(self, start: _Start) -> None:
+        """Forgets a compiled constraint whose states have reached their bound: others' matchers begin with new ones."""
+        with self._lock:
+            for key in [key for key, each in self._starts() if each is start]:
+                del self._made[key]
+
+    def _starts(self) -> list[tuple[_Key, _Start]]:
+        done = [(key, made.result()) for key, made in self._made.items() if made.done()]
+        return [(key, found) for key, found in done if isinstance(found, _Start)]
+
+    def close(self) -> None:
+        """Ends the process that checks constraints."""
+        self._checks.close()
 
     def fill_masks(self, matchers: Sequence[Matcher]) -> np.ndarray:
         """int32 [matchers, words]: bits of the ids that may come next, all computed side by side by the library's own
@@ -136,26 +187,7 @@ class StructuredOutputs:
         return masks[:, : self._vocab_words]
 
 
-def _literal(text: str) -> str:
-    """A regular expression for exactly `text`; Rust's dialect takes escapes of ASCII punctuation only."""
-    escaped = re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
-    return escaped.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
-
-
-def _lark_of_gbnf(grammar: str) -> str:
-    """The Lark grammar of one in GBNF. Raises ValueError, or another error that says what is wrong."""
-    check_text("gbnf", grammar)
-    try:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        return gbnf_to_lark(grammar)
-    except RecursionError:
-        raise ValueError("its groups nest too deep") from None
-    except IndexError:
-        raise ValueError("it ends within an escape") from None
-
-
-def _key(kind: str, value: Any) -> tuple[str, str | tuple[str, ...]]:
+def _key(kind: str, value: Any) -> _Key:
     """Name of a constraint among those compiled. Thousands of choices become a text in tens of milliseconds, which each
     of a request's prompts would take anew."""
     return kind, tuple(value) if kind == "choice" else _text(kind, value)
@@ -167,4 +199,4 @@ def _text(kind: str, value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(dict(value))
     if kind == "json_object":
         return '{"type": "object"}'
-    return "|".join(f"({_literal(one)})" for one in value) if kind == "choice" else str(value)
+    return "|".join(f"({literal(one)})" for one in value) if kind == "choice" else str(value)

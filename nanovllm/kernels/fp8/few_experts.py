@@ -8,7 +8,6 @@ experts one after the other for one long row.
 import torch
 
 from nanovllm.kernels.base.activations import silu_mul
-from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
@@ -24,13 +23,10 @@ from nanovllm.kernels.gemm.stream_operands import (
     load_weights,
     load_x,
 )
-from nanovllm.kernels.moe.few_rows import choose, load_scores, take_best
+from nanovllm.kernels.moe.few_rows import choice_constants, choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
-
-WARPS = 4
-PRELOAD = (2, 6)
-"""Steps of weights that a program of gate and up, and of down, has in flight."""
 
 
 @triton.jit
@@ -129,37 +125,38 @@ def _down_kernel(
     tl.store(RESIDUAL + row * n_out + col, y.to(RESIDUAL.dtype.element_ty), mask=col < n_out)
 
 
-def add_experts(
-    residual: torch.Tensor, norm: Norm, logits: torch.Tensor, options: TopK, gate_up: FP8Weight, down: FP8Weight
+def gate_up(
+    x: torch.Tensor, weight: FP8Weight, logits: torch.Tensor, options: TopK, config: GemmConfig, norm: Norm
 ) -> torch.Tensor:
-    """moe/few_rows.py's, of residual [T, H], logits float32 [T, >= E], and gate_up [E, 2 I, H] and down [E, H, I] in
-    e4m3 with scales of blocks, I of whole groups."""
-    rows, hidden = residual.shape
-    experts, width = gate_up.values.shape[0], gate_up.values.shape[1] // 2
-    if not takes(gate_up, down):
-        raise ValueError(f"experts of {list(gate_up.values.shape)}: must have scales of blocks that 16 rows share")
-    h = residual.new_empty(rows, options.top_k * width)
-    block = max(32, triton.next_power_of_2(experts))
-    shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k, "WARPS": WARPS}
-    shared |= {"num_warps": WARPS, **pdl_options(residual.device)}
-    steps = triton.cdiv(hidden, WARPS * GROUP)
+    """moe/few_rows.py's, of x [T, H] and weight [E, 2 I, H] in e4m3 with scales of blocks: [T, top_k * I]."""
+    (rows, hidden), experts, width = x.shape, weight.values.shape[0], weight.values.shape[1] // 2
+    out, steps = x.new_empty(rows, options.top_k * width), triton.cdiv(hidden, config.block_k)
     _gate_up_kernel[(triton.cdiv(width, 16), options.top_k, rows)](
-        residual, norm.weight, gate_up.values, gate_up.scale, logits, h, width, gate_up.scale.shape[2],
-        gate_up.scale.shape[1], norm.eps, K=hidden, STEPS=steps, PRELOAD=min(PRELOAD[0], steps),
-        ROWS_EACH=gate_up.rows_each, EVEN_K=hidden % (WARPS * GROUP) == 0, **shared,
+        x, norm.weight, weight.values, weight.scale, logits, out, width, weight.scale.shape[2], weight.scale.shape[1],
+        norm.eps, K=hidden, STEPS=steps, PRELOAD=min(config.stages, steps), ROWS_EACH=weight.rows_each,
+        EVEN_K=hidden % config.block_k == 0, WARPS=config.num_warps, num_warps=config.num_warps,
+        **choice_constants(logits, experts, options, x.device),
     )  # fmt: skip
-    values, scales, _ = quantize_rows(h)
-    steps = triton.cdiv(options.top_k * width, WARPS * GROUP)
-    _down_kernel[(triton.cdiv(hidden, 16), rows)](
-        values, scales, down.values, down.scale, logits, residual, scales.stride(1), hidden, down.scale.shape[2],
-        down.scale.shape[1], K=width, RENORMALISE=options.renormalise, SCALING=options.scale, STEPS=steps,
-        PRELOAD=min(PRELOAD[1], steps), ROWS_EACH=down.rows_each, **shared,
+    return out
+
+
+def down(
+    h: torch.Tensor, weight: FP8Weight, logits: torch.Tensor, options: TopK, config: GemmConfig, residual: torch.Tensor
+) -> torch.Tensor:
+    """moe/few_rows.py's, of h [T, top_k * I], I of whole groups, and weight [E, H, I]."""
+    (experts, hidden, width), (values, scales, _) = weight.values.shape, quantize_rows(h)
+    steps = triton.cdiv(h.shape[1], config.block_k)
+    _down_kernel[(triton.cdiv(hidden, 16), h.shape[0])](
+        values, scales, weight.values, weight.scale, logits, residual, scales.stride(1), hidden, weight.scale.shape[2],
+        weight.scale.shape[1], K=width, RENORMALISE=options.renormalise, SCALING=options.scale, STEPS=steps,
+        PRELOAD=min(config.stages, steps), ROWS_EACH=weight.rows_each, WARPS=config.num_warps,
+        num_warps=config.num_warps, **choice_constants(logits, experts, options, h.device),
     )  # fmt: skip
     return residual
 
 
 def takes(gate_up: FP8Weight, down: FP8Weight) -> bool:
-    """Whether add_experts multiplies by them."""
+    """Whether these kernels multiply by them."""
     shared = gate_up.rows_each % 16 == 0 and down.rows_each % 16 == 0
     measured = gate_up.input_scale is None and down.input_scale is None
     return gate_up.in_blocks and down.in_blocks and shared and measured and down.values.shape[2] % GROUP == 0

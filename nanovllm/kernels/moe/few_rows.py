@@ -16,7 +16,6 @@ from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, wei
 from nanovllm.kernels.gemm.skinny import lane_sums, load_vector, load_weight, row_scale
 from nanovllm.kernels.moe.routing import LOWEST, TopK
 from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.rules import FEW_DOWN, FEW_GATE_UP
 from nanovllm.kernels.pointwise.norm import Norm
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
@@ -159,49 +158,52 @@ def _down_kernel(
     tl.store(out, y.to(OUT.dtype.element_ty), mask=w_live)
 
 
-def add_experts(
-    residual: torch.Tensor, norm: Norm, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """residual [T, H] += the sum of every token's experts' silu(gate) * up, in place, where x = rms_norm(residual) and
-    gate_up [E, 2 I, H], gates first, down [E, H, I]; returns residual.
+def gate_up(
+    x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, options: TopK, config: GemmConfig,
+    norm: Norm | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """silu(gate) * up of the experts that each row of x [T, H] chose, best first: [T, top_k, I], by weight [E, 2 I, H],
+    gates first. norm: of kind "rms", of x, before it.
 
-    logits float32 [T, >= E]: the router's, of x. The softmax of them chooses (`options` without sigmoid or groups).
+    logits float32 [.., T, >= E]: the router's. The softmax of them chooses (`options` without sigmoid or groups).
     Everything is contiguous, and but for logits of one dtype.
     """
-    return _launch(residual, norm, residual, logits, options, gate_up, down)
-
-
-def sum_experts(
-    x: torch.Tensor, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """The sum alone, [T, H], for x [T, H] as it is; the other operands as in add_experts."""
-    return _launch(x, None, torch.empty_like(x), logits, options, gate_up, down)
-
-
-def _launch(
-    x: torch.Tensor, norm: Norm | None, out: torch.Tensor, logits: torch.Tensor, options: TopK, gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """out may be x, and is added to then."""
-    rows, hidden = x.shape
-    experts, width = gate_up.shape[0], gate_up.shape[1] // 2
+    (rows, hidden), (experts, n, k) = x.shape, weight.shape
     if options.sigmoid or options.num_groups > 1:
         raise ValueError(f"{options}: a softmax over all experts expected")
-    if not (gate_up.shape == (experts, 2 * width, hidden) and down.shape == (experts, hidden, width)):
-        raise ValueError(f"{list(gate_up.shape)} and {list(down.shape)} are no experts for rows of {hidden}")
-    h = x.new_empty(rows, options.top_k, width)
-    block = max(32, triton.next_power_of_2(experts))
-    shared = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
-    shared |= pdl_options(x.device)
-    _gate_up_kernel[(triton.cdiv(2 * width, FEW_GATE_UP.block_n), options.top_k, rows)](
-        x, norm and norm.weight, gate_up, logits, h, width, norm.eps if norm else 0.0, **shared,
-        **_sizes(gate_up, FEW_GATE_UP, 1),
-    )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, FEW_DOWN.block_n), rows)](
-        h, down, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=out is x,
-        **shared, **_sizes(down, FEW_DOWN, options.top_k),
+    if k != hidden or n % 2:
+        raise ValueError(f"{list(weight.shape)} are no gates and ups of experts for rows of {hidden}")
+    out = x.new_empty(rows, options.top_k, n // 2)
+    _gate_up_kernel[(triton.cdiv(n, config.block_n), options.top_k, rows)](
+        x, norm and norm.weight, weight, logits, out, n // 2, norm.eps if norm else 0.0,
+        **choice_constants(logits, experts, options, x.device), **_sizes(weight, config, 1),
     )  # fmt: skip
     return out
+
+
+def down(
+    h: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, options: TopK, config: GemmConfig,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
+    [E, H, I]: [T, H]. residual [T, H]: it is added to in place, and returned."""
+    (rows, top_k, width), (experts, hidden, k) = h.shape, weight.shape
+    if k != width or top_k != options.top_k:
+        raise ValueError(f"{list(weight.shape)} are no experts for {list(h.shape)}")
+    out = h.new_empty(rows, hidden) if residual is None else residual
+    _down_kernel[(triton.cdiv(hidden, config.block_n), rows)](
+        h, weight, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,
+        ADDS=residual is not None, **choice_constants(logits, experts, options, h.device),
+        **_sizes(weight, config, top_k),
+    )  # fmt: skip
+    return out
+
+
+def choice_constants(logits: torch.Tensor, experts: int, options: TopK, device: torch.device) -> dict[str, int | bool]:
+    """Constants of kernels that choose among so many experts by logits [.., T, WIDTH]."""
+    block = max(32, triton.next_power_of_2(experts))
+    found = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
+    return {**found, **pdl_options(device)}
 
 
 def _sizes(weight: torch.Tensor, config: GemmConfig, num_experts: int) -> dict[str, int | bool]:

@@ -135,10 +135,3 @@ Ranges = tuple[tuple[int, GemmConfig], ...]
 """(most rows, config) ascending: the first that holds the rows is taken, past the last one the library."""
 Choices = dict[Gemm, dict[int, GemmConfig]]
 """GEMM -> rows -> config, of which rank 0 informs all ranks. What is not there goes to the library."""
-
-
-class ExpertConfigs(NamedTuple):
-    """Tiles of both grouped GEMMs of a layer, of the kernel "tile"; they share one block_m."""
-
-    gate_up: GemmConfig
-    down: GemmConfig

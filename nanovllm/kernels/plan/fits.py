@@ -70,6 +70,11 @@ def why_not_norm(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
     return f"K={k}: registers do not hold {needs}, at most {NORM_COLUMNS}, 8 and 8 with the norm of {rows} rows"
 
 
+def rounds_inside(rows: int, k: int, has_static_inputs: bool) -> bool:
+    """Whether "stream" rounds rows to e4m3 itself: one, not so long that every program had much to round."""
+    return rows == 1 and k <= 8192 and not has_static_inputs
+
+
 def _why_not_roles(paired: bool, config: GemmConfig) -> str:
     sums = config.block_m // (16 * max(1, config.num_warps)) * (2 if paired else 1) * config.block_n
     tiles = config.block_m in (64, 128, 256) and config.block_n in ((128,) if paired else (64, 128)) and sums <= 256

@@ -9,11 +9,13 @@ addition to the residual stream, and what is between two products is not looked 
 so, the layer hands on a complete residual stream; else it hands on what is to be added, and the norm that follows adds.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.kernels.plan.config import (
+    ANY_ROWS,
     FP8,
     INT4,
     INT4_ROWS,
@@ -22,19 +24,23 @@ from nanovllm.kernels.plan.config import (
     STREAM_ROWS,
     TILE_ROWS,
     Choices,
-    ExpertConfigs,
     Gemm,
     GemmConfig,
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.fits import why_not
+from nanovllm.kernels.plan.fits import rounds_inside, why_not
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
+from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
+    FEW_EXPERTS,
     FEW_ROUTER,
     FEW_TOKENS,
+    FP8_FEW_EXPERTS,
     FP8_MANY_ROWS,
-    expert_configs,
+    RULES_END_AT,
+    choice_ends,
+    expert_tiles,
     fallback,
     int4_config,
     merges_before,
@@ -44,133 +50,46 @@ from nanovllm.kernels.plan.table import EMPTY, GemmTable
 
 
 @dataclass(frozen=True)
-class Product:
-    """x [rows, k] @ weight [n, k]^T on one rank, and what may stand around it."""
-
-    kind: str
-    """Kind of the product, of config.KINDS; n of gate_up counts both."""
-    n: int
-    k: int
-    dtype: str
-    """Dtype of the weight, by torch's name or INT4."""
-    x_dtype: str = "bfloat16"
-    before: str = ""
-    """"norm": an RMSNorm of a row of the residual stream, and nothing else; "attention": attention, which may round its
-    result to e4m3; "": anything, by kernels of its own."""
-    after: str = ""
-    """"gate": silu(gate) * up; "residual": an addition to the residual stream; "": anything."""
-    adds_parts: bool = False
-    """Whether its consumer adds up sums over parts of K."""
-    has_bias: bool = False
-    """A bias is added right behind it."""
-    rounds: bool = False
-    """Whether its result may be rounded to e4m3, since the next product takes it so."""
-    scale_rows: int | None = None
-    """Neighbouring weight rows that share scales, for e4m3 in blocks; None: each row has one."""
-
-    def gemm(self, world: int) -> Gemm:
-        """Key of this product in tables."""
-        return Gemm(self.kind, self.n, self.k, self.dtype, world == 1)
-
-    @property
-    def num_weights(self) -> int:
-        """Weights that a token is multiplied by."""
-        return self.n * self.k
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight."""
-        return self.n * self.k * {FP8: 2, INT4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts on one rank: router, gate and up, down."""
-
-    num_experts: int
-    top_k: int
-    hidden: int
-    width: int
-    """Width of this rank's part of an expert."""
-    dtype: str
-    x_dtype: str = "bfloat16"
-    is_plain_mixture: bool = True
-    """A softmax over all experts without biases, and the sum of the chosen ones."""
-    after: str = ""
-    """"residual": kernels for a few tokens may compute the norm before and the addition after."""
-    is_summed_later: bool = False
-    """The consumer can add up the experts of a token."""
-
-    kind = "experts"
-
-    @property
-    def num_weights(self) -> int:
-        """Weights that a token is multiplied by: those of its experts."""
-        return 3 * self.top_k * self.width * self.hidden
-
-
-Operation = Product | Experts
-"""Operation that a plan has an entry for."""
-
-
-@dataclass(frozen=True)
 class Launch:
-    """Kernel for a Product. norm, gate, residual: whether it computes these too."""
+    """Kernel that runs for a Product, and all that it computes besides."""
 
     config: GemmConfig
     norm: bool = False
+    """The RMSNorm before it."""
     gate: bool = False
+    """silu(gate) * up, or the activation of experts."""
     residual: bool = False
+    """The addition to the residual stream."""
     rounded: bool = False
-    """Attention rounds the rows to e4m3 where it merges their chunks."""
+    """Rows come in e4m3 from the kernel that makes them: a norm's, or attention's where it merges chunks."""
+    rounds: bool = False
+    """The result, or that of the activation behind it, is rounded to e4m3."""
     is_early: bool = False
     """Whether it lets the next kernel start before it ends (PDL), and that gains time."""
+    merge_first: bool = False
+    """Attention's chunks are merged before this begins to fetch its weight."""
     why: str = ""
     """Source of the choice, and what kept another kernel away."""
 
 
-@dataclass(frozen=True)
-class ExpertsLaunch:
-    """Kernels for Experts."""
-
-    router: GemmConfig
-    tiles: ExpertConfigs | None
-    """Tiles of both grouped GEMMs; None: two kernels read each token's experts (moe/few_rows.py,
-    fp8/few_experts.py)."""
-    norm: bool = False
-    residual: bool = False
-    is_early = False
-    rounds_parts: bool = False
-    """A token's results are rounded before they are added up."""
-    why: str = ""
+NO_LAUNCH = Launch(LIBRARY)
+"""Stands where no product is planned."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """Kernels of one layer."""
 
-    launches: dict[str, Launch | ExpertsLaunch]
-    """Launches by the operation's kind."""
+    launches: tuple[Launch, ...] = ()
+    """Launches of its operations, in their order."""
     is_complete: bool = False
     """The layer takes and hands on a complete residual stream; else what is to be added goes to the next norm."""
-    merge_first: bool = False
-    """Attention's chunks are merged before the output projection begins to fetch its weight."""
     is_chain: bool = False
     """Kernels for one row, none of which waits for all of the one before it: all should divide memory alike."""
     fills_registers: bool = False
     """Weights in FP8 pass through L1 into registers, to which attention should leave it."""
     why: str = ""
     """Reason why norms and additions are separate kernels."""
-
-    def takes_norm(self, operations: Sequence["Operation"]) -> bool:
-        """The first of these operations of the layer computes the norm before it."""
-        return bool(operations) and self.launches[operations[0].kind].norm
-
-    def is_early(self, operations: Sequence["Operation"]) -> bool:
-        """See Launch; of the operation that yields the result of these."""
-        if not operations or isinstance(operations[0], Experts):
-            return False
-        return self.launches[operations[-1].kind].is_early
 
 
 @dataclass(frozen=True)
@@ -193,38 +112,46 @@ class Rules:
     """GEMMs for which the library's order of sums was found to vary; with exact_bits."""
 
 
-def plan(operations: Sequence[Operation], rows: int, rules: Rules) -> LayerPlan:
+def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     """Plans a layer of these operations for so many rows."""
-    launches: dict[str, Launch | ExpertsLaunch] = {
-        one.kind: launch(one, rows, rules) for one in operations if isinstance(one, Product)
-    }
-    experts = [one for one in operations if isinstance(one, Experts)]
-    complete = any(each.norm or each.residual for each in launches.values())
-    complete &= all(one.after == "residual" and rows <= (1 if one.dtype == FP8 else FEW_TOKENS) for one in experts)
-    launches |= {one.kind: experts_launch(one, rows, rules, complete) for one in experts}
-    why = "" if complete else _why_apart(operations, rules)
-    o = next((one for one in operations if one.kind == "o"), None)
-    if not isinstance(o, Product):
-        return LayerPlan(launches, complete, why=why)
-    skinny = launches["o"].config.is_skinny  # type: ignore[union-attr]
-    merge_first, is_fp8 = skinny and merges_before(rows, o.num_bytes), o.dtype == FP8
-    chain = complete and rows == 1 and not merge_first and not is_fp8
-    return LayerPlan(launches, complete, merge_first, chain, skinny and is_fp8, why)
+    found = [(one, launch(one, rows, rules)) for one in operations]
+    fuses = [each.norm or each.residual for one, each in found if one.choice is None]
+    complete = any(fuses) and all(each.norm or each.residual for one, each in found if one.choice is not None)
+    if not complete and any(one.around.is_chained for one in operations):
+        found = [(one, launch(one.apart, rows, rules)) for one in operations]
+    launches, why = tuple(each for _, each in found), "" if complete else _why_apart(operations, rules)
+    behind = [(one, each) for one, each in found if one.around.before in ("attention", "wide attention")]
+    is_chain = complete and rows == 1 and bool(behind)
+    is_chain &= not any(each.merge_first or one.dtype == FP8 for one, each in behind)
+    fills_registers = any(each.config.is_skinny and one.dtype == FP8 for one, each in behind)
+    return LayerPlan(launches, complete, is_chain, fills_registers, why)
 
 
 def launch(product: Product, rows: int, rules: Rules) -> Launch:
-    """Chooses the kernel of a product for so many rows."""
+    """Chooses what runs for a product of so many rows; where it is chained, in a layer whose stream is complete."""
+    if product.choice is not None:
+        return _launch_of_choice(product, rows, rules)
     config, why = choose(product, rows, rules)
-    inside = config.is_skinny and rules.world == 1
-    gate = product.after == "gate" and config.is_our_kernel and not product.has_bias
-    gate &= product.rounds or config.kernel != "roles"  # which rounds
+    around, device = product.around, rules.device
+    gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
+    gate &= around.rounds or config.kernel != "roles"  # which rounds
     norm = config.is_skinny and _norm_inside(product, rules)
-    norm &= product.dtype != FP8 or rows == 1  # more rows are rounded by the norm's own kernel
-    residual, is_early = inside and product.after == "residual", config.is_our_kernel and rules.exact_bits is None
-    rounded = product.before == "attention" and config.kernel == "stream"
+    norm &= product.dtype != FP8 or rounds_inside(rows, product.k, product.has_static_inputs)
+    residual = config.is_skinny and rules.world == 1 and around.after == "residual"
+    takes_e4m3 = device.has_tma or not device.is_cuda
+    rounded = product.dtype == FP8 and not product.has_static_inputs and takes_e4m3
+    if around.before in ("rms", "norm"):
+        # One row's product over several ranks rounds it in less time than the kernel of the sum.
+        rounded &= not norm and (rows > 1 or rules.world == 1)
+    else:
+        rounded &= around.before == "attention" and config.kernel == "stream"
+    rounds = around.rounds and takes_e4m3 and (not gate or config.kernel == "roles")
+    is_early = config.is_our_kernel and rules.exact_bits is None
+    merge_first = around.before in ("attention", "wide attention") and config.is_skinny
+    merge_first &= merges_before(rows, product.num_bytes)
     if config == LIBRARY:
-        config = _by_library(product, rows, rules.device)
-    return Launch(config, norm, gate, residual, rounded, is_early, why)
+        config = _by_library(product, rows, device)
+    return Launch(config, norm, gate, residual, rounded, rounds, is_early, merge_first, why)
 
 
 def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
@@ -252,7 +179,7 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
 def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> str:
     """Reason why so many rows cannot be multiplied so; "" where they can."""
     device = rules.device
-    if config.parts > 1 and not product.adds_parts:
+    if config.parts > 1 and not product.around.adds_parts:
         return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
         return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
@@ -261,7 +188,7 @@ def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> s
             return "4-bit weights of one row take 16-bit numbers, not float32"
         if product.scale_rows is not None and product.scale_rows % 16:
             return f"{product.scale_rows} weight rows share scales, not 16"
-        if product.scale_rows is not None and product.n % (32 if product.after == "gate" else 16):
+        if product.scale_rows is not None and product.n % (32 if product.around.after == "gate" else 16):
             return f"{product.n} weight rows are no whole 16s that share scales"
     if config.kernel == "roles":
         if not device.has_roles:
@@ -273,7 +200,7 @@ def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> s
 
 def _norm_inside(product: Product, rules: Rules) -> bool:
     """Whether a skinny kernel would compute the norm before this product."""
-    return rules.world == 1 and product.before == "norm" and not product.has_bias
+    return rules.world == 1 and product.around.before == "rms" and not product.has_bias
 
 
 def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
@@ -298,49 +225,62 @@ def fixed_order(product: Product, rules: Rules) -> Ranges:
     """Kernels for all numbers of rows with exact_bits."""
     gemm = product.gemm(rules.world)
     leaves = leaves_of(gemm.k * rules.world) // rules.world if rules.exact_bits == "tp" else 0
-    ranges = fixed_ranges(gemm, rules.table, product.adds_parts, leaves, not rules.device.is_cuda)
+    ranges = fixed_ranges(gemm, rules.table, product.around.adds_parts, leaves, not rules.device.is_cuda)
     return without_library(ranges, gemm.k) if gemm in rules.unordered else ranges
 
 
-def experts_launch(experts: Experts, rows: int, rules: Rules, is_complete: bool = False) -> ExpertsLaunch:
-    """Chooses the kernels of a mixture of experts for so many tokens. is_complete: see LayerPlan."""
-    if is_complete and experts.after == "residual":
-        return ExpertsLaunch(FEW_ROUTER, None, norm=True, residual=True)
-    wide = experts.dtype != FP8
-    one_order = rules.exact_bits is not None
-    is_few = rules.is_fused and rows <= FEW_TOKENS and wide and ITEM_SIZES[experts.x_dtype] == 2
-    if is_few and experts.is_plain_mixture and not one_order:
-        return ExpertsLaunch(FEW_ROUTER, None)
-    item_size = ITEM_SIZES[experts.x_dtype] if wide else 1
-    tiles = expert_configs(rows * experts.top_k, experts.num_experts, item_size, rules.device.shared_bytes)
-    router = router_config(rows, experts.hidden, ITEM_SIZES[experts.x_dtype], rules.device, one_order)
-    why = "no kernel for few tokens" if experts.is_plain_mixture else "more than a softmax"
-    why = "" if rows > FEW_TOKENS else why
-    return ExpertsLaunch(router, tiles, rounds_parts=rows > TILE_ROWS or one_order, why=why)
+def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
+    """Chooses what runs for a router, or for experts' gate and up or down: all three by the same facts."""
+    assert product.choice is not None
+    (count, top_k, dtype, is_plain), around = product.choice, product.around
+    is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
+    chained = around.is_chained and rows <= (1 if dtype == FP8 else FEW_TOKENS)
+    few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain and not one_order
+    if chained or few:
+        of_experts = (FP8_FEW_EXPERTS if dtype == FP8 else FEW_EXPERTS)[0 if is_gated else 1]
+        config = of_experts if product.is_of_experts else FEW_ROUTER
+        return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")
+    if not product.is_of_experts:
+        return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
+    item_size = 1 if dtype == FP8 else item_size
+    config = expert_tiles(rows * top_k, count, item_size, rules.device.shared_bytes)[0 if is_gated else 1]
+    if not (rules.is_fused and rules.device.is_cuda):
+        config = replace(config, kernel="twin")
+    rounds_parts = not is_gated and (rows > TILE_ROWS or one_order)
+    why = "no kernel for few tokens" if is_plain else "more than a softmax"
+    return Launch(replace(config, round_sums=rounds_parts), gate=is_gated, why="rule" if rows > FEW_TOKENS else why)
 
 
-def _why_apart(operations: Sequence[Operation], rules: Rules) -> str:
+def _why_apart(operations: Sequence[Product], rules: Rules) -> str:
     if rules.world > 1:
         return "several ranks: a sum over them comes first"
     if rules.exact_bits is not None:
         return "exact_bits: one order of sums for all rows"
-    if not any(one.after == "residual" for one in operations):
+    if not any(one.around.after == "residual" for one in operations):
         return "what is between its products is more than an RMSNorm, SiLU(gate) * up and an addition"
-    if any(one.after != "residual" for one in operations if isinstance(one, Experts)):
+    if any(one.choice is not None and not one.around.is_chained for one in operations):
         return "the experts take rows that are normed, and their sum is added behind them"
     return "no kernel for few rows multiplies"
 
 
 class ByRows(dict[int, Any]):
-    """Results of a function of the number of rows, each computed once."""
+    """Results of a function of the number of rows, each computed once for a range of rows that have the same one. A few
+    rows are keys themselves, more by the end of their range."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Callable[[int], Any], ends: Callable[[], Sequence[int]]) -> None:
         super().__init__()
-        self.make = make
+        self.make, self.ends = make, ends
+        self._found: Sequence[int] = ()
 
     def __missing__(self, rows: int) -> Any:
-        self[rows] = found = self.make(rows)
-        return found
+        if not self:
+            self._found = self.ends()
+        end = self._found[bisect_left(self._found, rows)]
+        if end not in self.keys():
+            self[end] = self.make(end)
+        if rows <= TILE_ROWS:
+            self[rows] = self[end]
+        return self[end]
 
 
 class Planner:
@@ -356,13 +296,27 @@ class Planner:
         for made in self._made.values():
             made.clear()
 
-    def layer(self, operations: tuple[Operation, ...]) -> "ByRows":
+    def layer(self, operations: tuple[Product, ...]) -> ByRows:
         """LayerPlan by rows."""
-        return self._by_rows(operations, lambda rows: plan(operations, rows, self.rules))
+        return self._by_rows(operations, operations, lambda rows: plan(operations, rows, self.rules))
 
-    def launches(self, operation: Operation) -> "ByRows":
-        """Launch or ExpertsLaunch by rows."""
-        return self._by_rows(operation, lambda rows: plan((operation,), rows, self.rules).launches[operation.kind])
+    def launches(self, product: Product) -> ByRows:
+        """Launch by rows."""
+        return self._by_rows(product, (product,), lambda rows: launch(product, rows, self.rules))
 
-    def _by_rows(self, key: Any, make: Any) -> ByRows:
-        return self._made.setdefault(key, ByRows(make))
+    def _by_rows(self, key: Any, operations: tuple[Product, ...], make: Callable[[int], Any]) -> ByRows:
+        return self._made.setdefault(key, ByRows(make, lambda: row_ends(operations, self.rules)))
+
+
+def row_ends(operations: Sequence[Product], rules: Rules) -> list[int]:
+    """Ends of ranges of rows within which a plan of these operations is the same; some may be further divided than
+    that. The last is ANY_ROWS."""
+    ends = {ANY_ROWS, *RULES_END_AT}
+    for one in operations:
+        gemm = one.gemm(rules.world)
+        ends |= {end for rows in rules.tried.get(gemm, ()) for end in (rows - 1, rows)}
+        if one.choice is not None:
+            ends |= {choices // one.choice.top_k for choices in choice_ends(one.choice.num_experts)}
+        else:
+            ends |= {most for most, _ in rules.table.measured(gemm)}
+    return sorted(ends - {0})

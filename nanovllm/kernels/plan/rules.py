@@ -15,7 +15,6 @@ from nanovllm.kernels.plan.config import (
     STREAM_ROWS,
     SUMMED,
     TILE_ROWS,
-    ExpertConfigs,
     Gemm,
     GemmConfig,
     streaming,
@@ -23,6 +22,8 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import Device
 
+RULES_END_AT = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
+"""Rows at which rules may change, but for those of experts."""
 _SMALL_WEIGHT_BYTES = 16 << 20
 _INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
 """(rows of x, stages) of tiles of 64 weight rows."""
@@ -160,47 +161,56 @@ def merges_before(rows: int, o_weight_bytes: int) -> bool:
     return rows == 1 and o_weight_bytes > 24 << 20
 
 
-def _expert_tiles(
+ExpertTiles = tuple[GemmConfig, GemmConfig]
+"""Tiles of experts' gate and up, and of down, of the kernel "tile"; they share one block_m."""
+
+
+def _tiles_of(
     rows: int, gate_up: tuple[int, int, int], down: tuple[int, int, int], warps: int = 4
-) -> ExpertConfigs:
+) -> ExpertTiles:  # fmt: skip
     """Tiles of so many rows by (weight rows, columns, stages) of each GEMM."""
-    return ExpertConfigs(*(GemmConfig("tile", n, rows, k, stages, num_warps=warps) for n, k, stages in (gate_up, down)))
+    first, second = (GemmConfig("tile", n, rows, k, stages, num_warps=warps) for n, k, stages in (gate_up, down))
+    return first, second
 
 
-_ALONE = _expert_tiles(16, (32, 128, 4), (64, 128, 4))
+_ALONE_CHOICES, _ALONE = 16, _tiles_of(16, (32, 128, 4), (64, 128, 4))
 """Tiles for so few choices that narrow ones are needed to occupy all processors."""
 _EXPERT_TILES = (
-    (6.0, _expert_tiles(16, (64, 128, 3), (64, 128, 3))),
-    (24.0, _expert_tiles(32, (128, 128, 3), (64, 128, 3))),
-    (64.0, _expert_tiles(64, (64, 64, 4), (128, 64, 4))),
-    (inf, _expert_tiles(128, (128, 64, 3), (256, 64, 4), 8)),
+    (6.0, _tiles_of(16, (64, 128, 3), (64, 128, 3))),
+    (24.0, _tiles_of(32, (128, 128, 3), (64, 128, 3))),
+    (64.0, _tiles_of(64, (64, 64, 4), (128, 64, 4))),
+    (inf, _tiles_of(128, (128, 64, 3), (256, 64, 4), 8)),
 )
 _FP8_EXPERT_TILES = (
-    (6.0, _expert_tiles(16, (64, 128, 4), (64, 128, 5))),
-    (24.0, _expert_tiles(32, (64, 128, 4), (64, 128, 5))),
-    (64.0, _expert_tiles(64, (64, 128, 4), (128, 128, 4))),
-    (inf, _expert_tiles(128, (128, 128, 3), (128, 128, 3), 8)),
+    (6.0, _tiles_of(16, (64, 128, 4), (64, 128, 5))),
+    (24.0, _tiles_of(32, (64, 128, 4), (64, 128, 5))),
+    (64.0, _tiles_of(64, (64, 128, 4), (128, 128, 4))),
+    (inf, _tiles_of(128, (128, 128, 3), (128, 128, 3), 8)),
 )
 """(most choices of an expert on the average, tiles)"""
 
 
-def expert_configs(
+def choice_ends(num_experts: int) -> set[int]:
+    """Numbers of choices (tokens x experts of each) at which expert_tiles changes."""
+    ends = {int(most * num_experts) for tiles in (_EXPERT_TILES, _FP8_EXPERT_TILES) for most, _ in tiles[:-1]}
+    return ends | {_ALONE_CHOICES}
+
+
+def expert_tiles(
     num_choices: int, num_experts: int, item_size: int = 2, most_shared: int = SHARED_BYTES
-) -> ExpertConfigs:
+) -> ExpertTiles:
     """Tiles for `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight.
     most_shared: bytes of shared memory that a program may have."""
     tiles = _FP8_EXPERT_TILES if item_size == 1 else _EXPERT_TILES
-    found = next(configs for most, configs in tiles if num_choices / num_experts <= most)
+    found = next(both for most, both in tiles if num_choices / num_experts <= most)
     if item_size == 1:
         return found
-    if num_choices <= 16:
-        found = _ALONE
+    gate_up, down = _ALONE if num_choices <= _ALONE_CHOICES else found
     if item_size > 2:  # tiles of these bytes would not fit in shared memory
-        found = ExpertConfigs(_narrower(found.gate_up), _narrower(found.down))
+        gate_up, down = _narrower(gate_up), _narrower(down)
     if most_shared < SHARED_BYTES:
-        gate_up = _shortened(found.gate_up, 2, item_size, most_shared)
-        found = ExpertConfigs(gate_up, _shortened(found.down, 1, item_size, most_shared))
-    return found
+        gate_up, down = _shortened(gate_up, 2, item_size, most_shared), _shortened(down, 1, item_size, most_shared)
+    return gate_up, down
 
 
 def _shortened(config: GemmConfig, weights: int, item_size: int, most_shared: int) -> GemmConfig:
@@ -218,9 +228,9 @@ FEW_TOKENS = 4
 """Maximum tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and
 tiles of an expert's rows read less."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
-FEW_GATE_UP = GemmConfig("fma", 32, block_k=512, stages=1)
-FEW_DOWN = GemmConfig("fma", 8, block_k=256, stages=8)
-"""Kernels for a few tokens, in bf16."""
+FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8, block_k=256, stages=8)
+FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
+"""Kernels for a few tokens: the router's, and experts' gate and up, and down."""
 _ROUTER_ROWS = 2048
 _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))
 """Maximum rows; weight rows and rows of a tile."""

@@ -48,7 +48,7 @@ class Answer(Request):
 
     def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         """Raises ApiError where more may be said about tokens than an answer holds."""
-        fields, prompts, params, max_tokens, _ = prepared
+        fields, prompts, params, max_tokens, plan = prepared
         check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
         super().__init__(call.given_id or self.id_prefix + call.request_id, prompts, front.now())
         self.call, self.call_id, self.key = call, call.request_id, call.key
@@ -57,8 +57,8 @@ class Answer(Request):
         self.is_streamed = bool(fields.stream)
         self.interval = front.options.stream_interval
         options = fields.stream_options
-        self.include_usage = options is not None and bool(options.include_usage)
         self.usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self.include_usage = self.usage_in_chunks or (options is not None and bool(options.include_usage))
         self.created = int(time.time())
         self.k: int | None = params.get("logprobs")
         self.show = token_formatter(front.model.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
@@ -70,10 +70,13 @@ class Answer(Request):
         stop_ids = [*params.get("stop_token_ids", ()), *eos]
         stop = params.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
+        skips = params.get("skip_special_tokens", True)
+        tags = {} if plan is None else plan.tags_seen(skips)
         for index in range(len(prompts) * params.get("n", 1)):
-            detokenizer = self.detokenizer(params.get("skip_special_tokens", True))
-            text = VisibleText(detokenizer, stops, includes, stop_ids)
-            self.completions.append(self._completion(index, index // params.get("n", 1), text))
+            prompt_index = index // params.get("n", 1)
+            detokenizer = self.detokenizer(skips, prompts[prompt_index].token_ids)
+            text = VisibleText(detokenizer, stops, includes, stop_ids, tags)
+            self.completions.append(self._completion(index, prompt_index, text))
 
     def _completion(self, index: int, prompt_index: int, text: VisibleText) -> Completion:
         completion = Completion(self, index, prompt_index, text)
@@ -84,9 +87,9 @@ class Answer(Request):
         completion.prefix = self._begin + self.fast_prefix(index)
         return completion
 
-    def detokenizer(self, skip_special_tokens: bool) -> Any:
-        """A detokenizer for one completion."""
-        return self.front.model.tokenizer.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
+        """A detokenizer for one completion of a prompt."""
+        return self.front.model.tokenizer.detokenizer(skip_special_tokens, prompt)
 
     def explain(self, error: ApiError) -> None:
         if error.code == "invalid_schema":
@@ -154,6 +157,8 @@ class Answer(Request):
 
     def _event(self, choice: Any, **about: Any) -> bytes:
         """A chunk with one choice. `about`: what it says beside that."""
+        if self.fields.return_token_ids:
+            choice.setdefault("token_ids", [])
         if self.usage_in_chunks:
             about["usage"] = self.usage(self.num_sent)
         end = b"]," + msgspec.json.encode(about)[1:] if about else b"]}"
@@ -187,12 +192,11 @@ class Answer(Request):
         return {"service_tier": None, "kv_transfer_params": None}
 
     @property
-    def size(self) -> int:
-        """Size of the work to write the answer, as TextPool measures it: numbers beside the text, and the text, whose
-        characters take a sixty-fourth of their time."""
+    def size(self) -> tuple[int, int]:
+        """Bytes that the answer is written from: of numbers, and about how many of text."""
         lines = [*self.prompt_lines, *(part for each in self.completions for part in (each.lines, each.kept))]
         echo = self.n * sum(len(prompt.text or "") for prompt in self.prompts)
-        return sum(num_numbers(part) for part in lines if part is not None) + (4 * self.num_output_tokens + echo) // 64
+        return sum(num_bytes(part) for part in lines if part is not None), 4 * self.num_output_tokens + echo
 
     def of_prompt(self, prompt_index: int) -> dict[str, Any]:
         """Fields about a prompt; null where the request does not ask for them."""
@@ -212,9 +216,9 @@ class Answer(Request):
         return shapes.Usage(given, output, given + output, shapes.PromptDetails(self.num_cached_tokens))
 
 
-def num_numbers(lines: Sequence[bytes | None]) -> int:
-    """Number of 4-byte numbers in some lines."""
-    return sum(len(line) // 4 for line in lines if line is not None)
+def num_bytes(lines: Sequence[bytes | None]) -> int:
+    """Bytes of the numbers in some lines."""
+    return sum(len(line) for line in lines if line is not None)
 
 
 async def answer(request: Answer) -> None:
@@ -231,7 +235,7 @@ async def answer(request: Answer) -> None:
         if request.is_streamed:
             call.end()
         else:
-            await call.respond(await front.pool.run(call, request.response, request.size))
+            await call.respond(await front.pool.write(call, request.response, *request.size))
     finally:
         connection.on_disconnect = connection.on_writable = None
         front.streams.leave(request)  # where it has not ended
@@ -267,7 +271,7 @@ def fit(
     if len(token_ids) + (asked != 0) > limit:
         more = "at least 1" if asked is None else asked
         what = f"{len(token_ids)} tokens in the prompt and asks for {more} in the completion"
-        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt")
+        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt", len(token_ids))
     room = limit - len(token_ids)
     if asked is None and k is not None and not fields.stream:
         asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))
@@ -281,7 +285,7 @@ def check_size(model: ServedModel, size: int, name: str) -> None:
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if size > most:
         what = f"{size} bytes of text, tools and template variables, at most {most} are taken"
-        raise _too_long(limit, what, name)
+        raise _too_long(limit, what, name, size // limits.TEXT_BYTES_PER_TOKEN)
 
 
 def check_characters(model: ServedModel, count: int, name: str) -> None:
@@ -289,11 +293,16 @@ def check_characters(model: ServedModel, count: int, name: str) -> None:
     limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if count > most:
-        raise _too_long(limit, f"{count} characters, at most {most} are taken", name)
+        what = f"{count} characters, at most {most} are taken"
+        raise _too_long(limit, what, name, count // limits.TEXT_BYTES_PER_TOKEN)
     if count > limit * model.tokenizer.longest_token:
-        raise _too_long(limit, f"{count} characters, which are more than {limit} tokens", name)
+        what = f"{count} characters, which are more than {limit} tokens"
+        raise _too_long(limit, what, name, count // model.tokenizer.longest_token)
 
 
-def _too_long(limit: int, what: str, name: str) -> ApiError:
+def _too_long(limit: int, what: str, name: str, count: int) -> ApiError:
+    """`count`: tokens of the prompt, at least."""
     text = f"This model's maximum context length is {limit} tokens. However, your request has {what}."
-    return bad_request(f"{text} Please reduce the length of the prompt.", name, "context_length_exceeded")
+    error = bad_request(f"{text} Please reduce the length of the prompt.", name, "context_length_exceeded")
+    error.excess = count, limit - 1
+    return error

@@ -7,6 +7,7 @@ import msgspec
 import nanovllm
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_characters
+from nanovllm.serve.api.anthropic import model_list
 from nanovllm.serve.api.chat import encode, work_on_chat
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
@@ -54,6 +55,10 @@ def _entry(model: ServedModel, name: str) -> dict[str, Any]:
 
 
 async def models(front: Front, call: Call) -> None:
+    if call.header(b"anthropic-version") is not None:
+        served = front.model
+        await call.respond_json(model_list(served.names, served.created, served.info.get("max_model_len")))
+        return
     await call.respond_json({"object": "list", "data": [_entry(front.model, name) for name in front.model.names]})
 
 
@@ -78,7 +83,7 @@ async def tokenize(front: Front, call: Call) -> None:
         fields: api.TokenizeChatFields | api.TokenizeFields
         if "messages" in body:
             fields = chat = read(front.model, call, api.TokenizeChatFields, body)
-            _, ids = encode(front.model, chat)
+            _, ids = encode(front.model, call, chat)
         else:
             fields = read(front.model, call, api.TokenizeFields, body)
             check_characters(front.model, len(fields.prompt), "prompt")

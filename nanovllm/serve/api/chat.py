@@ -1,16 +1,17 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
 from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, check_size, fit
 from nanovllm.serve.api.logprobs import chat_entries
-from nanovllm.serve.api.messages import template_values
-from nanovllm.serve.api.reading import read
+from nanovllm.serve.api.messages import LeftOut, bytes_left_out, template_values
+from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
@@ -46,10 +47,10 @@ class ChatAnswer(Answer):
     def object_name(self) -> str:  # type: ignore[override]
         return "chat.completion.chunk" if self.fields.stream else "chat.completion"
 
-    def detokenizer(self, skip_special_tokens: bool) -> Any:
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
         if self.plan.program is None:
-            return super().detokenizer(skip_special_tokens)
-        self.texts.append(self.plan.detokenizer(skip_special_tokens))
+            return super().detokenizer(skip_special_tokens, prompt)
+        self.texts.append(self.plan.detokenizer(skip_special_tokens, prompt))
         return self.texts[-1]
 
     def fast_prefix(self, index: int) -> bytes:
@@ -149,20 +150,22 @@ def _message(found: list[Delta]) -> dict[str, Any]:
 
 
 def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str, Any]:
-    kwargs = {**options.default_chat_template_kwargs, **(fields.chat_template_kwargs or {})}
+    kwargs: dict[str, Any] = {}
     if (effort := fields.reasoning_effort) is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            kwargs.setdefault("enable_thinking", False)
-    return kwargs
+        kwargs["reasoning_effort"] = effort
+        if effort != "minimal":
+            kwargs["enable_thinking"] = effort != "none"
+    return {**options.default_chat_template_kwargs, **kwargs, **(fields.chat_template_kwargs or {})}
 
 
-def encode(model: ServedModel, fields: api.ChatFields) -> tuple[str, list[int]]:
+def encode(model: ServedModel, call: Call, fields: api.ChatFields) -> tuple[str, list[int]]:
     """A chat's text and token ids. Raises ApiError."""
     source, continues = fields.chat_template, bool(fields.continue_final_message)
     if source is not None and not model.options.trust_request_chat_template:
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
-    messages = template_values(fields.messages)
+    left_out = LeftOut("messages")
+    messages = template_values(fields.messages, left_out)
+    note_ignored(model.options, call, left_out.names)
     check_characters(model, sum(_characters(message["content"]) for message in messages), "messages")
     tokenizer = model.tokenizer
     with refusing():
@@ -184,9 +187,15 @@ async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]]
     """Returns what `work`, which renders and tokenizes, makes of the body of a chat. Raises ApiError. `text`: the field
     that is too long where the body is."""
     await call.receive()
-    check_size(front.model, call.size, text)
+
+    def sized(body: dict[str, Any]) -> Result:
+        if call.size > limits.TEXT_BYTES:
+            dropped = bytes_left_out(body.get("messages")) + bytes_left_out(body.get("input"))
+            check_size(front.model, call.size - dropped, text)
+        return work(body)
+
     return await front.pool.read(
-        call, work, lambda body: call.size <= 2 * SHORT and not {"tools", "chat_template"} & body.keys()
+        call, sized, lambda body: call.size <= 2 * SHORT and not {"tools", "chat_template"} & body.keys()
     )
 
 
@@ -204,7 +213,7 @@ def prepare(
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
         params = api.sampling_fields(fields, model, asked, k, wanted)
-        text, ids = encode(model, fields)
+        text, ids = encode(model, call, fields)
         prompt, room = fit(model, ids, fields, model.default_max_tokens if asked is None else asked, k)
         plan = model.parser.plan(text, choice, wanted)
     if plan.structured is not None:

@@ -12,8 +12,8 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_numbers
-from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs
+from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_bytes
+from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs, token_formatter
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.front import Front
@@ -23,6 +23,9 @@ from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 _DEFAULT_MAX_TOKENS = 16
+_HEADS = 2
+"""First chunks of one stream that are being written at once: the others need not wait for a long one, and a client that
+does not read keeps few of them waiting."""
 
 
 class CompletionAnswer(Answer):
@@ -34,8 +37,10 @@ class CompletionAnswer(Answer):
 
     def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
         super().__init__(front, call, prepared)
+        as_ids = bool(prepared.fields.return_tokens_as_token_ids)
+        self.name = token_formatter(front.model.tokenizer.token_bytes, as_ids, names_bytes=True)
         self._heads: dict[Completion, asyncio.Task[bytes]] = {}
-        """First chunks, with log-probabilities of the prompts, which are written in the pool one at a time."""
+        """First chunks with log-probabilities of a prompt that the pool is writing, or has written."""
 
     def fast_prefix(self, index: int) -> bytes:
         return b'{"index":%d,"text":' % index
@@ -43,20 +48,20 @@ class CompletionAnswer(Answer):
     def head(self, completion: Completion) -> bytes | None:
         if not self.fields.echo or completion.lines is None:
             return self._head(completion)
-        if (lines := self.prompt_lines[completion.prompt_index]) is None:
-            return None
-        if completion not in self._heads and all(each.done() for each in self._heads.values()):
-            work = self.front.pool.run(self.call, lambda: self._head(completion), num_numbers(lines))
-            self._heads[completion] = asyncio.create_task(work)
-            self._heads[completion].add_done_callback(self._on_head)
-        head = self._heads.get(completion)
-        if head is None or not head.done():
+        written, lines = self._heads.get(completion), self.prompt_lines[completion.prompt_index]
+        if written is None and len(self._heads) < _HEADS and lines is not None and self.error is None:
+            work = self.front.pool.in_thread(self.call, partial(self._head, completion), num_bytes(lines))
+            self._heads[completion] = written = asyncio.create_task(work)
+            written.add_done_callback(self._on_head)
+        if written is None or not written.done() or self.error is not None:
             return None
         del self._heads[completion]
-        return head.result()
+        return written.result()
 
-    def _on_head(self, head: asyncio.Task[bytes]) -> None:
-        if not head.cancelled() and isinstance(error := head.exception(), ApiError):
+    def _on_head(self, written: asyncio.Task[bytes]) -> None:
+        """Sends a first chunk that has been written, or says why it could not be."""
+        error = None if written.cancelled() else written.exception()
+        if isinstance(error, ApiError):
             self.front.streams.fail(self, error)
         else:
             self.front.streams.write(self, self.front.now())
@@ -83,8 +88,9 @@ class CompletionAnswer(Answer):
         """Log-probabilities of tokens that follow those of the call before."""
         ids = self.prompts[completion.prompt_index].token_ids
         if completion.state is None:
-            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False).push)
-        return completion_logprobs(lines, ids, self.k or 0, self.show, completion.state)
+            before = () if self.fields.echo else ids
+            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False, before).push)
+        return completion_logprobs(lines, ids, self.k or 0, self.name, completion.state)
 
     def choice(self, completion: Completion, text: str) -> dict[str, Any]:
         lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]

@@ -53,13 +53,13 @@ class DialectFormat(JsonSchema, kw_only=True):
 
 
 INSTEAD = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "use structured_outputs"),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar"), "use structured_outputs"),
-    **dict.fromkeys(("response_format", "output_config", "output_format"), "use structured_outputs"),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar"), _STRUCTURED := "use structured_outputs"),
+    **dict.fromkeys(("response_format", "output_config", "output_format"), _STRUCTURED),
     "max_output_tokens": "use max_tokens",
     "stop_sequences": "use stop",
 }
-"""Names of constraints elsewhere, and here: one that is not known is refused, since an answer without it is wrong."""
+"""Names of constraints elsewhere, and here: one that is not known is refused, since an answer without it is wrong. So
+is whatever begins with guided_."""
 _UNSUPPORTED = ("suffix", "use_beam_search", "functions", "audio", "prompt_embeds", "web_search_options")
 
 
@@ -203,10 +203,12 @@ def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     """A request's fields, and the names of those that mean nothing here. Raises ApiError (400) naming field, value
     and bound."""
     unknown = body.keys() - _known(kind)
-    for name in sorted(unknown & kind.refused.keys()):
-        if body[name] not in (None, False, ""):
-            raise bad_request(_why(name, kind.refused[name]), name, "unsupported_field")
-    ignored = sorted(name[:100] for name in unknown - kind.refused.keys())
+    constraints = INSTEAD | {name: _STRUCTURED for name in unknown if name.startswith("guided_")}
+    refused = {**constraints, **kind.refused}
+    for name in sorted(unknown & refused.keys()):
+        if body[name] not in (None, False, "") and (name in constraints or body[name] not in ([], {})):
+            raise bad_request(_why(name[:100], refused[name]), name[:100], "unsupported_field")
+    ignored = sorted(name[:100] for name in unknown - refused.keys())
     fields = convert(kind, body)
     if isinstance(fields, CommonFields):
         _check(fields, body)

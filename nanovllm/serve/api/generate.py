@@ -1,5 +1,6 @@
 """POST /inference/v1/generate: token ids in, token ids out, as vLLM's endpoint for trainers; nothing is tokenized."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ class GenerateAnswer(Answer):
     def fast_prefix(self, index: int) -> bytes:
         return b""
 
-    def detokenizer(self, skip_special_tokens: bool) -> Any:
+    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
         return NoText()
 
     def chunk(self, completion: Completion, text: str) -> bytes:

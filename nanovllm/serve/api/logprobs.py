@@ -28,11 +28,22 @@ def read_line(line: bytes, k: int) -> Row:
     return Row(words[0], words[1], max(LOWEST, floats[begin]), pairs)
 
 
-def token_formatter(token_bytes: Callable[[int], bytes], as_ids: bool) -> Callable[[int], str]:
-    """Token id to what is shown of it: its text, or "token_id:N"."""
+def token_formatter(
+    token_bytes: Callable[[int], bytes], as_ids: bool, names_bytes: bool = False
+) -> Callable[[int], str]:
+    """Token id to what is shown of it: its text, or "token_id:N". `names_bytes`: a token that holds a part of a
+    character is "bytes:" and its bytes, as in OpenAI's completions, so that it is told from others."""
     if as_ids:
         return lambda token_id: f"token_id:{token_id}"
-    return lambda token_id: token_bytes(token_id).decode("utf-8", "replace")
+
+    def show(token_id: int) -> str:
+        found = token_bytes(token_id)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + found.decode(errors="backslashreplace") if names_bytes else found.decode(errors="replace")
+
+    return show
 
 
 def chat_entries(

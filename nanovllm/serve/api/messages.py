@@ -1,22 +1,26 @@
-"""A chat's messages. Only text is taken, and nothing that they name is ever fetched."""
+"""A chat's messages. Only text is taken, and nothing that they name is ever fetched: a text says what was left out."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 from msgspec import Meta
 
+from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.limits import MESSAGES, TOOL_CALLS
 
 
 class Part(msgspec.Struct):
-    type: Literal["text", "refusal"]
+    kinds: ClassVar = frozenset(("text", "refusal"))
+    """Types that are read; parts of others are left out as a whole."""
+    type: str
     text: str | None = None
     refusal: str | None = None
-    image: None = None  # templates read this and the next three beside a text
-    image_url: None = None
-    video: None = None
-    audio: None = None
+    image: Any = None  # templates read this and the next three beside a text
+    image_url: Any = None
+    video: Any = None
+    audio: Any = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -43,33 +47,129 @@ class Message(msgspec.Struct, omit_defaults=True):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES)]
 
 
-def template_values(messages: list[Message]) -> list[dict[str, Any]]:
-    """The messages as templates take them. Raises ApiError (400) naming what is missing."""
-    return [_values(message, f"messages[{index}].content") for index, message in enumerate(messages)]
+class LeftOut:
+    """Names of all that a request holds and the model does not get, for a header."""
+
+    def __init__(self, field: str) -> None:
+        """`field`: that holds the chat."""
+        self._field = field
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._names]
+
+    def note(self, kind: str, field: str | None = None) -> None:
+        if len(self._names) < _MOST_NAMES:
+            self._names[f"{field or self._field}.{kind[:60]}"] = None
+
+    def text(self, kind: str) -> str:
+        """The text that stands in the place of a part."""
+        self.note(kind)
+        return f"[{kind[:60].removeprefix('input_')} left out: this model reads text only]"
 
 
-def _values(message: Message, where: str) -> dict[str, Any]:
+_MOST_NAMES = 64
+
+
+def refuse_part(where: str, kind: str) -> NoReturn:
+    """Raises ApiError (400) for a part that is no text and that the user has just sent."""
+    how = "send the message again without it; in earlier messages and beside results of tools it is left out"
+    raise bad_request(f"{where}.type={shown(kind)}: must be a text; {TEXT_ALONE}; {how}", code="invalid_value")
+
+
+def newest(roles: Sequence[str]) -> int:
+    """Index of the message in which a user says something new; -1 if there is none, also where it stands right behind
+    the result of a tool, since clients put what a tool brings there."""
+    said = [index for index, role in enumerate(roles) if role not in ("system", "developer")]
+    if not said or roles[said[-1]] != "user" or (len(said) > 1 and roles[said[-2]] == "tool"):
+        return -1
+    return said[-1]
+
+
+def template_values(messages: list[Message], left_out: LeftOut) -> list[dict[str, Any]]:
+    """The messages as templates take them. Raises ApiError (400) naming what is missing, and what is no text in what
+    the user has just sent."""
+    new = newest([message.role for message in messages])
+    return [
+        _values(message, f"messages[{index}].content", None if index == new else left_out)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _values(message: Message, where: str, left_out: LeftOut | None) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(message)
     if not message.tool_calls or message.role != "assistant":
         found.pop("tool_calls", None)
     content = message.content
     if content is None:
-        if "tool_calls" not in found:
+        if message.role != "assistant":
             raise bad_request(f"{where}: is required")
         content = ""
-    return found | {"content": content if isinstance(content, str) else _parts(content, where)}
+    return found | {"content": content if isinstance(content, str) else _parts(content, where, left_out)}
 
 
-def _parts(parts: list[Part], where: str) -> list[dict[str, str]]:
+def _parts(parts: list[Part], where: str, left_out: LeftOut | None) -> list[dict[str, str]]:
     found = []
     for index, part in enumerate(parts):
-        text = part.text if part.type == "text" else part.refusal
-        if text is None:
-            raise bad_request(f"{where}[{index}].{part.type}: is required")
+        if part.type in part.kinds:
+            text = _text(part, f"{where}[{index}]", left_out)
+        elif left_out is None:
+            refuse_part(f"{where}[{index}]", part.type)
+        else:
+            text = left_out.text(part.type)
         found.append({"type": "text", "text": text})
     return found
+
+
+def _text(part: Part, where: str, left_out: LeftOut | None) -> str:
+    for name in ("image", "image_url", "video", "audio"):
+        if (value := getattr(part, name)) is None:
+            continue
+        if left_out is None:
+            raise bad_request(f"{where}.{name}={shown(value)}: must be null; {TEXT_ALONE}", code="invalid_type")
+        left_out.note(name)
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise bad_request(f"{where}.{part.type}: is required")
+    return text
 
 
 def function(**fields: Any) -> dict[str, Any]:
     """A function, its call or its choice, as chat completions have them; fields that are None are left out."""
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+ITEM_KINDS = frozenset(
+    (
+        *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+        *("reasoning", "additional_tools"),
+    )
+)
+"""Types of the Responses API's input items that are taken."""
+BLOCK_KINDS = frozenset(
+    (
+        *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "search_result", "tool_reference"),
+        "document",
+    )
+)
+"""Types of the Messages API's blocks that are taken; of documents, those that are text."""
+TEXT_KINDS = frozenset(("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"))
+"""Types of the parts of the Responses API's items that are taken."""
+_TAKEN = ITEM_KINDS | BLOCK_KINDS | TEXT_KINDS
+
+
+def bytes_left_out(parts: Any) -> int:
+    """About how many bytes of messages, input items or their parts are left out, in any dialect: images, say."""
+    total = 0
+    for part in parts if isinstance(parts, list) else ():
+        if not isinstance(part, dict):
+            continue
+        kind, source = part.get("type", "message"), part.get("source")
+        is_file = kind == "document" and isinstance(source, dict) and source.get("type") == "base64"
+        if is_file or str(kind) not in _TAKEN:
+            inner = [each for value in part.values() if isinstance(value, dict) for each in value.values()]
+            total += sum(len(value) for value in (*part.values(), *inner) if isinstance(value, str))
+        else:
+            total += bytes_left_out(part.get("content")) + bytes_left_out(part.get("output"))
+    return total

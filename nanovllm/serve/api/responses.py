@@ -1,9 +1,8 @@
 """OpenAI's Responses API in terms of chat completions: requests one way, answers and stream events the other.
 
-Nothing here knows of connections, and nothing is stored.
+Nothing here knows of connections.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +10,8 @@ import msgspec
 from msgspec import UNSET, Meta
 
 from nanovllm.serve.api.fields import INSTEAD, DialectFields, DialectFormat, Likeliest, Positive
-from nanovllm.serve.api.messages import function
+from nanovllm.serve.api.messages import LeftOut, function
+from nanovllm.serve.api.responses_input import Item, messages_of, sealed
 from nanovllm.serve.api.responses_tools import ResponsesTools, Tool, custom_input, flat_name
 from nanovllm.serve.api.shapes import ContentToken, Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
@@ -19,29 +19,6 @@ from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.limits import MESSAGES
 from nanovllm.serve.parsers import Delta
 from nanovllm.serve.parsers.tools import MAX_TOOLS
-
-
-class Part(msgspec.Struct):
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
-    text: str = ""
-    refusal: str = ""
-
-
-class Item(msgspec.Struct):
-    """Item of a request's input."""
-
-    type: Literal[
-        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
-    ] = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    namespace: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: str | list[Part] | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -58,11 +35,14 @@ class TextOptions(msgspec.Struct):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-Includable = Literal[
-    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
-    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
-    "reasoning.encrypted_content", "message.output_text.logprobs",
-]  # fmt: skip
+_ENCRYPTED = "reasoning.encrypted_content"
+_INCLUDABLE = frozenset(
+    (
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+        *(_ENCRYPTED, _LOGPROBS),
+    )
+)
 _NOT_STORED = "nothing is stored between requests"
 
 
@@ -91,16 +71,28 @@ class ResponsesFields(DialectFields, kw_only=True):
     reasoning: dict[str, Any] | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[Includable] | None = None
+    include: list[str] | None = None
     top_logprobs: Likeliest | None = None
 
 
-def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, Any]:
+def tools_of(fields: ResponsesFields) -> list[Tool]:
+    """The request's tools, and those that are among its input; of each name the first."""
+    items = fields.input if isinstance(fields.input, list) else ()
+    found: dict[Any, Tool] = {}
+    for number, tool in enumerate([*(fields.tools or ()), *(tool for item in items for tool in item.tools or ())]):
+        found.setdefault((tool.type, tool.name) if tool.name else number, tool)
+    return [*found.values()]
+
+
+def chat_request(fields: ResponsesFields, tools: ResponsesTools, left_out: LeftOut) -> dict[str, Any]:
     """The chat completion request for a Responses request. Raises ApiError (400) naming the field that is wrong."""
+    for name in fields.include or ():
+        if name not in _INCLUDABLE:
+            left_out.note(name, "include")
     request = fields.as_chat()
     if fields.max_output_tokens is not None:
         request["max_completion_tokens"] = fields.max_output_tokens
-    request["messages"] = _messages(fields)
+    request["messages"] = messages_of(fields.instructions, fields.input, left_out)
     choice = _tool_choice(fields.tool_choice)
     if tools.functions:
         request["tools"], request["tool_choice"] = tools.functions, choice
@@ -119,45 +111,6 @@ def chat_request(fields: ResponsesFields, tools: ResponsesTools) -> dict[str, An
     elif fields.top_logprobs:
         raise bad_request(f"top_logprobs: needs include=[{_LOGPROBS!r}]")
     return request
-
-
-def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
-    """Messages for input items; calls and reasoning become part of the assistant's message that they belong to, and all
-    that comes before anybody speaks is one system message: many templates take no more, and as the first."""
-    system = [("system", fields.instructions)] if fields.instructions else []
-    messages: list[dict[str, Any]] = []
-    for i, item in enumerate([Item(content=fields.input)] if isinstance(fields.input, str) else fields.input):
-        last = messages[-1] if messages else {}
-        if item.type == "message":
-            text = _text(item.content, f"input[{i}].content")
-            if not messages and item.role in ("system", "developer"):
-                system.append((item.role, text))
-            elif item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
-                last["content"] = text  # after its reasoning
-            else:
-                messages.append({"role": item.role, "content": text})
-        elif item.type in ("function_call", "custom_tool_call"):
-            is_custom = item.type == "custom_tool_call"
-            arguments = json.dumps({"input": item.input or ""}) if is_custom else item.arguments or "{}"
-            call = function(name=flat_name(item.name or "", item.namespace), arguments=arguments) | {"id": item.call_id}
-            if last.get("role") != "assistant":
-                last = {"role": "assistant", "content": None}
-                messages.append(last)
-            last.setdefault("tool_calls", []).append(call)
-        elif item.type in ("function_call_output", "custom_tool_call_output"):
-            output = _text(item.output, f"input[{i}].output")
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-        elif thoughts := _text(item.content or item.summary or "", ""):
-            messages.append({"role": "assistant", "content": None, "reasoning_content": thoughts})
-    if system:
-        messages.insert(0, {"role": system[0][0], "content": "\n\n".join(text for _, text in system)})
-    return [one if one["content"] is not None or "tool_calls" in one else {**one, "content": ""} for one in messages]
-
-
-def _text(content: str | list[Part] | None, where: str) -> str:
-    if content is None:
-        raise bad_request(f"{where}: is required")
-    return content if isinstance(content, str) else "\n".join(part.text or part.refusal for part in content)
 
 
 def _tool_choice(choice: str | ToolChoice | None) -> Any:
@@ -195,7 +148,8 @@ class ResponseWriter(Writer):
         """Log-probabilities of the text that grows."""
         self._num_told = 0
         """Log-probabilities of that text that events have sent."""
-        self._suffix = response_id.partition("_")[2]
+        self._suffix = response_id.removeprefix("resp_")
+        self._seals = _ENCRYPTED in (body.get("include") or ())
         self.whole = {
             "id": response_id,
             "object": "response",
@@ -226,6 +180,10 @@ class ResponseWriter(Writer):
     def start(self, chat_usage: Usage) -> list[Event]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response={**self.whole}) for kind in kinds]
+
+    def go_on(self) -> list[Event]:
+        """A sign of life, of a kind that all clients know."""
+        return [self._event("response.in_progress", response={**self.whole})]
 
     def add_logprobs(self, entries: list[ContentToken]) -> None:
         """Adds log-probabilities of the tokens that the next `write` brings."""
@@ -298,6 +256,8 @@ class ResponseWriter(Writer):
                 self._logprobs, self._num_told = [], 0
             part = _part(kind, text) | details
             item["content"] = [part]
+            if kind == "reasoning" and self._seals:
+                item["encrypted_content"] = sealed(text)
             events = [
                 self._part_event(f"{_EVENT_OF[kind]}.done", text=text, **details),
                 self._part_event("response.content_part.done", part=part),

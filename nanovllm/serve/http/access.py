@@ -10,6 +10,8 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
 
 _WITHOUT_KEY = frozenset(("/", "/health", "/ready", "/ping", "/metrics", "/version"))
+_PRIVATE = ("localhost", "local", "internal")
+"""Ends of names that no public domain has, by RFC 6761, RFC 6762 and a resolution of ICANN."""
 _SHOWN_HEADERS = b"x-request-id, x-ignored-fields, retry-after"
 
 
@@ -23,7 +25,7 @@ class Access:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in options.allowed_origins)
         self._hosts = {urlsplit(origin).hostname for origin in self._origins} | {options.host.lower()}
         # With a key, a page that reaches us by another name has nothing to gain.
-        self._checks_host = options.uds is None and not keys and _is_local(options.host) and "*" not in self._origins
+        self._checks_host = options.uds is None and not keys and "*" not in self._origins
 
     def check(self, call: Call, is_admin: bool) -> None:
         """Raises ApiError: 403 for pages that may not call, 401 without a key. `is_admin`: of the path."""
@@ -45,8 +47,8 @@ class Access:
         if not self._checks_host or host is None:
             return
         name = _host_of(host)
-        if name not in self._hosts and not _is_local(name):
-            text = "this server answers to localhost; name others by --allowed-origins, or set an --api-key"
+        if name not in self._hosts and not _is_private(name):
+            text = "must be an address or a private name; allow others by --allowed-origins, or set an --api-key"
             raise ApiError(403, f"host={host[:100]!r}: {text}", "forbidden_host")
 
     def _check_origin(self, call: Call) -> None:
@@ -82,12 +84,13 @@ def _host_of(authority: str) -> str:
         return ""
 
 
-def _is_local(host: str) -> bool:
-    """Whether a name can mean nothing but this machine."""
+def _is_private(host: str) -> bool:
+    """Whether no page of the internet can have this host: an address, a name without a dot, or a name that ends as
+    those of private networks do."""
     try:
-        return ip_address(host).is_loopback
+        return bool(ip_address(host))
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        return bool(host) and ("." not in host or host.rpartition(".")[2] in _PRIVATE)
 
 
 def _key_of(call: Call) -> bytes:

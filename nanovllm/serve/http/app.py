@@ -28,18 +28,23 @@ class App:
     """Answers every path; what it does not know is a 404 in OpenAI's form."""
 
     def __init__(self, front: Front, operations: dict[tuple[str, str], Operation]) -> None:
-        """`operations`: by method and path; a path that ends in "/*" serves all below it."""
+        """`operations`: by method and path; a path that ends in "/*" serves all below it, and no two of those hold each
+        other."""
         self._front = front
         self._paths: dict[str, dict[str, Operation]] = {"": {}}
         """Operations by path and method; "" stands for unknown paths."""
         for (method, path), operation in operations.items():
             self._paths.setdefault(path, {})[method] = operation
+        self._prefixes = [path.removesuffix("*") for path in self._paths if path.endswith("/*")]
+        self._root = front.options.root_path.rstrip("/")
         self._access = Access(front.options)
         self.metrics = front.metrics
 
     async def answer(self, call: Call) -> None:
         """Answers a request."""
         begin = time.monotonic()
+        if call.path.startswith(f"{self._root}/"):
+            call.path = call.path.removeprefix(self._root)
         label = self._label(call.path)
         try:
             await self._answer(call, label)
@@ -71,11 +76,7 @@ class App:
         """The route's path, "" for unknown ones."""
         if path in self._paths:
             return path
-        head = path
-        while head := head.rpartition("/")[0]:
-            if f"{head}/*" in self._paths:
-                return f"{head}/*"
-        return ""
+        return next((f"{prefix}*" for prefix in self._prefixes if path.startswith(prefix)), "")
 
     def _operation(self, call: Call, methods: dict[str, Operation]) -> Operation:
         method = call.method

@@ -6,6 +6,7 @@ from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable, Coroutine
 from email.utils import formatdate
+from ipaddress import IPv6Address
 from typing import Any
 
 import httptools
@@ -25,6 +26,8 @@ class Shared:
         """`answer`: answers a request, and raises nothing; `most`: connections that may be open at once."""
         self.answer, self.metrics, self.most = answer, metrics, most
         self.connections: set[Connection] = set()
+        self._by_address: dict[str, dict[Connection, None]] = {}
+        """Connections of each address, in the order in which they last began or ended a request."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Tasks, one for each request that is being answered."""
         self.body_bytes = 0
@@ -38,14 +41,35 @@ class Shared:
             self._dated = now
             self.date = b"date: %b\r\n" % formatdate(usegmt=True).encode()
 
-    def is_full(self, now: float) -> bool:
-        """Whether no connection more can be served; the log says so now and then."""
-        if len(self.connections) < self.most:
-            return False
-        if now - self._warned >= 10.0:
-            self._warned = now
-            logger.warning("%d connections are open, the most that the limit of open files allows", self.most)
+    def add(self, connection: "Connection", now: float) -> bool:
+        """Takes a connection in; returns whether there was room. Where there is none, and the log says so now and then,
+        the address with most connections gives up the one that has done nothing for longest."""
+        if len(self.connections) >= self.most:
+            if now - self._warned >= 10.0:
+                self._warned = now
+                logger.warning("%d connections are open, the most that the limit of open files allows", self.most)
+            most = max(self._by_address.values(), key=len)
+            if (idle := next((each for each in most if not each.is_served), None)) is None:
+                return False
+            self.remove(idle)
+            idle.transport.abort()
+        self.connections.add(connection)
+        self.touch(connection)
         return True
+
+    def remove(self, connection: "Connection") -> None:
+        self.connections.discard(connection)
+        if (those := self._by_address.get(connection.address)) is not None:
+            those.pop(connection, None)
+            if not those:
+                del self._by_address[connection.address]
+
+    def touch(self, connection: "Connection") -> None:
+        """Notes that a connection has begun or ended a request."""
+        if connection in self.connections:
+            those = self._by_address.setdefault(connection.address, {})
+            those.pop(connection, None)
+            those[connection] = None
 
 
 class Connection(Client, asyncio.Protocol):
@@ -76,19 +100,22 @@ class Connection(Client, asyncio.Protocol):
         self._unread: TimerHandle | None = None
         """Runs while the write buffer is full."""
         self._refused = False
+        self.address = ""
+        """Address of the client, or the network of 64 bits that an IPv6 address is in, which belongs to one user."""
 
     # -- the connection -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        if self.shared.is_full(self._loop.time()):
+        peer = transport.get_extra_info("peername")
+        self.address = _network_of(peer[0]) if isinstance(peer, tuple) else ""
+        if not self.shared.add(self, self._loop.time()):
             self.refuse(ApiError(503, "the server has too many connections", "server_overloaded"))
             return
-        self.shared.connections.add(self)
         self._watch(limits.HEADER_SECONDS, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.shared.connections.discard(self)
+        self.shared.remove(self)
         self._unwatch()
         self._end_unread()
         self._end_body()
@@ -189,6 +216,11 @@ class Connection(Client, asyncio.Protocol):
         self.refuse(error)
         raise error
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the answer to a whole request of its is to come."""
+        return bool(self._waiting) or (self._answering is not None and self._answering is not self._incoming)
+
     # -- what the parser finds ----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -196,10 +228,13 @@ class Connection(Client, asyncio.Protocol):
             self._stop_parsing(ApiError(503, "too many requests wait on this connection", "server_overloaded"))
         self._url, self._headers = b"", []
         self._is_idle = False
+        self.shared.touch(self)
         self._watch(limits.HEADER_SECONDS, None)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        if len(self._url) > limits.URL_BYTES:
+            self._stop_parsing(ApiError(414, f"the request's path exceeds {limits.URL_BYTES} bytes", "path_too_long"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # trailers, which may follow a body, say nothing to us
@@ -273,6 +308,7 @@ class Connection(Client, asyncio.Protocol):
 
     def end_answer(self, call: Call) -> None:
         self._answering = None
+        self.shared.touch(self)
         if self._incoming is call:
             self._end_body()
         if not call.stays:
@@ -313,6 +349,13 @@ class Connection(Client, asyncio.Protocol):
             self.refuse(error)
         elif not self.transport.is_closing():
             self.transport.close()
+
+
+def _network_of(host: str) -> str:
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.packed[:8])
 
 
 def _no_http() -> ApiError:

@@ -1,16 +1,16 @@
 """The plan for one answer: what it is held to, and how its text is read."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm.engine.sampling.grammar_compiler import regex_term
 from nanovllm.engine.sampling.grammar_limits import check_text
 from nanovllm.errors import short
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.reader import Output, Reader, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
-from nanovllm.serve.parsers.text_grammar import regex_term
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
@@ -32,9 +32,18 @@ class Plan:
     program: Callable[[Source, Output], Steps] | None
     detokenizer_kind: type[MarkedDetokenizer] = MarkedDetokenizer
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> MarkedDetokenizer:
-        inner = self.tokenizer.detokenizer(skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> MarkedDetokenizer:
+        inner = self.tokenizer.detokenizer(skip_special_tokens, prompt)
         return self.detokenizer_kind(inner, self.marks, self.thinks, self.reasoning == "open")
+
+    def tags_seen(self, skip_special_tokens: bool) -> dict[int, str]:
+        """Texts of tags that the engine sees, by the characters that stand for them in a detokenizer's text."""
+        known = self.tokenizer.added_tokens_decoder
+        return {
+            ord(tag.text): "" if skip_special_tokens and known[tag.token_id].special else tag.name
+            for tag in self.marks
+            if tag.token_id is not None
+        }
 
     def reader(self) -> Reader | None:
         """Reader for one completion; None where the text is content and nothing else."""

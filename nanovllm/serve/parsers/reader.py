@@ -213,7 +213,7 @@ class Output:
 
     def arguments(self, text: str) -> None:
         if text:
-            self.deltas.append(Delta("arguments", text, self.num_calls - 1))
+            self.deltas.append(Delta("arguments", self._shown(text), self.num_calls - 1))
 
     def finish(self) -> None:
         """Releases the text that was held back, now that nothing follows."""
@@ -222,7 +222,10 @@ class Output:
 
     def _add(self, text: str) -> None:
         if text:
-            self.deltas.append(Delta(self._kind, text if text.isascii() else text.translate(self._stand_ins)))
+            self.deltas.append(Delta(self._kind, self._shown(text)))
+
+    def _shown(self, text: str) -> str:
+        return text if text.isascii() else text.translate(self._stand_ins)
 
 
 class Reader:

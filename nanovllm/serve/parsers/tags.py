@@ -1,16 +1,14 @@
 """Tags that models write around reasoning and tool calls: single tokens of most vocabularies, plain text in others."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.text.checkpoint import CheckpointTokenizer
 from nanovllm.text.detokenizer import Detokenizer
 
-_FIRST_STAND_IN = 0xF8000
-_STAND_INS = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + 63)}]")
-"""Characters that stand for tags: no text that a model can write itself."""
+_FIRST_STAND_IN = 0xD800
+"""The first of the half surrogate pairs that stand for tags: no text that a model writes holds one."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,8 @@ class Tag:
     token_id: int | None
     """Token of the tag; None where it is plain text."""
     text: str
-    """Text that a Reader sees: one private-use character for a token, so that the same text in plain tokens is no tag;
-    else its name."""
+    """Text that a Reader sees: one stand-in for a token, so that the same text in plain tokens is no tag; else its
+    name."""
     lark: str
     """Name of the tag in a grammar."""
 
@@ -68,7 +66,7 @@ class MarkedDetokenizer:
         if mark is None:
             text = self._inner.push(token_id)
             self._is_blank = self._is_blank and not text.strip()
-            return text if text.isascii() else _STAND_INS.sub("\ufffd", text)
+            return text
         if token_id == self._opening and self._is_blank:
             self._in_reasoning, self._is_blank = True, False
         elif token_id == self._closing and self._in_reasoning and self._reasoning_end is None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from nanovllm.engine.sampling.grammar_compiler import regex_term
 from nanovllm.engine.sampling.grammar_limits import check_text
 
 _TOKEN = re.compile(
@@ -52,12 +53,6 @@ def lark_of(form: Mapping[str, Any]) -> str:
         raise ValueError("must have the syntax 'lark' or 'regex', and a definition")
     check_text("regex", definition)
     return definition if syntax == "lark" else f"start: {regex_term(definition)}"
-
-
-def regex_term(regex: str) -> str:
-    """A regular expression as a term of a Lark grammar."""
-    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], regex, flags=re.DOTALL)
-    return "/" + escaped.replace("\n", r"\n") + "/"
 
 
 def in_json(grammar: str) -> str:

@@ -1,0 +1,48 @@
+"""x times the experts that its rows chose, by what a GemmConfig names."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8 import few_experts
+from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.moe import few_rows
+from nanovllm.kernels.moe.experts import ExpertActivation
+from nanovllm.kernels.moe.routing import TopK
+from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.pointwise.norm import Norm
+
+
+class Routed(NamedTuple):
+    """Experts of each row."""
+
+    kernels: Kernels
+    logits: Tensor
+    """float32 [parts, T, experts or more], a sum over parts."""
+    options: TopK
+    routing: Any = None
+    """Result of Kernels.route, for tiles; None: kernels for a few rows choose by the logits themselves."""
+    activation: ExpertActivation = ExpertActivation()
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    """[E, 2 I] of gate and up, and [E, H] of down."""
+
+
+def linear(
+    x: Tensor, weight: Tensor | FP8Weight, config: GemmConfig, routed: Routed | None, *, gated: bool,
+    norm: Norm | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
+    it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
+    config.round_sums; by kernels for few rows their sum [T, H], which is added to `residual`, where there is one. norm:
+    of x, for kernels for few rows."""
+    assert routed is not None
+    if config.is_skinny:
+        few: Any = few_experts if isinstance(weight, FP8Weight) else few_rows
+        multiply, beside = (few.gate_up, norm) if gated else (few.down, residual)
+        return multiply(x, weight, routed.logits, routed.options, config, beside)
+    if gated:
+        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, routed.activation, routed.biases[0])
+    dtype = x.dtype if config.round_sums else torch.float32
+    return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, routed.biases[1])

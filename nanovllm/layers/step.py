@@ -1,0 +1,69 @@
+"""Inputs of the layers in a step, and what a block hands to its operations."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.attention.split import attention_halves
+from nanovllm.kernels.moe.linear import Routed
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.kernels.pointwise.norm import Norm
+
+
+@dataclass
+class ForwardStep:
+    """Inputs of the layers in a step, besides the hidden states [T, hidden]."""
+
+    positions: torch.Tensor
+    """int32 [T]"""
+    slot_mappings: tuple[torch.Tensor, ...]
+    """int32 [T] each, by KVCache.table: where a token's key and value go in the flat cache; -1: nowhere."""
+    attention: AttentionMetadata
+    backend: AttentionBackend
+    """Attends for all layers; it was prepared for `attention`."""
+    wanted: torch.Tensor | None = None
+    """int [N]: in the last layer, the tokens whose results are read; None: all."""
+
+    def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
+        """The first `cut` tokens, and the others; see attention_halves."""
+        first, second = (
+            ForwardStep(self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend)
+            for part, half in zip((slice(cut), slice(cut, None)), attention_halves(self.attention, cut), strict=True)
+        )
+        return first, second
+
+
+def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    """The rows of hidden [T, hidden] that are wanted, int32 [N] -> [N, hidden]; None: all, without a copy."""
+    return hidden if wanted is None else hidden.index_select(0, wanted)
+
+
+class Call(NamedTuple):
+    """Companions of the rows x on their way from a block of a layer to the kernels of its operations."""
+
+    step: ForwardStep | None
+    """The step; None for products outside the layers, as of the head."""
+    rows: torch.Tensor | None = None
+    """int [N]: tokens of the step that are the rows of x; None: all."""
+    norm: Norm | None = None
+    """Norm of x that operations compute whose launch has one."""
+    residual: torch.Tensor | None = None
+    """The residual stream [rows, hidden], complete, where the layer's plan keeps it so: the operation before it adds to
+    it in place."""
+    routing: Routed | None = None
+    """Experts of each row; for operations on experts."""
+
+    def around(self, launch: Launch) -> dict[str, Any]:
+        """Operands of what the kernel of this launch computes besides its product."""
+        found: dict[str, Any] = {"gated": launch.gate}
+        if launch.norm:
+            found["norm"] = self.norm
+        if launch.residual:
+            found["residual"] = self.residual
+        return found
+
+
+OUTSIDE = Call(None)
+"""Call of a product outside the layers."""

@@ -1,0 +1,71 @@
+"""System messages for templates that take one alone, and as the first: folded into the message beside them."""
+
+from collections.abc import Callable
+from typing import Any
+
+Chat = list[dict[str, Any]]
+_SYSTEM = ("system", "developer")
+_HEARERS = ("user", "tool")
+
+
+class SystemMessages:
+    """The places in which a template shows system messages, each found out when it is first asked for."""
+
+    def __init__(self, render: Callable[[Chat], str]) -> None:
+        """`render`: writes a chat as it is. Raises ValueError where the template refuses it."""
+        self._render = render
+        self._shown: dict[tuple[str, ...], bool] = {}
+
+    def placed(self, chat: Chat) -> Chat:
+        """The chat as the template shows all of it: of several system messages at its beginning one, and later ones as
+        part of what a user or a tool says beside them. None moves to another place: the beginning of a chat stays as
+        it was, for the prefix cache, when more is said."""
+        roles = [str(message.get("role")) for message in chat]
+        num_first = next((i for i, role in enumerate(roles) if role not in _SYSTEM), len(roles))
+        if num_first < 2 and not any(role in _SYSTEM for role in roles[num_first:]):
+            return chat
+        out = chat[:num_first]
+        if num_first > 1 and not self._shows(*roles[:2], "user"):
+            while len(out) > 1:
+                out[:2] = [_joined(out[0], out[0], out[1])]
+        folded: dict[str, Any] | None = None
+        """A message that is to be part of the next one, as a user's."""
+        for message in chat[num_first:]:
+            role = str(message.get("role"))
+            if role in _SYSTEM and not self._shows_late(role):
+                if folded is None and out and out[-1].get("role") in _HEARERS:
+                    out[-1] = _joined(out[-1], out[-1], message)
+                else:
+                    folded = {**message, "role": "user"} if folded is None else _joined(folded, folded, message)
+                continue
+            if folded is not None and role in _HEARERS:
+                message, folded = _joined(message, folded, message), None
+            elif folded is not None:
+                out.append(folded)
+                folded = None
+            out.append(message)
+        return out if folded is None else [*out, folded]
+
+    def _shows_late(self, role: str) -> bool:
+        return self._shows("user", role, "assistant", "user") and self._shows("user", "assistant", "user", role)
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether the template writes all messages of a chat of these roles, in their order."""
+        if roles not in self._shown:
+            marks = [f"probe{i}x" for i in range(len(roles))]
+            try:
+                text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+                places = [text.find(mark) for mark in marks]
+            except ValueError:
+                places = [-1]
+            self._shown[roles] = min(places) >= 0 and places == sorted(places)
+        return self._shown[roles]
+
+
+def _joined(kept: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The message `kept` with the contents of two messages."""
+    contents = [each.get("content") or "" for each in (first, second)]
+    if all(isinstance(content, str) for content in contents):
+        return {**kept, "content": "\n\n".join(filter(None, contents))}
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+    return {**kept, "content": [*parts[0], *parts[1]]}

@@ -1,0 +1,191 @@
+"""Whatever an answer held can be sent back: in each dialect, as its clients do, to each family's template."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversation import USAGE, of_messages, of_responses
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.serve.api import anthropic, chat, responses
+from nanovllm.serve.api import fields as api
+from nanovllm.serve.api.messages import LeftOut, template_values
+from nanovllm.serve.api.responses_tools import ResponsesTools
+from nanovllm.serve.parsers import Delta
+from nanovllm.serve.parsers.families import FORMS, HARMONY, tool_family_of
+from nanovllm.text.call_messages import arguments
+from nanovllm.text.checkpoint import CheckpointTokenizer
+from nanovllm.text.template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+LOST = {
+    "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
+}  # fmt: skip
+"""Parts that a template writes nowhere beside a call, in whichever form it is given."""
+THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")
+
+
+def call(number: int, text: str) -> list[Delta]:
+    name = ("get_weather", "get_time")[number]
+    return [Delta("call", "", number, name, f"call_{number:024x}"), Delta("arguments", text, number)]
+
+
+PARIS, ROME = call(0, '{"city": "Paris"}'), call(1, '{"city": "Rome", "when": [1, 2]}')
+ANSWERS = {
+    "words": [WORDS],
+    "thoughts and words": [THOUGHTS, WORDS],
+    "a call": PARIS,
+    "words and a call": [WORDS, *PARIS],
+    "thoughts and a call": [THOUGHTS, *PARIS],
+    "all of them": [THOUGHTS, WORDS, *PARIS],
+    "two calls": [*PARIS, *ROME],
+    "all of them and two calls": [THOUGHTS, WORDS, *PARIS, *ROME],
+    "a call that was cut": [THOUGHTS, WORDS, *call(0, '{"city": "Paris", "unit": "cel')],
+    "a second call that was cut": [WORDS, *PARIS, *call(1, '{"city": "Rome')],
+    "a call cut at its start": call(0, ""),
+}
+
+
+def sent_to_chat(answer: list[Delta]) -> list[dict[str, Any]]:
+    message = chat._message(answer)
+    results = [
+        {"role": "tool", "tool_call_id": one["id"], "content": [{"type": "text", "text": f"result of {i}"}]}
+        for i, one in enumerate(message.get("tool_calls", []))
+    ]
+    return [{"role": "user", "content": "Hi"}, message, *(results or [{"role": "user", "content": "And?"}])]
+
+
+def sent_to_responses(answer: list[Delta]) -> list[dict[str, Any]]:
+    writer = responses.ResponseWriter("resp_1", "demo", 0, {}, {}, ResponsesTools(()))
+    writer.write(answer)
+    writer.finish("length", None, USAGE)
+    items = writer.whole["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": f"result of {i}"}
+        for i, item in enumerate(item for item in items if item["type"] == "function_call")
+    ]
+    ending = results or [{"role": "user", "content": "And?"}]
+    return list(of_responses({"input": [{"role": "user", "content": "Hi"}, *items, *ending]})["messages"])
+
+
+def sent_to_messages(answer: list[Delta]) -> list[dict[str, Any]]:
+    writer = anthropic.MessageWriter("msg_1", "demo")
+    writer.write(answer)
+    writer.finish("length", None, USAGE)
+    blocks = writer.whole["content"]
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": f"result of {i}"}
+        for i, block in enumerate(block for block in blocks if block["type"] == "tool_use")
+    ]
+    messages = [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": blocks},
+        {"role": "user", "content": results or "And?"},
+    ]  # fmt: skip
+    return list(of_messages({"messages": messages, "max_tokens": 5})["messages"])
+
+
+DIALECTS: dict[str, Callable[[list[Delta]], list[dict[str, Any]]]] = {
+    "chat": sent_to_chat, "responses": sent_to_responses, "messages": sent_to_messages,
+}  # fmt: skip
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+    tokenizer = CheckpointTokenizer(ROOT / "assets" / "demo-qwen3")
+    tokenizer.special_tokens |= {"bos_token": "<s>", "eos_token": "</s>"}
+    tools = [{"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}]
+    fields = api.read(api.ChatFields, {"messages": messages})[0]
+    values = template_values(fields.messages, LeftOut("messages"))
+    return tokenizer.with_template(TEMPLATES[template]).encode_chat(values, tools)[0]
+
+
+def test_every_family_has_a_template() -> None:
+    assert {tool_family_of(source) for source in TEMPLATES.values()} >= {*FORMS, HARMONY}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"gemma"}))
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_taken_back_and_shown(template: str, dialect: str, name: str) -> None:
+    answer = ANSWERS[name]
+    text = rendered(template, DIALECTS[dialect](answer))
+    num_calls = sum(delta.kind == "call" for delta in answer)
+    expected = ["Words"] if WORDS in answer else []
+    if num_calls:
+        expected += ["Thoughts"] if THOUGHTS in answer else []
+        expected = [one for one in expected if one not in LOST.get(template, ())]
+        expected += [delta.name for delta in answer if delta.kind == "call"]
+        expected += [f"result of {i}" for i in range(num_calls)]
+        if dialect != "messages" or "cut" not in name:  # there the arguments of a call that was cut are empty
+            expected += [city for city in ("Paris", "Rome") if any(city in delta.text for delta in answer)]
+    assert [one for one in expected if one not in text] == []
+    assert "'text'" not in text and '"type": "text"' not in text
+    places = [text.find(one) for one in ("get_weather", "get_time")[:num_calls]]
+    assert places == sorted(places)
+
+
+def test_thoughts_and_words_before_a_call_are_written_as_harmony_does() -> None:
+    text = rendered("gpt_oss", sent_to_chat(ANSWERS["all of them"]))
+    head = "<|start|>assistant<|channel|>analysis<|message|>Thoughts.<|end|>"
+    words = "<|start|>assistant<|channel|>commentary<|message|>Words.<|end|>"
+    assert head + words + "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" in text
+
+
+def test_results_stay_beside_their_calls() -> None:
+    chat = sent_to_chat(ANSWERS["two calls"])
+    chat[2:] = chat[:1:-1]  # results may come in any order
+    for template in ("llama3", "gpt_oss"):
+        text = rendered(template, chat)
+        places = [text.index(one) for one in ("get_weather", "result of 0", "get_time", "result of 1")]
+        assert places == sorted(places), template
+
+
+def test_a_call_that_a_template_cannot_show_is_an_error() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}{% if m.tool_calls %}called{% endif %}{% endfor %}")
+    with pytest.raises(ValueError, match="shows no tool call"):
+        template.render(sent_to_chat(PARIS))
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.text()
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+def is_begun(part: Any, whole: Any) -> bool:
+    """Whether a value has nothing that another has not."""
+    if isinstance(whole, dict):
+        return isinstance(part, dict) and all(key in whole and is_begun(part[key], whole[key]) for key in part)
+    if isinstance(whole, list):
+        return isinstance(part, list) and all(map(is_begun, part, whole)) and len(part) <= len(whole)
+    if isinstance(whole, str):
+        return isinstance(part, str) and whole.startswith(part)
+    return bool(part == whole)
+
+
+@given(value=st.dictionaries(st.text(), VALUES), at=st.floats(0, 1), ascii=st.booleans())
+def test_arguments_that_were_cut_are_those_that_were_there(value: dict[str, Any], at: float, ascii: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii)
+    assert arguments(text) == value
+    cut = arguments(text[: max(1, int(at * len(text)))])
+    if "\ufffd" not in str(cut):  # half of a surrogate pair
+        assert is_begun(cut, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}), (" \n", {}), ('{"contents": "cut he', {"contents": "cut he"}), ("cut", {"arguments": "cut"}),
+        ('{"a": [1, {"b": tru', {"a": [1, {}]}), ('["a"]', {"arguments": '["a"]'}), ('{"a": "\\', {"a": ""}),
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}), ('{"a": "\\\\ud83d"}', {"a": "\\ud83d"}),
+        ('{"a"}', {"arguments": '{"a"}'}),
+    ],
+)  # fmt: skip
+def test_arguments_are_an_object(text: str, expected: dict[str, Any]) -> None:
+    assert arguments(text) == expected
+
+
+def test_arguments_of_any_depth_and_length_are_read_in_time() -> None:
+    for text in ("[" * 100_000, '{"a":' * 100_000, '{"' + "a" * 200_000, '{"a": "' + "\\" * 200_001):
+        assert isinstance(arguments(text), dict)
