@@ -33,7 +33,7 @@ from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
-from nanovllm.runner.state_memory import blocks_asked_for, blocks_that_fit, slot_bytes
+from nanovllm.runner.state_memory import num_blocks, slot_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 from nanovllm.wire.state import capacity_tokens, row_blocks, table_width
 
@@ -100,9 +100,8 @@ class RankPlan:
     def blocks(self) -> int:
         """Raises ValueError as an engine does that has no room for one, or for those that were asked for."""
         room = kv_room(self.share, self.used, self.share - self.used, self.reserved)
-        least = self.layout.num_tables
-        fits = blocks_that_fit(room + self.slots, self.block_bytes, least, self.option, slots=self.slots)
-        return blocks_asked_for(self.asked, fits, least)
+        needs = (self.block_bytes, self.layout.num_tables, self.asked, self.option)
+        return num_blocks(room + self.slots, *needs, slots=self.slots)
 
     @property
     def used(self) -> int:

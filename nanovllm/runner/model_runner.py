@@ -36,7 +36,7 @@ from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import layout_of
-from nanovllm.runner.state_memory import StateMemory, blocks_asked_for, blocks_that_fit
+from nanovllm.runner.state_memory import StateMemory, num_blocks
 from nanovllm.runner.step_work import StepWork
 from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
@@ -167,27 +167,26 @@ class ModelRunner:
     def measure_state(self) -> StateSize:
         """Measures how much memory for rows fits beside the weights, the largest step and the graphs. That step runs
         here, on one block."""
-        memory, fits = self.state_memory, self._blocks_that_fit()
-        if not memory.block_bytes:  # nothing is kept by token: every row fits
-            every = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
-            fits = self.config.num_kvcache_blocks or every
-        asked, least = self.config.num_kvcache_blocks, memory.layout.num_tables
-        return memory.size(blocks_asked_for(asked, fits, least))
+        memory, blocks = self.state_memory, self._num_blocks()
+        if not memory.block_bytes and self.config.num_kvcache_blocks is None:  # nothing is kept by token: all rows fit
+            blocks = self.config.max_num_seqs * table_width(self.max_model_len, self.block_size, 1)
+        return memory.size(blocks)
 
-    def _blocks_that_fit(self) -> int:
-        config, per_block, least = self.config, self.state_memory.block_bytes, self.state_memory.layout.num_tables
-        fixed = self.state_memory.fixed_bytes
+    def _num_blocks(self) -> int:
+        config, memory = self.config, self.state_memory
+        needs, asked = (memory.block_bytes, memory.layout.num_tables), config.num_kvcache_blocks
+        fixed = memory.fixed_bytes
         if self.device.type == "cpu":
-            share, gib = host_share(config), config.cpu_kvcache_gib
-            if config.num_kvcache_blocks is not None:
-                return blocks_that_fit(int(share), per_block, 0, "a rank's share of the memory here", slots=fixed)
+            share, gib, whose = host_share(config), config.cpu_kvcache_gib, "a rank's share of the memory here"
+            if asked is not None:
+                return num_blocks(int(share), *needs, asked, whose, slots=fixed)
             if gib * GIB > share:
-                refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, a rank's share of the memory here")
-            return blocks_that_fit(int(gib * GIB), per_block, least, f"cpu_kvcache_gib={gib}", slots=fixed)
+                refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, {whose}")
+            return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         if fixed:  # before anything is allocated
             budget = self.memory.kv_budget(config.gpu_memory_utilization)
-            blocks_that_fit(budget, per_block, least, option, self.memory.crowded, fixed)
+            num_blocks(budget, *needs, None, option, self.memory.crowded, fixed)
         with self.io.stream_context():
             with self.memory.libraries():
                 self.allocate_state(self.state_memory.size(1))
@@ -204,7 +203,7 @@ class ModelRunner:
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
-        return blocks_that_fit(budget, per_block, least, option, self.memory.crowded)
+        return num_blocks(budget, *needs, asked, option, self.memory.crowded)
 
     def warm_up_attention(self) -> None:
         """Compiles what the backend needs for each kind of attention layer."""

@@ -30,14 +30,16 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def blocks_that_fit(
-    budget_bytes: int, bytes_per_block: int, least: int, option: str, because: str = "", slots: int = 0
-) -> int:
-    """Blocks within `budget_bytes`, beside `slots`, the bytes of memory of fixed size of all rows. Raises ValueError
-    naming `option` (written out with its value), and `because` of what the budget is so small, where there is no room
-    for the `least`, with one for each table of a row."""
-    blocks = (budget_bytes - slots) // max(1, bytes_per_block)  # no bytes: nothing is kept by token
-    if blocks < least:
+def num_blocks(
+    budget_bytes: int, bytes_per_block: int, least: int, asked: int | None, option: str, because: str = "",
+    slots: int = 0,
+) -> int:  # fmt: skip
+    """Blocks that a rank allocates of a budget, measured or planned: the `asked` ones (num_kvcache_blocks), or without
+    it all that fit beside `slots`, the bytes of memory of fixed size of all rows. Raises ValueError where there is no
+    room for the `least`, with one for each table of a row, naming `option` (written out with its value) and `because`
+    of what the budget is so small; and where so many as are asked for are too few, or do not fit."""
+    fits = (budget_bytes - slots) // max(1, bytes_per_block)  # no bytes: nothing is kept by token
+    if fits < least:
         parts = "one block" if least == 1 else f"{least} blocks"
         if slots:
             parts = f"{_size(slots)} in slots of max_num_seqs requests" + (f", {parts}" if bytes_per_block else "")
@@ -46,17 +48,13 @@ def blocks_that_fit(
             f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {needed}"
             f"{because and f': {because}'}"
         )
-    return int(blocks)
-
-
-def blocks_asked_for(asked: int | None, fits: int, least: int) -> int:
-    """num_kvcache_blocks, or without it all that fit. Raises ValueError where so many are too few or do not fit."""
-    blocks = asked or fits
-    if blocks > fits:
-        refuse("num_kvcache_blocks", blocks, f"at most the {fits} that fit")
-    if blocks < least:
-        refuse("num_kvcache_blocks", blocks, f"at least {least}, one for each table of a row")
-    return blocks
+    if asked is None:
+        return int(fits)
+    if asked > fits:
+        refuse("num_kvcache_blocks", asked, f"at most the {fits} that fit")
+    if asked < least:
+        refuse("num_kvcache_blocks", asked, f"at least {least}, one for each table of a row")
+    return asked
 
 
 def _aligned(nbytes: int) -> int:

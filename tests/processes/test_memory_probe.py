@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.runner.memory_probe import GIB, MIB, MemoryProbe, TorchMemory
-from nanovllm.runner.state_memory import blocks_that_fit
+from nanovllm.runner.state_memory import num_blocks
 
 DEVICE = torch.device("cuda")
 
@@ -166,10 +166,10 @@ def test_others_that_hold_too_much_are_named_with_both_figures(others: int, capl
     assert f"; others hold {others}.00 of the GPU's 140.00 GiB" in caplog.text
     option = "gpu_memory_utilization=0.9"
     if others == 60:
-        assert blocks_that_fit(budget, 64 * MIB, 1, option, probe.crowded) > 1000
+        assert num_blocks(budget, 64 * MIB, 1, None, option, probe.crowded) > 1000
     else:
         with pytest.raises(ValueError, match=re.escape(probe.crowded)):
-            blocks_that_fit(budget, GIB, 1, option, probe.crowded)
+            num_blocks(budget, GIB, 1, None, option, probe.crowded)
 
 
 def test_the_memory_of_an_engine_closed_before_is_not_this_engines() -> None:

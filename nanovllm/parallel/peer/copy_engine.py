@@ -18,7 +18,7 @@ import torch
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.parallel.peer.all_reduce import MAX_SPINS, num_warps
-from nanovllm.parallel.peer.kernels import float_or_zeros
+from nanovllm.parallel.peer.kernels import float_or_zeros, normalised
 from nanovllm.parallel.peer.memory import PeerMemory
 
 
@@ -64,9 +64,8 @@ def sum_owned_rows_kernel(partial, inbox, residual, residual_out, weight, out, f
             total += tl.load(addend + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         x = (total + kept).to(out.dtype.element_ty)
         tl.store(residual_out + at, x, mask=mask)
-        x32 = x.to(tl.float32)
-        normed = (x32 * tl.math.rsqrt(tl.sum(x32 * x32, 0) / HIDDEN + eps)).to(out.dtype.element_ty)
-        tl.store(out + at, (normed.to(tl.float32) * gain).to(out.dtype.element_ty), mask=mask)
+        normed = normalised(x, gain, eps, HIDDEN)
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
         row += tl.num_programs(0)
 
 

@@ -88,6 +88,15 @@ def _sum_by_tree(addends, dtype: tl.constexpr):
 
 
 @triton.jit
+def normalised(x, gain, eps, HIDDEN: tl.constexpr, IN_PAIRS: tl.constexpr = False):
+    """RMSNorm of one row x [BLOCK], of the model's dtype, with its gain: float32. IN_PAIRS: with norm.py's order of the
+    squares."""
+    x32 = x.to(tl.float32)
+    squares = sum_in_pairs(x32 * x32) if IN_PAIRS else tl.sum(x32 * x32, 0)
+    return (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(x.dtype).to(tl.float32) * gain
+
+
+@triton.jit
 def finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN: tl.constexpr, NORM: tl.constexpr,
                  ROUND_SUMS: tl.constexpr, INT: tl.constexpr, SENTINEL: tl.constexpr):  # fmt: skip
     """arrived INT [sources, BLOCK]: one row of every rank. Sums, adds the residual, stores that at `at` of
@@ -100,10 +109,7 @@ def finished_row(arrived, kept_before, gain, at, residual_out, mask, eps, HIDDEN
     if NORM:
         x = result.to(dtype, bitcast=True)
         tl.store(residual_out + at, x, mask=mask)
-        x32 = x.to(tl.float32)
-        squares = sum_in_pairs(x32 * x32) if ROUND_SUMS else tl.sum(x32 * x32, 0)
-        normed = (x32 * tl.math.rsqrt(squares / HIDDEN + eps)).to(dtype)
-        result = rounded(normed.to(tl.float32) * gain, residual_out, INT, SENTINEL)
+        result = rounded(normalised(x, gain, eps, HIDDEN, ROUND_SUMS), residual_out, INT, SENTINEL)
     return result
 
 
