@@ -24,7 +24,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
         activation=_each_row(kernels.activation, x=0),
         qk_norm_rope_store=_each_row(kernels.qk_norm_rope_store, **tokens),
         qk_mean_squares=_each_row(kernels.qk_mean_squares, qkv=0),
-        token_logprobs=_each_row(kernels.token_logprobs, rows=0, token_rows=0, scale=0, least=0),
+        token_logprobs=_each_row(kernels.token_logprobs, scored=0),
         route=_each_row(kernels.route, joined=None, logits=1),
         expert_gate_up=_each_row(kernels.expert_gate_up, joined=None, x=0, routing=0),
         expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0),

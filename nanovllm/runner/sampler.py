@@ -18,7 +18,7 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.sampling.candidates import list_bytes
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
-from nanovllm.kernels.sampling.logprobs import LIST_DEPTH, TOP_BUCKETS, token_logprobs_reference, top_bucket
+from nanovllm.kernels.sampling.logprobs import LIST_DEPTH, TOP_BUCKETS, Scored, token_logprobs_reference, top_bucket
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
@@ -156,26 +156,15 @@ class OptionSampler:
             if kind >= EDITED_FEW:
                 assert x is not None and least is not None
                 logits, where, floor = x, scored, least[index]
-        given = (rows.tokens, scored_rows, section.num_logprobs[kind], scale, None if scale is None else floor)
-        return self._token_logprobs(logits, where, *given)
+        given = Scored(logits, where, rows.tokens, scored_rows, scale, None if scale is None else floor)
+        return self._token_logprobs(given, section.num_logprobs[kind])
 
-    def _token_logprobs(
-        self, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int,
-        scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Computes token_logprobs (kernels/sampling/logprobs.py) for any k."""
+    def _token_logprobs(self, scored: Scored, k: int) -> torch.Tensor:
+        """Computes token_logprobs (kernels/sampling/logprobs.py) for any k: int32 [N, 3 + 2 k]."""
         if k <= MAX_FEW:
-            return self._kernels.token_logprobs(
-                logits, rows, tokens, token_rows, top_bucket(k), self._vocab_size, scale, least
-            )
-        out = torch.empty(rows.shape[0], 3 + 2 * k, dtype=torch.int32, device=logits.device)
-        for begin in range(0, rows.shape[0], _SORTED_ROWS):
-            own = slice(begin, begin + _SORTED_ROWS)
-            processed = (None, None) if scale is None or least is None else (scale[own], least[own])
-            out[own] = token_logprobs_reference(
-                logits, rows[own], tokens, token_rows[own], k, self._vocab_size, *processed
-            )
-        return out
+            return self._kernels.token_logprobs(scored, top_bucket(k), self._vocab_size)
+        parts = scored.split(_SORTED_ROWS)
+        return torch.cat([token_logprobs_reference(part, k, self._vocab_size) for part in parts])
 
     def _tables(self, flags: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Counts and masks, each None where no row that is about to be sampled has any."""
@@ -205,7 +194,7 @@ class OptionSampler:
                 if self._group.size > 1:
                     logits = self._gathered(logits)
                 rows = self._range(logits.shape[0])
-                part = self._token_logprobs(logits, rows, targets[own], rows, k)
+                part = self._token_logprobs(Scored(logits, rows, targets[own], rows), k)
                 parts.append(part if k <= MAX_FEW else part.cpu())
             tables.append(torch.cat(parts) if parts else None)
         return tables

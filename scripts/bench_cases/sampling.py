@@ -9,6 +9,7 @@ import torch
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.sampling.gumbel import Draws
+from nanovllm.kernels.sampling.logprobs import Scored
 from nanovllm.kernels.sampling.rows import Rows as OptionRows
 from nanovllm.wire.sampling import RECORD
 
@@ -64,7 +65,8 @@ class Rows:
 
     def logprobs(self, index: int) -> torch.Tensor:
         """int32 [rows, 13]: token, rank, five likeliest ids; bits of log-probabilities."""
-        found = self.kernels.token_logprobs(self.logits[index], self.slots, self.slots, self.slots, 5, self.vocab_size)
+        scored = Scored(self.logits[index], self.slots, self.slots, self.slots)
+        found = self.kernels.token_logprobs(scored, 5, self.vocab_size)
         return found[:, :7]
 
 

@@ -129,7 +129,7 @@ def test_logprobs(kind: str, k: int, dtype: torch.dtype, device: torch.device) -
     token_rows = torch.tensor([5, 2, 8], dtype=torch.int32, device=device)
     tokens[token_rows.long()] = case.logits[case.rows.long()].argmax(1).int()
     tokens[[2, 8]] = torch.tensor([17, vocab - 1], dtype=torch.int32, device=device)
-    args = (case.logits, case.rows, tokens, token_rows, k, vocab)
+    args = (logprobs.Scored(case.logits, case.rows, tokens, token_rows), k, vocab)
     found, expected = logprobs.token_logprobs(*args), logprobs.token_logprobs_reference(*args)
     assert torch.equal(found[:, : 2 + k], expected[:, : 2 + k])
     one, two = (t[:, 2 + k :].contiguous().view(torch.float32) for t in (found, expected))

@@ -5,6 +5,8 @@ One pass over a row, by one program: lanes keep their own peak and their own sum
 are likely among the best (kernels/sampling/candidates.py), from which the best are then taken one by one.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.kernels.base.float_order import from_ordered
@@ -29,6 +31,29 @@ TOP_BUCKETS = (0, 1, 5, 20)
 LIST_DEPTH = 8
 """Ids that a lane of a row's list holds: far more than the sample's floor lets through, ties aside."""
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
+
+
+class Scored(NamedTuple):
+    """N rows of logits, of each of which the log-probability of a token is wanted."""
+
+    logits: torch.Tensor
+    """[any, >= vocabulary]"""
+    rows: torch.Tensor
+    """int32 [N]: each row's line of `logits`."""
+    tokens: torch.Tensor
+    """int32 [any]"""
+    token_rows: torch.Tensor
+    """int32 [N]: index of each row's token."""
+    scale: torch.Tensor | None = None
+    """float32 [N]: factors on the logits; None: 1."""
+    least: torch.Tensor | None = None
+    """float32 [N], where there is a scale: the least logits that take part in the softmax."""
+
+    def split(self, size: int, dim: int = 0) -> "list[Scored]":
+        """Views of up to `size` rows each."""
+        by_row = {name: x.split(size) for name in ("rows", "token_rows", "scale", "least")
+                  if (x := getattr(self, name)) is not None}  # fmt: skip
+        return [self._replace(**dict(zip(by_row, each, strict=True))) for each in zip(*by_row.values(), strict=True)]
 
 
 @triton.jit
@@ -118,19 +143,11 @@ def top_bucket(k: int) -> int:
     return next(size for size in TOP_BUCKETS if size >= k)
 
 
-def token_logprobs(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int,
-    scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """int32 [N, 3 + 2 k] by row n: a token, tokens[token_rows[n]], and its rank from 1 (one more than ids with a
-    greater logit); the k likeliest ids, lower ids first among equals; the log-probabilities of the token and of these
-    (float32 bits).
-
-    logits [any, >= vocab_size], row n of them at rows int32 [N]; tokens int32 [any]; token_rows int32 [N]. The softmax
-    is over all vocab_size ids, in float32; with `least` float32 [N] only over those whose logit is at least that of the
-    row, and with `scale` float32 [N] of the logits times that of the row. k at most vocab_size. One pass. scale and
-    least: both or neither.
-    """
+def token_logprobs(scored: Scored, k: int, vocab_size: int) -> torch.Tensor:
+    """int32 [N, 3 + 2 k] by row n: a token and its rank from 1 (one more than ids with a greater logit); the k
+    likeliest ids, lower ids first among equals; the log-probabilities of the token and of these (float32 bits). The
+    softmax is over all vocab_size ids, or those that `least` lets pass, in float32. k at most vocab_size. One pass."""
+    logits, rows, tokens, token_rows, scale, least = scored
     num_rows = rows.shape[0]
     out = torch.empty(num_rows, 3 + 2 * k, dtype=torch.int32, device=logits.device)
     lists = new_lists(num_rows if k else 0, vocab_size, LIST_DEPTH, logits.device)
@@ -142,11 +159,9 @@ def token_logprobs(
     return out
 
 
-def token_logprobs_reference(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, token_rows: torch.Tensor, k: int, vocab_size: int,
-    scale: torch.Tensor | None = None, least: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Plain twin of `token_logprobs`."""
+def token_logprobs_reference(scored: Scored, k: int, vocab_size: int) -> torch.Tensor:
+    """Plain twin of `token_logprobs`: int32 [N, 3 + 2 k]."""
+    logits, rows, tokens, token_rows, scale, least = scored
     x = logits[rows.long(), :vocab_size].float()
     x = x.masked_fill(x.isnan(), -torch.inf)
     if least is not None:
