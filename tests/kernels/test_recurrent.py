@@ -7,26 +7,22 @@ from nanovllm.kernels.recurrent.conv import causal_conv, causal_conv_reference
 from nanovllm.kernels.recurrent.delta import DeltaSizes, DeltaWeights, gated_delta_rule, gated_delta_rule_reference
 from nanovllm.kernels.recurrent.rows import Lines, StepRows
 
-NUM_LINES, MOST_ROWS = 12, 8
+NUM_LINES = 12
 
 
 def step_rows(num_decodes: int, chunks: list[int], device: torch.device, keep_at: dict[int, int] | None = None) -> StepRows:
     """Decode rows, the last of them padding where there are several, then chunks of so many tokens. Some rows begin with
     zeros, some move to another line; keep_at: by row, where its state is kept."""
-    counts = [1] * num_decodes + chunks
-    slots = [(5 * row + 2) % MOST_ROWS for row in range(len(counts))]
+    counts, keep_at = [1] * num_decodes + chunks, keep_at or {}
+    write = [(5 * row + 2) % 8 for row in range(len(counts))]
+    read = [(line, -1, 8 + row % 2)[row % 3] for row, line in enumerate(write)]
     if num_decodes > 1:
-        slots[num_decodes - 1] = -1
-    read, write, keep, at = (torch.full((MOST_ROWS + 1,), fill, dtype=torch.int32) for fill in (-1, -1, -1, 0))
-    for number, slot in enumerate(slots):
-        write[slot] = NUM_LINES if slot < 0 else slot
-        read[slot] = -1 if number % 3 == 1 else (8 + number % 2 if number % 3 == 2 else write[slot])
-        if keep_at and number in keep_at:
-            keep[slot], at[slot] = 10 + number % 2, keep_at[number]
+        write[num_decodes - 1] = NUM_LINES
+    keep = [10 + row % 2 if row in keep_at else -1 for row in range(len(counts))]
+    columns = (read, write, keep, [keep_at.get(row, 0) for row in range(len(counts))])
+    lines = Lines(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lines = Lines(*(each.to(device) for each in (read, write, keep, at)))
-    slot = torch.tensor(slots, dtype=torch.int32, device=device)
-    return StepRows(slot, ends.to(device), num_decodes, sum(counts), lines)
+    return StepRows(ends.to(device), num_decodes, sum(counts), lines)
 
 
 STEPS = [

@@ -7,7 +7,7 @@ from torch.nn.functional import silu as torch_silu
 
 from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.recurrent.rows import StepRows, line_of, row_places
+from nanovllm.kernels.recurrent.rows import StepRows, row_places
 
 _BLOCK_T = 16
 _BLOCK_C = 256
@@ -31,8 +31,8 @@ def _move_on(
 
 @triton.jit(do_not_specialize=["first_row", "num_shares"])
 def _conv_kernel(
-    X, WEIGHT, BIAS, LAST, OUT, SLOTS, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
-    num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, PADDING: tl.constexpr,
+    X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
+    num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """OUT [T, C] of row first_row + program_id(1), of BLOCK_C channels, from X [T, x_stride]; the programs along axis 2
@@ -45,7 +45,7 @@ def _conv_kernel(
     first = tl.program_id(0) * BLOCK_C
     cols = first + tl.arange(0, BLOCK_C)
     mask = cols < C
-    read = line_of(SLOTS, READ, row, PADDING)
+    read = tl.load(READ + row)
     last = LAST + tl.maximum(read, 0).to(tl.int64) * last_stride
     for begin in range(share * BLOCK_T, count, num_shares * BLOCK_T):
         tokens = begin + tl.arange(0, BLOCK_T)
@@ -67,11 +67,11 @@ def _conv_kernel(
         live = (tokens < count)[:, None] & mask[None, :]
         tl.store(OUT + (start + tokens).to(tl.int64)[:, None] * C + cols[None, :], out, mask=live)
     if (share == 0) & (count > 0):
-        keep_at = line_of(SLOTS, KEEP_AT, row, PADDING)
+        keep_at = tl.load(KEEP_AT + row)
         if keep_at > 0:
-            keep = line_of(SLOTS, KEEP, row, PADDING)
+            keep = tl.load(KEEP + row)
             _move_on(X, last, LAST, keep, read, last_stride, start, keep_at, cols, mask, x_stride, C, W)
-        write = line_of(SLOTS, WRITE, row, PADDING)
+        write = tl.load(WRITE + row)
         _move_on(X, last, LAST, write, read, last_stride, start, count, cols, mask, x_stride, C, W)
 
 
@@ -87,14 +87,14 @@ def causal_conv(
     """
     channels, width = weight.shape
     out = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
-    decodes, num_rows, block_c = rows.num_decode_rows, rows.slots.shape[0], math.gcd(_BLOCK_C, unit[0])
+    decodes, num_rows, block_c = rows.num_decode_rows, rows.num_rows, math.gcd(_BLOCK_C, unit[0])
     assert block_c % unit[1] == 0, unit
     shares = max(1, min(64, triton.cdiv(rows.num_tokens - decodes, _BLOCK_T)))
     for first, count, share, block_t in ((0, decodes, 1, 1), (decodes, num_rows - decodes, shares, _BLOCK_T)):
         if count:
             _conv_kernel[(triton.cdiv(channels, block_c), count, share)](
-                x, weight, bias, last, out, rows.slots, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
-                share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=unit[1], PADDING=rows.lines.read.shape[0] - 1,
+                x, weight, bias, last, out, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
+                share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=unit[1],
                 BLOCK_T=block_t, BLOCK_C=block_c, num_warps=2 if block_t == 1 else 4,
             )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.delta_prompt import scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
-from nanovllm.kernels.recurrent.rows import StepRows, line_of, row_places
+from nanovllm.kernels.recurrent.rows import StepRows, row_places
 
 
 class DeltaSizes(NamedTuple):
@@ -63,16 +63,16 @@ def _gated_norm(out, z, NORM, eps, dims, V: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, SLOTS, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDING: tl.constexpr,
+    X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One token of row program_id(1), value head program_id(0), whose whole state this program holds."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, dims = tl.arange(0, K), tl.arange(0, V)
     x = X + row * (2 * HK * K + HV * V)
     key_head = head // (HV // HK)
-    read = line_of(SLOTS, READ, row, PADDING)
-    write = line_of(SLOTS, WRITE, row, PADDING).to(tl.int64)
+    read = tl.load(READ + row)
+    write = tl.load(WRITE + row).to(tl.int64)
     places = head * K * V + keys[:, None] * V + dims[None, :]
     state = tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
     q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
@@ -116,10 +116,10 @@ def gated_delta_rule(
     if decodes:
         read, write, _, _ = rows.lines
         _decode_kernel[(hv, decodes)](
-            x, a, b, z, *weights[:3], states, out, rows.slots, read, write, a.stride(0), z.stride(0), states.stride(0),
-            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, PADDING=read.shape[0] - 1, num_warps=8,
+            x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
+            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=8,
         )  # fmt: skip
-    if rows.slots.shape[0] > decodes:
+    if rows.num_rows > decodes:
         scan_prompts(x, a, b, weights.A_log, weights.dt_bias, sizes, states, rows, out)
         block, pairs = 16, (tokens - decodes) * hv
         _norm_kernel[(triton.cdiv(pairs, block),)](

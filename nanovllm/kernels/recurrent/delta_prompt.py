@@ -17,7 +17,7 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
-from nanovllm.kernels.recurrent.rows import StepRows, line_of
+from nanovllm.kernels.recurrent.rows import StepRows
 
 if TYPE_CHECKING:
     from nanovllm.kernels.recurrent.delta import DeltaSizes
@@ -67,9 +67,9 @@ def _solve_triangle(a, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _triangle_kernel(
-    X, A, B, A_LOG, DT_BIAS, INVERSE, SCORES, SUMS, SLOTS, CU_SEQLENS, KEEP_AT, gate_stride, first_row, num_rows,
+    X, A, B, A_LOG, DT_BIAS, INVERSE, SCORES, SUMS, CU_SEQLENS, KEEP_AT, gate_stride, first_row, num_rows,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """INVERSE and SCORES [T, HV, C] and SUMS float32 [T, HV] of piece program_id(1) and value head program_id(0). Pieces are counted
     through all rows, each row with room for two that are not full."""
@@ -81,7 +81,7 @@ def _triangle_kernel(
     row = first_row + number
     start = tl.load(CU_SEQLENS + row)
     count = tl.load(CU_SEQLENS + row + 1) - start
-    offset = line_of(SLOTS, KEEP_AT, row, PADDING) % C
+    offset = tl.load(KEEP_AT + row) % C
     index = piece - ((start - tl.load(CU_SEQLENS + first_row)) // C + 2 * number)
     begin, end = _piece(index, offset, count, C)
     if begin < count:
@@ -111,9 +111,9 @@ def _triangle_kernel(
 
 @triton.jit(do_not_specialize=["first_row"])
 def _scan_kernel(
-    X, B, INVERSE, SCORES, SUMS, STATES, OUT, SLOTS, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, gate_stride, state_stride,
+    X, B, INVERSE, SCORES, SUMS, STATES, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, gate_stride, state_stride,
     first_row, scale, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BV: tl.constexpr, PADDING: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
     """OUT [T, HV, V] and the state of row first_row + program_id(2), value head program_id(1), of BV columns of V."""
     head, row = tl.program_id(1), first_row + tl.program_id(2)
@@ -124,8 +124,8 @@ def _scan_kernel(
         dtype: tl.constexpr = X.dtype.element_ty
         width: tl.constexpr = 2 * HK * K + HV * V
         key_head = head // (HV // HK)
-        keep_at = line_of(SLOTS, KEEP_AT, row, PADDING)
-        read = line_of(SLOTS, READ, row, PADDING)
+        keep_at = tl.load(KEEP_AT + row)
+        read = tl.load(READ + row)
         inside = head * K * V + keys[:, None] * V + dims[None, :]
         state = tl.load(
             STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + inside, mask=read >= 0, other=0.0
@@ -159,9 +159,9 @@ def _scan_kernel(
             change = (change * left[:, None]).to(dtype)
             state = tl.dot(tl.trans(k), change, state * tl.exp(total), input_precision="ieee")
             if end == keep_at:
-                keep = line_of(SLOTS, KEEP, row, PADDING).to(tl.int64)
+                keep = tl.load(KEEP + row).to(tl.int64)
                 tl.store(STATES + keep * state_stride + inside, state.to(STATES.dtype.element_ty))
-        write = line_of(SLOTS, WRITE, row, PADDING).to(tl.int64)
+        write = tl.load(WRITE + row).to(tl.int64)
         tl.store(STATES + write * state_stride + inside, state.to(STATES.dtype.element_ty))
 
 
@@ -173,18 +173,18 @@ def scan_prompts(
     on. For the others see `gated_delta_rule`."""
     hk, hv, k, v = sizes
     first, tokens = rows.num_decode_rows, x.shape[0]
-    num_rows = rows.slots.shape[0] - first
+    num_rows = rows.num_rows - first
     inverse, scores = (torch.empty(tokens, hv, PIECE, dtype=x.dtype, device=x.device) for _ in range(2))
     sums = torch.empty(tokens, hv, dtype=torch.float32, device=x.device)
-    constants = {"HK": hk, "HV": hv, "K": k, "V": v, "C": PIECE, "PADDING": rows.lines.read.shape[0] - 1}
+    constants = {"HK": hk, "HV": hv, "K": k, "V": v, "C": PIECE}
     pieces = (tokens - first) // PIECE + 2 * num_rows
     _triangle_kernel[(hv, pieces)](
-        x, a, b, A_log, dt_bias, inverse, scores, sums, rows.slots, rows.cu_seqlens, rows.lines.keep_at, a.stride(0), first,
+        x, a, b, A_log, dt_bias, inverse, scores, sums, rows.cu_seqlens, rows.lines.keep_at, a.stride(0), first,
         num_rows, BLOCK=_BLOCK, ROWS=triton.next_power_of_2(num_rows), num_warps=4,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", **constants,
     )  # fmt: skip
     block = min(v, 32)
     _scan_kernel[(v // block, hv, num_rows)](
-        x, b, inverse, scores, sums, states, out, rows.slots, rows.cu_seqlens, *rows.lines, b.stride(0), states.stride(0), first,
+        x, b, inverse, scores, sums, states, out, rows.cu_seqlens, *rows.lines, b.stride(0), states.stride(0), first,
         k**-0.5, BV=block, num_warps=4, num_stages=2, **constants,
     )  # fmt: skip
