@@ -123,14 +123,6 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
     return starts, counts
 
 
-def taken_slots(packed: np.ndarray, max_num_seqs: int) -> list[int]:
-    """Slots that rows take in a packed step, which are those of its slot records."""
-    _, _, _, _, num_updates, num_records, _ = StepCounts.of(packed)
-    begin = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates
-    found: list[int] = packed[begin : begin + RECORD_SIZE * num_records : RECORD_SIZE].tolist()
-    return found
-
-
 def row_lines(packed: np.ndarray) -> np.ndarray:
     """int32 [R, 4]: the lines that each row of a packed step (without a section) reads, writes and keeps, and tokens
     before that; NO_LINE for none."""
@@ -145,7 +137,7 @@ def block_copies(packed: np.ndarray) -> slice | None:
     return slice(packed.size - num_words, packed.size) if num_words else None
 
 
-def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.ndarray:
+def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False) -> np.ndarray:
     """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
     No blocks are handed out: every row reads and writes what its slot's block table happens to hold; and the first is
@@ -160,4 +152,5 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.nda
         max_num_seqs, slots=list(range(num_rows)), starts=[0] * num_rows, counts=counts.tolist(), num_decode_rows=0,
         num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
         block_copies=(0, 0),
+        lines=[[NO_LINE] * num_rows, [0] * num_rows, [NO_LINE] * num_rows, [0] * num_rows] if has_lines else (),
     )  # fmt: skip

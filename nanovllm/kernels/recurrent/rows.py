@@ -20,6 +20,20 @@ class Lines(NamedTuple):
     keep_at: torch.Tensor
     """Between 1 and the number of the row's tokens in this step; 0: nothing is kept. Of decode rows it is 0."""
 
+    def halves(self, first: torch.Tensor, second: torch.Tensor) -> "tuple[Lines, Lines]":
+        """Lines for a step cut in two. first, second: int [R1], [R2] tokens of the rows of each half, which are the
+        first R1 and the last R2 rows. A row in both goes on where the first half left it."""
+        before = torch.zeros_like(self.keep_at)
+        before[: first.shape[0]] = first
+        early = self.keep_at <= before
+        read = torch.where(before > 0, self.write, self.read)
+        parts = (
+            Lines(self.read, self.write, self.keep, torch.where(early, self.keep_at, 0)),
+            Lines(read, self.write, self.keep, torch.where(early, 0, self.keep_at - before)),
+        )
+        cuts = (slice(first.shape[0]), slice(self.read.shape[0] - second.shape[0], None))
+        return tuple(Lines(*(column[cut] for column in part)) for part, cut in zip(parts, cuts, strict=True))
+
 
 class StepRows(NamedTuple):
     """The rows of a step, as AttentionMetadata has them."""
