@@ -1,5 +1,5 @@
-"""Lines of memory of fixed size, in which recurrent layers keep the state of a row: who owns which line, and which states
-after whole blocks of text are kept for rows to come.
+"""Lines of memory of fixed size, in which recurrent layers keep the state of a row: who owns which line, and which
+states after whole blocks of text are kept for rows to come.
 
 In a step a row reads one line and writes one, mostly the same. A row that begins reads the line of a kept state, or
 zeros; a row whose state is kept goes on in another line. So nothing is ever copied or cleared.
@@ -65,11 +65,12 @@ class LinePool:
                 if row.read_line != NO_LINE:
                     self._left.append(row.read_line)
                 row.read_line = row.line
-        return [*found, *map(list, zip(*kept, strict=True))] if kept else [*found, [NO_LINE] * len(rows), [0] * len(rows)]
+        none = [NO_LINE] * len(rows), [0] * len(rows)
+        return [*found, *(map(list, zip(*kept, strict=True)) if kept else none)]
 
     def admit(self, seq: Sequence, key: bytes | None) -> None:
-        """Gives a row its line; one must be free. key: of the block after which it begins, whose state is kept; None: it
-        begins anew."""
+        """Gives a row its line; one must be free. key: of the block after which it begins, whose state is kept; None:
+        it begins anew."""
         memory = seq.memory
         if key is None:
             memory.line, memory.read_line = self._take(), NO_LINE

@@ -67,8 +67,8 @@ def slot_bytes(mixers: Iterable[Mixer]) -> int:
 
 
 def lines_for(config: EngineConfig, room: int, line_bytes: int, has_pages: bool) -> int:
-    """Lines of memory of fixed size, without the one for rows of padding: those that were asked for, or for all rows and
-    half as many kept states, as far as they leave 60 % of `room` bytes to blocks (has_pages: if there are any)."""
+    """Lines of memory of fixed size, without the one for rows of padding: those that were asked for, or for all rows
+    and half as many kept states, as far as they leave 60 % of `room` bytes to blocks (has_pages: if there are any)."""
     if config.num_state_lines is not None or not line_bytes:
         return config.num_state_lines or 0
     wanted = config.max_num_seqs * 3 // 2 if config.enable_prefix_caching else config.max_num_seqs
@@ -148,8 +148,8 @@ class StateMemory:
             self._sleepable.free(_KV_CACHE)
 
     def begin(self, step: torch.Tensor, packed: np.ndarray) -> None:
-        """Copies the blocks of a step, int32 words as `step` on the device and as `packed` on the host: before all else,
-        and outside of graphs, as most steps copy none."""
+        """Copies the blocks of a step, int32 words as `step` on the device and as `packed` on the host: before all
+        else, and outside of graphs, as most steps copy none."""
         if self._blocks is not None and (where := block_copies(packed)) is not None:
             self._kernels.copy_blocks(step[where], self._blocks)
 

@@ -13,8 +13,8 @@
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size), 10.. reserved
-    lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; after how many of its tokens
-           (0 for no line)
+    lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
+           tokens (0: no line)
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  2 reserved
 

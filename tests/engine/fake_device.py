@@ -40,7 +40,7 @@ class FakeDevice:
         groups: tuple[PageGroup, ...] = (PageGroup(),), table_width: int = 1 << 20, num_lines: int = 0,
     ) -> None:  # fmt: skip
         """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many. groups: of the
-        layers; a layer of each table attends to its own blocks. num_lines: of memory of fixed size; 0: no layer has any."""
+        layers; a layer of each table attends to its own blocks. num_lines: of memory of fixed size; 0: none has any."""
         self.lines: list[tuple[int, int] | None] = [None] * num_lines
         """(version of the weights, text) by line: the text whose state it holds."""
         self.windows = [group.window for group in groups for _ in range(group.num_tables)]
@@ -166,7 +166,7 @@ class FakeDevice:
         for row, of_row in enumerate(lines):
             others = {line for number, of_other in enumerate(lines) if number != row for line in of_other[:3]}
             assert not of_row or not ({*of_row[1:3]} - {NO_LINE}) & others, (of_row, others)
-            assert not of_row or (of_row[2] == NO_LINE) == (of_row[3] == 0) and of_row[1] != NO_LINE, of_row
+            assert not of_row or ((of_row[2] == NO_LINE) == (of_row[3] == 0) and of_row[1] != NO_LINE), of_row
             assert not of_row or of_row[2] == NO_LINE or of_row[2] not in of_row[:2], of_row
 
     def _draw(self, slot: int, node: int, most: int) -> list[int]:

@@ -10,9 +10,11 @@ from nanovllm.kernels.recurrent.rows import Lines, StepRows
 NUM_LINES = 12
 
 
-def step_rows(num_decodes: int, chunks: list[int], device: torch.device, keep_at: dict[int, int] | None = None) -> StepRows:
-    """Decode rows, the last of them padding where there are several, then chunks of so many tokens. Some rows begin with
-    zeros, some move to another line; keep_at: by row, where its state is kept."""
+def step_rows(
+    num_decodes: int, chunks: list[int], device: torch.device, keep_at: dict[int, int] | None = None
+) -> StepRows:
+    """Decode rows, the last of them padding where there are several, then chunks of so many tokens. Some rows begin
+    with zeros, some move to another line; keep_at: by row, where its state is kept."""
     counts, keep_at = [1] * num_decodes + chunks, keep_at or {}
     write = [(5 * row + 2) % 8 for row in range(len(counts))]
     read = [(line, -1, 8 + row % 2)[row % 3] for row, line in enumerate(write)]
@@ -65,8 +67,9 @@ def test_delta_rule_equals_its_twin(
         return torch.randn(*shape, device=device)
 
     x = random(tokens, sizes.channels)
-    x[:, : sizes.unit[0]] = torch.nn.functional.normalize(x[:, : sizes.unit[0]].unflatten(1, (-1, sizes.key_dim)), dim=-1).flatten(1)
-    a, b, z = random(tokens, 2 * heads).split(heads, 1) + (random(tokens, width),)
+    vectors = x[:, : sizes.unit[0]].unflatten(1, (-1, sizes.key_dim))
+    x[:, : sizes.unit[0]] = torch.nn.functional.normalize(vectors, dim=-1).flatten(1)
+    a, b, z = (*random(tokens, 2 * heads).split(heads, 1), random(tokens, width))
     weights = DeltaWeights(random(heads), random(heads), random(sizes.value_dim).to(dtype), 1e-6)
     states = random(NUM_LINES + 1, heads, sizes.key_dim, sizes.value_dim)
     mine, twins = states.clone(), states.clone()
@@ -81,15 +84,12 @@ def test_delta_rule_equals_its_twin(
 def test_keys_that_are_all_equal_and_nothing_forgotten(device: torch.device) -> None:
     """The hardest triangle: powers of it grow beyond float32 before they vanish."""
     rows, sizes = step_rows(0, [150], device), DeltaSizes(1, 1, 16, 16)
+    heads = torch.full((150, 1), 30.0, device=device)
     x = torch.randn(150, sizes.channels, device=device)
     x[:, 16:32] = torch.nn.functional.normalize(torch.ones(16, device=device), dim=0)
-    a, b = torch.full((150, 2), -30.0, device=device).split(1, 1)
-    b = b * 0 + 30.0
-    z = torch.randn(150, 16, device=device)
+    a, b, z = -heads, heads, torch.randn(150, 16, device=device)
     weights = DeltaWeights(*torch.zeros(2, 1, device=device), torch.ones(16, device=device), 1e-6)
     mine, twins = torch.zeros(2, NUM_LINES + 1, 1, 16, 16, device=device)
-    a = a.contiguous()
-    b = b.contiguous()
     out = gated_delta_rule(x, a, b, z, weights, sizes, mine, rows)
     wanted = gated_delta_rule_reference(x, a, b, z, weights, sizes, twins, rows)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)

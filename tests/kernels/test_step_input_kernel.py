@@ -66,7 +66,8 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_ta
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
         constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
         step.records.append((slot, constants, rng.randrange(10**6), rng.randrange(600)))
-    step.lines = [[rng.randrange(-1, 1000) for _ in step.slots] for _ in range(3)] + [[rng.randrange(300) for _ in step.slots]]
+    step.lines = [[rng.randrange(-1, 1000) for _ in step.slots] for _ in range(4)]
+    step.lines[3] = [abs(number) for number in step.lines[3]]
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 

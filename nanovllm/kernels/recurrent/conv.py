@@ -108,7 +108,8 @@ def causal_conv_reference(
     out, width = torch.zeros(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device), weight.shape[1]
     for row in row_places(rows):
         inputs = torch.cat([row.load(last), x[row.tokens]])
-        sums = sum(inputs[i : len(inputs) - width + 1 + i].float() * weight[:, i].float() for i in range(width))
+        places = torch.arange(len(inputs) - width + 1, device=x.device)[:, None] + torch.arange(width, device=x.device)
+        sums = (inputs[places].float() * weight.T.float()).sum(1)
         out[row.tokens] = torch_silu(sums if bias is None else sums + bias.float()).to(x.dtype)
         if row.keep_at:
             last[row.keep] = inputs[row.keep_at : row.keep_at + width - 1]

@@ -2,8 +2,9 @@
 
 A head's state S [K, V], float32 in the arithmetic, goes through the tokens of a row:
 
-    S <- a S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K)     a = exp(-exp(A_log) softplus(a_in + dt_bias))
-    y = norm(o) * weight * silu(z)                                         b = sigmoid(b_in)
+    S <- a S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K);  y = norm(o) * weight * silu(z)
+
+with a = exp(-exp(A_log) softplus(a_in + dt_bias)) and b = sigmoid(b_in).
 
 Decode rows take one step (here); prompt chunks go 64 tokens at a time (delta_prompt.py).
 """
@@ -86,7 +87,8 @@ def _decode_kernel(
     tl.store(STATES + write * state_stride + places, state.to(STATES.dtype.element_ty))
     out = tl.sum(q[:, None] * state, 0)
     z = tl.load(Z + row * z_stride + head * V + dims)
-    tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(_gated_norm(out[None, :], z[None, :], NORM, eps, dims, V), (V,)))
+    y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, V)
+    tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V,)))
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])
@@ -136,8 +138,8 @@ def gated_delta_rule_reference(
     hk, hv, k, v = sizes
     q, keys, values = x.float().split([hk * k, hk * k, hv * v], dim=1)
     q, keys = (part.unflatten(1, (hk, k)).repeat_interleave(hv // hk, 1) for part in (q * k**-0.5, keys))
-    values, kept = values.unflatten(1, (hv, v)), (-weights.A_log.exp() * torch_softplus(a.float() + weights.dt_bias)).exp()
-    rate, out = b.float().sigmoid(), torch.zeros(x.shape[0], hv, v, device=x.device)
+    values, log_kept = values.unflatten(1, (hv, v)), -weights.A_log.exp() * torch_softplus(a.float() + weights.dt_bias)
+    kept, rate, out = log_kept.exp(), b.float().sigmoid(), torch.zeros(x.shape[0], hv, v, device=x.device)
     for row in row_places(rows):
         state = row.load(states).float()
         for number, t in enumerate(range(row.tokens.start, row.tokens.stop), 1):

@@ -71,8 +71,8 @@ def _triangle_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """INVERSE and SCORES [T, HV, C] and SUMS float32 [T, HV] of piece program_id(1) and value head program_id(0). Pieces are counted
-    through all rows, each row with room for two that are not full."""
+    """INVERSE and SCORES [T, HV, C] and SUMS float32 [T, HV] of piece program_id(1) and value head program_id(0).
+    Pieces are counted through all rows, each row with room for two that are not full."""
     head, piece = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
     begins = tl.load(CU_SEQLENS + first_row + rows, mask=rows < num_rows, other=1 << 30)

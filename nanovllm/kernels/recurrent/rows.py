@@ -32,7 +32,10 @@ class Lines(NamedTuple):
             Lines(read, self.write, self.keep, torch.where(early, 0, self.keep_at - before)),
         )
         cuts = (slice(first.shape[0]), slice(self.read.shape[0] - second.shape[0], None))
-        return tuple(Lines(*(column[cut] for column in part)) for part, cut in zip(parts, cuts, strict=True))
+        first_half, second_half = (
+            Lines(*(column[cut] for column in part)) for part, cut in zip(parts, cuts, strict=True)
+        )
+        return first_half, second_half
 
 
 class StepRows(NamedTuple):

@@ -68,8 +68,8 @@ class StepBuffers:
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     lines: torch.Tensor
-    """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py); written
-    where the state has lines."""
+    """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
+    written where the state has lines."""
     tokens: torch.Tensor
     """int32 [B]: that each row gained, -1 where it gained none; written by the sampler, not here."""
 
@@ -188,8 +188,8 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows", "padding_line"])
 def _expand_rows_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride, padding_line, out_rows,
-    out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride, padding_line,
+    out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
@@ -246,8 +246,8 @@ def _expand_rows_kernel(
 @triton.jit(do_not_specialize=["out_rows", "padding_line"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
-    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride, padding_line,
-    out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride,
+    padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
     rows. One program, so that a barrier is enough between the updates and their readers."""
@@ -324,9 +324,9 @@ def prepare_decode(
     `out` of as many tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
-        out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices, out.lines,
-        *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out.row_slot.shape[0], S=max_num_seqs,
-        NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
+        out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
+        out.lines, *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out.row_slot.shape[0],
+        S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
         BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
