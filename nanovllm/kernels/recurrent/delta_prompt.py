@@ -69,15 +69,17 @@ def _solve_triangle(a, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr
 def _triangle_kernel(
     X, A, B, A_LOG, DT_BIAS, INVERSE, SCORES, SUMS, CU_SEQLENS, KEEP_AT, gate_stride, first_row, num_rows,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """INVERSE and SCORES [T, HV, C] and SUMS float32 [T, HV] of piece program_id(1) and value head program_id(0).
     Pieces are counted through all rows, each row with room for two that are not full."""
     head, piece = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    begins = tl.load(CU_SEQLENS + first_row + rows, mask=rows < num_rows, other=1 << 30)
-    begins = (begins - tl.load(CU_SEQLENS + first_row)) // C + 2 * rows
-    number = tl.sum((begins <= piece).to(tl.int32), 0) - 1
+    number = tl.full((), -1, tl.int32)
+    for block in range(0, num_rows, 32):
+        rows = block + tl.arange(0, 32)
+        begins = tl.load(CU_SEQLENS + first_row + rows, mask=rows < num_rows, other=1 << 30)
+        begins = (begins - tl.load(CU_SEQLENS + first_row)) // C + 2 * rows
+        number += tl.sum((begins <= piece).to(tl.int32), 0)
     row = first_row + number
     start = tl.load(CU_SEQLENS + row)
     count = tl.load(CU_SEQLENS + row + 1) - start
@@ -180,7 +182,7 @@ def scan_prompts(
     pieces = (tokens - first) // PIECE + 2 * num_rows
     _triangle_kernel[(hv, pieces)](
         x, a, b, A_log, dt_bias, inverse, scores, sums, rows.cu_seqlens, rows.lines.keep_at, a.stride(0), first,
-        num_rows, BLOCK=_BLOCK, ROWS=triton.next_power_of_2(num_rows), num_warps=4,
+        num_rows, BLOCK=_BLOCK, num_warps=4,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", **constants,
     )  # fmt: skip
     block = min(v, 32)
