@@ -77,7 +77,9 @@ class RankPlan:
     slots: int
     """Bytes of memory of fixed size, in all lines."""
     num_lines: int
-    """Rows that have such memory at once, at most, and states that are kept of others."""
+    """Lines, for rows and for states that are kept."""
+    rows: int
+    """Rows that run at once, at most: max_num_seqs."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -131,7 +133,7 @@ class RankPlan:
     def users(self, length: int) -> int:
         """Requests of `length` tokens that fit at once while they decode."""
         fit = self.blocks // row_blocks(self.layout.groups, length, self.block_size)
-        return min(fit, self.num_lines) if self.slots else fit
+        return min(fit, self.num_lines, self.rows) if self.slots else fit
 
 
 def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -182,7 +184,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     share = int(config.gpu_memory_utilization * gpu.total)
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
     plan = RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0,
+        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0, rows,
         _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout, block_bytes,
         config.kvcache_block_size, share, f"gpu_memory_utilization={config.gpu_memory_utilization}",
         config.num_kvcache_blocks,

@@ -119,7 +119,7 @@ def gated_delta_rule(
         read, write, _, _ = rows.lines
         _decode_kernel[(hv, decodes)](
             x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
-            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=8,
+            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=4,
         )  # fmt: skip
     if rows.num_rows > decodes:
         scan_prompts(x, a, b, weights.A_log, weights.dt_bias, sizes, states, rows, out)
