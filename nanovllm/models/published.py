@@ -31,7 +31,7 @@ def _qwen3_5(
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-    more |= {"head_dim": 256, "rope_parameters": rope, "linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
+    more |= {"head_dim": 256, "rope_parameters": rope, "linear_num_value_heads": value_heads}
     return _shape(family, layers, hidden, intermediate, heads, kv_heads, 248320, 262144, 248046, **more)
 
 

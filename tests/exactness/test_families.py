@@ -113,7 +113,10 @@ RANKS = (
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
     "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe",
 )  # fmt: skip
-SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna", "qwen3_next")
+SHARED_IN_WAYS_OF_THEIR_OWN = (
+    "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
+    "qwen3_next",
+)  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head."""
 
 

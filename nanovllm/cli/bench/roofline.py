@@ -11,6 +11,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.model_config import ModelConfig, Quantization
 
@@ -97,10 +98,11 @@ class Roofline:
         # Per rank. KV heads are replicated where ranks exceed them.
         mlp = hidden * model.intermediate_size // size
         parts: list[tuple[int, Quantization | None]] = []
-        kv_width = self.query_elements = self.state_elements = 0
+        kv_width, self.query_elements, self.state_elements = 0, 0, 0
         for layer in model.layers:
             if layer.mixer == "delta":
-                keys, values, key_dim, value_dim, *_ = layer.options  # type: ignore[misc]  # layers/delta.py
+                options: Any = layer.options  # of layers/delta.py
+                keys, values, key_dim, value_dim, *_ = options
                 into, out = 2 * keys * key_dim + 2 * values * (value_dim + 1), values * value_dim
                 self.state_elements += values * key_dim * value_dim // size
             else:
