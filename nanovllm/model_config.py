@@ -182,6 +182,8 @@ class ModelConfig:
     attention_gate: str | None = None
     """Activation of the gate "g_proj", another projection of the rows that multiplies attention's output: "sigmoid" or
     "softplus". None: no gate."""
+    gate_in_queries: bool = False
+    """The checkpoint has gates in the projection of queries, those of a head behind its query."""
     gate_per_head: bool = False
     """One gate for a head; False: one for each of its elements."""
     interleaved_rope: bool = False

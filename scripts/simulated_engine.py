@@ -1,8 +1,9 @@
-"""An engine's process without an engine, for bench_front.py, bench_bounds.py and bench_replicas.py.
+"""An engine without a model, for bench_front.py, bench_bounds.py, bench_replicas.py and the tests of the server.
 
-Started by a front in place of nanovllm.host.program. Its options: {"text": ids that every row gains in turn, "rate":
-steps a second, 0 for as many as it can, "rows": of a step, "stamps": a file to which it adds the moment
-(time.monotonic(), a double) at which it sends each step}.
+Run by a front in place of nanovllm.host.program. Its options: {"text": ids that every row gains in turn, "shift": ids
+that each row begins later than the one before, "rate": steps a second, 0 for as many as it can, "rows": of a step,
+"stamps": a file to which it adds the moment (time.monotonic(), a double) at which it sends each step}, and limits of
+EngineConfig. Where the text has the end token, rows end there.
 """
 
 import os
@@ -10,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from nanovllm.engine.engine_stats import EngineStats
@@ -17,17 +19,22 @@ from nanovllm.host import wire
 from nanovllm.host.program import SocketIntake
 
 BLOCK_SIZE, BLOCKS = 128, 1 << 16
+END = 1023
+"""The end token."""
 
 
 class _Row:
-    def __init__(self, request_id: int, row: int, max_tokens: int, text: list[int]) -> None:
-        self.request_id, self.row, self.left, self.text = request_id, row, max_tokens, text
-        self.at = row % len(text)
+    def __init__(self, request_id: int, row: int, params: dict[str, Any], text: list[int], shift: int) -> None:
+        self.request_id, self.row, self.left, self.text = request_id, row, params["max_tokens"], text
+        self.ends = not params.get("ignore_eos", False)
+        self.at = shift * row - 1
 
-    def next_token(self) -> int:
+    def next_token(self) -> tuple[int, str]:
+        """A token, and why it is the last one, or ""."""
         self.at = (self.at + 1) % len(self.text)
         self.left -= 1
-        return self.text[self.at]
+        token = self.text[self.at]
+        return token, "stop" if self.ends and token == END else "" if self.left else "length"
 
 
 class Simulator:
@@ -46,9 +53,12 @@ class Simulator:
         while start is None:
             start = self._intake.next(1.0)
         assert isinstance(start, wire.Start)
-        self._text, rate, self._most = start.options["text"], start.options["rate"], start.options.get("rows", 1 << 30)
-        stamps = os.open(start.options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
-        info = {"max_model_len": 1 << 20, "max_num_seqs": 4096, "vocab_size": 1024, "eos_token_ids": [1023]}
+        options = start.options
+        self._text, rate, self._most = options["text"], options["rate"], options.get("rows", 1 << 30)
+        self._shift = options.get("shift", 1)
+        stamps = os.open(options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
+        limits = {name: options.get(name, most) for name, most in (("max_model_len", 1 << 20), ("max_num_seqs", 4096))}
+        info = {**limits, "vocab_size": 1024, "eos_token_ids": [END]}
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
         self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
@@ -81,7 +91,7 @@ class Simulator:
             n = frame.params.get("n", 1)
             self._open[frame.request_id] = n
             for row in range(frame.request_id, frame.request_id + n):
-                self._rows[row] = _Row(frame.request_id, row, frame.params["max_tokens"], self._text)
+                self._rows[row] = _Row(frame.request_id, row, frame.params, self._text, self._shift)
         elif isinstance(frame, wire.Abort):
             self._open.pop(frame.request_id, None)
             self._rows = {i: row for i, row in self._rows.items() if row.request_id != frame.request_id}
@@ -89,13 +99,13 @@ class Simulator:
     def _step(self) -> wire.Step:
         step = wire.Step([], [])
         for row in list(self._rows.values())[: self._most]:
-            token = row.next_token()
-            if row.left:
+            token, reason = row.next_token()
+            if not reason:
                 step.rows.append(row.row)
                 step.tokens.append(token)
                 continue
             del self._rows[row.row]
-            step.finishes.append(wire.Finish(row.row, token, "length", None))
+            step.finishes.append(wire.Finish(row.row, token, reason, None))
             self._open[row.request_id] -= 1
             if not self._open[row.request_id]:
                 del self._open[row.request_id]
@@ -106,8 +116,12 @@ class Simulator:
         self._link.sendall(wire.pack(frame))
 
 
+def simulate(link: socket.socket) -> None:
+    """Runs a simulator until its front has left."""
+    with link, suppress(EOFError, OSError):
+        Simulator(link).run()
+
+
 if __name__ == "__main__":
-    try:
-        Simulator(socket.socket(fileno=int(sys.argv[1]))).run()
-    except (EOFError, OSError):
-        os._exit(0)
+    simulate(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

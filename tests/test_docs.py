@@ -165,7 +165,7 @@ def test_files_that_are_mentioned_exist(page: Path) -> None:
             assert heading in (re.sub(r"[^\w -]", "", words).lower().replace(" ", "-") for words in headings), target
     for name in names(text):
         if re.fullmatch(r"[\w./]*\w+\.py", name):
-            places = [ROOT / name, PACKAGE / name, *PACKAGE.rglob(name)]
+            places = [ROOT / name, *(ROOT / "tests").rglob(name), PACKAGE / name, *PACKAGE.rglob(name)]
             assert any(place.is_file() for place in places), name
         elif name.split("/")[0] in ("scripts", "tests", "docs"):
             assert (ROOT / name.split()[0]).exists(), name

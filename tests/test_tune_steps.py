@@ -11,7 +11,7 @@ from programs import load as load_script
 from nanovllm import LLM
 from nanovllm.kernels.plan.config import KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Choices, Gemm, GemmConfig
 from nanovllm.kernels.plan.fits import why_not
-from nanovllm.kernels.plan.table import load, save
+from nanovllm.kernels.plan.table import at, load, save
 from nanovllm.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +84,7 @@ def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
     save(path, tune_steps.table_of("NVIDIA X", {first: {16: LIBRARY, 32: CONFIGS[0]}}))
     half = first._replace(dtype="float16")
     save(path, tune_steps.table_of("NVIDIA X", {second: {32: CONFIGS[1]}}, load(path)))
-    assert load(path).at(half, 20) == CONFIGS[0] and load(path).at(second, 20) == CONFIGS[1]
+    assert at(load(path).measured(half), 20) == CONFIGS[0] and at(load(path).measured(second), 20) == CONFIGS[1]
     save(path, tune_steps.table_of("NVIDIA X", {half: {32: CONFIGS[2]}}, load(path)))
     assert load(path).at(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
 
@@ -109,4 +109,4 @@ def test_all_numbers_of_rows_of_a_running_engine(
         assert by_rows[4] != LIBRARY and by_rows[1] != LIBRARY
     save(tmp_path / "choices.json", tune_steps.table_of("NVIDIA X", found))
     table = load(tmp_path / "choices.json")
-    assert all(table.at(gemm, rows) == found[gemm][rows] for gemm in found for rows in (1, 4))
+    assert all(at(table.measured(gemm), rows) == found[gemm][rows] for gemm in found for rows in (1, 4))

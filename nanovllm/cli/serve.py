@@ -122,8 +122,9 @@ def translated_options(given: argparse.Namespace) -> tuple[dict[str, Any], dict[
     return engine, translated({**server, **own}, SERVER_FIXED, SERVER_VALUES)
 
 
-def run(parser: Parser, arguments: list[str]) -> int:
-    """Serves until it is told to end."""
+def parse(parser: Parser, arguments: list[str]) -> tuple[str, dict[str, Any], ServeOptions]:
+    """Model, options of the engine and options of the server that a command line asks for, checked as far as they can
+    be without the model's files."""
     given = parse_with_config(parser, arguments)
     engine, server = translated_options(given)
     model = engine.pop("model", None)
@@ -131,7 +132,12 @@ def run(parser: Parser, arguments: list[str]) -> int:
     check_engine(model, engine)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")
-    options = ServeOptions(**server, api_keys=keys, admin_api_keys=admin)
+    return model, engine, ServeOptions(**server, api_keys=keys, admin_api_keys=admin)
+
+
+def run(parser: Parser, arguments: list[str]) -> int:
+    """Serves until it is told to end."""
+    served = parse(parser, arguments)
     from nanovllm.serve.lifecycle import serve
 
-    return serve(model, engine, options)
+    return serve(*served)

@@ -244,8 +244,8 @@ class EngineLoop:
         scheduler = self.scheduler
         memory = scheduler.memory
         used = 1 - memory.num_free_blocks / memory.num_blocks
-        if self.executor.state_size.slot_bytes:
-            used = max(used, len(scheduler.running) / self.config.max_num_seqs)
+        if memory.lines is not None:  # those of kept states are free, as blocks of cached pages are
+            used = max(used, len(scheduler.running) / min(memory.lines.count, self.config.max_num_seqs))
         return EngineStats(
             num_running=len(scheduler.running), num_waiting=len(scheduler.waiting),
             kv_cache_usage=used, prompt_tokens=scheduler.num_prompt_tokens,

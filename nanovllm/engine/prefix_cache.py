@@ -3,7 +3,9 @@ computes them in this very step.
 
 A page that nobody owns keeps its key until its blocks are reused, so that a later text with the same prefix finds it.
 Layers with a window need the last tokens of a text alone: a prefix of n tokens is a hit where all pages of the other
-layers are there, and those that the window at n reaches.
+layers are there, and those that the window at n reaches. Where layers have memory of fixed size, their state after n
+tokens must have been kept too (lines.py): a row leaves it after the last whole block of its prompt, and where a look-up
+found pages and no state. There nothing is copied inside a block.
 """
 
 from collections import Counter, deque
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.block_starts import BlockStarts, block_start
+from nanovllm.engine.lines import LinePool
 from nanovllm.engine.prefix_keys import before_block, extend_keys
 from nanovllm.engine.sequence import Sequence
 from nanovllm.wire.state import PageGroup
@@ -50,8 +53,13 @@ def most_cached_tokens(seq: Sequence) -> int:
 class PrefixCache:
     """Finds pages by the text that they hold."""
 
-    def __init__(self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True) -> None:
-        """enabled: False: nothing is found or kept."""
+    def __init__(
+        self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True, lines: LinePool | None = None
+    ) -> None:
+        """enabled: False: nothing is found or kept. lines: where layers have memory of fixed size."""
+        self._lines = lines
+        self._to_keep: set[bytes] = set()
+        """Keys of the blocks after which prompts that run keep a state: rows that can begin with one wait for it."""
         self.block_size, self.groups, self.enabled = block_size, groups, enabled
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
@@ -76,10 +84,28 @@ class PrefixCache:
         """Begins the look-ups of a step. prompts: running rows of which it computes known tokens."""
         self._computing.clear()
         self._begun = [*prompts]
+        self._to_keep = {key for seq in self._begun for key in self._keys_to_keep(seq)}
 
     def note_computing(self, seq: Sequence) -> None:
         """Notes that `seq` computes its next block in this step, which others may share later."""
         self._begun.append(seq)
+        self._to_keep.update(self._keys_to_keep(seq))
+
+    def places_to_keep(self, seq: Sequence) -> tuple[int, ...]:
+        """Numbers of a prompt's leading blocks after which its state is worth keeping, the worthiest first: those that
+        others have in common with it, and all."""
+        if self._lines is None or not self.enabled or not seq.prefix.keeps_states:
+            return ()
+        return seq.prefix.num_cached, (seq.num_tokens - 1) // self.block_size
+
+    def key_of(self, seq: Sequence, num_blocks: int) -> bytes:
+        """Key of a row's first blocks, so many."""
+        self._extend_keys(seq, num_blocks)
+        return seq.prefix.keys[num_blocks - 1]
+
+    def _keys_to_keep(self, seq: Sequence) -> list[bytes]:
+        computed = seq.num_computed_tokens // self.block_size
+        return [self.key_of(seq, number) for number in self.places_to_keep(seq) if number > computed]
 
     def _computed_now(self, start: bytes) -> int:
         """Number of leading tokens of a block start that a row of this step computes."""
@@ -94,6 +120,8 @@ class PrefixCache:
         a whole block that it would share, or half of all that it would compute."""
         most, size = most_cached_tokens(seq), self.block_size
         num_blocks = self.num_hits(seq, most)
+        if self._to_keep and not self._to_keep.isdisjoint(self._keys(seq, most // size)[num_blocks:]):
+            return None
         start = self._start_of(seq, num_blocks, most)
         if start is None:
             return self.prefix_of(seq, num_blocks)
@@ -137,6 +165,10 @@ class PrefixCache:
                 found.append(page)
         while (shorter := min((self._window_hits(group, keys, end) for group in self._windows), default=end)) < end:
             end = shorter
+        if self._lines is not None:
+            seq.prefix.num_cached = end
+            while end and keys[end - 1] not in self._lines:
+                end -= 1
         return end
 
     def _still_matched(self, seq: Sequence) -> list[list[Page]]:
@@ -169,11 +201,15 @@ class PrefixCache:
         """Start (block_starts.py) of a row's block `index`, as far as the row's first `num_tokens` go; None where these
         are too few of the block to be copied."""
         begin, end = index * self.block_size, min((index + 1) * self.block_size, num_tokens)
-        if not self.enabled or end - begin < self._least_copied:
+        if not self.enabled or self._lines is not None or end - begin < self._least_copied:
             return None
         self._extend_keys(seq, index)
         before = before_block(seq.prefix.keys, index, self.block_size, seq.prompt.extras)
         return block_start(before, seq.token_ids[begin:end])
+
+    def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        self._extend_keys(seq, num_blocks)
+        return seq.prefix.keys[:num_blocks]
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
         extend_keys(seq.prefix.keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)
@@ -200,11 +236,15 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, prefix: CachedPrefix) -> None:
         """Notes that a row begins to run with this prefix."""
-        seq.prefix.num_published, seq.prefix.matched = prefix.num_blocks, []
+        seq.prefix.num_published, seq.prefix.matched, seq.prefix.keeps_states = prefix.num_blocks, [], True
+        if self._lines is not None:
+            self._lines.num_missed_blocks += seq.prefix.num_cached - prefix.num_blocks
+            self._lines.admit(seq, seq.prefix.keys[prefix.num_blocks - 1] if prefix.num_blocks else None)
 
     def withhold(self, seq: Sequence, num_blocks: int = _ALL_BLOCKS) -> None:
         """Leaves the first blocks of a running row (all that it will have) to this row alone."""
         seq.prefix.num_published = max(seq.prefix.num_published, num_blocks)
+        seq.prefix.keeps_states = False
 
     def publish(self, seq: Sequence, num_written_tokens: int) -> None:
         """Makes the full blocks among a row's first `num_written_tokens`, which are written, available to other rows as
@@ -253,6 +293,8 @@ class PrefixCache:
         """Removes a page whose blocks are about to be reused."""
         if page.key is not None:
             del self._pages[page.group][page.key]
+            if self._lines is not None:
+                self._lines.forget(page.key)
             page.key = None
             self._generation += 1
             self._gone.append(page)
@@ -260,6 +302,8 @@ class PrefixCache:
 
     def forget_all(self) -> None:
         """Empties the cache. Rows keep their blocks."""
+        if self._lines is not None:
+            self._lines.forget_all()
         for pages in self._pages:
             for page in pages.values():
                 page.key = None

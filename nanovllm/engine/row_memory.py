@@ -3,16 +3,18 @@
 A row has a table of pages for each group of layers. Layers without a window need all of its tokens: a row is admitted
 where all its known tokens fit, and gets their pages at once. Layers with a window need its last tokens alone: a row
 gets their pages for what it computes next, and gives them back as the window moves on. Pages given back stay in the
-prefix cache until their blocks are reused.
+prefix cache until their blocks are reused. Layers with memory of fixed size have a line for each row (lines.py).
 """
 
 from collections.abc import Iterable
 from itertools import chain
 
 from nanovllm.engine.block_pool import BlockPool, Page
+from nanovllm.engine.lines import LinePool
 from nanovllm.engine.prefix_cache import CachedPrefix, PrefixCache
 from nanovllm.engine.sequence import RowPages, Sequence
 from nanovllm.wire.state import StateSize, capacity_tokens, row_blocks
+from nanovllm.wire.step import NO_LINE
 
 
 class RowMemory:
@@ -28,7 +30,8 @@ class RowMemory:
         self._held = tuple(group.widened(margin) for group in groups)
         """Groups as rows hold them while they decode, their windows widened by the margin."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
-        self.cache = PrefixCache(block_size, groups, enable_prefix_caching)
+        self.lines = LinePool(size.num_lines) if size.num_lines else None
+        self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines)
         self.pool = BlockPool(num_blocks, self.cache.forget)
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
@@ -46,6 +49,11 @@ class RowMemory:
     def num_free_blocks(self) -> int:
         """Number of blocks that can be handed out, those of cached pages among them."""
         return self.pool.num_free_blocks
+
+    @property
+    def has_free(self) -> bool:
+        """Whether there is room for anything of a row more."""
+        return bool(self.num_free_blocks) and (self.lines is None or self.lines.has_free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that one table needs for so many tokens."""
@@ -169,6 +177,22 @@ class RowMemory:
         self._note_reserved(seq)
         return updates
 
+    def keep_within(self, seq: Sequence, start: int, count: int) -> tuple[int, int]:
+        """Line that keeps the state of a prompt which it passes while it computes `count` tokens from `start` on, and
+        after how many of these; NO_LINE and 0: none does."""
+        assert self.lines is not None
+        for number in self.cache.places_to_keep(seq):
+            at = number * self.block_size - start
+            if 0 < at <= count and (line := self.lines.keep(self.cache.key_of(seq, number))) != NO_LINE:
+                return line, at
+        return NO_LINE, 0
+
+    def save_state(self, seq: Sequence) -> None:
+        """Keeps the state of a row that decodes and has filled its blocks, as far as their text is known."""
+        number = seq.num_computed_tokens // self.block_size
+        if self.lines is not None and self.cache.places_to_keep(seq) and seq.num_computed_tokens <= seq.num_tokens:
+            self.lines.save(seq, self.cache.key_of(seq, number))
+
     def leave_behind(self, seq: Sequence) -> None:
         """Gives back the pages of a row that no later query reaches, if it has any."""
         for group in self._windows if seq.memory.pages else ():
@@ -198,6 +222,8 @@ class RowMemory:
             for page in reversed(table):
                 if page is not None:
                     self.pool.give_back(page)
+        if self.lines is not None:
+            self.lines.release(seq)
         seq.memory = RowPages()
 
     def forget_cached(self) -> None:
@@ -208,6 +234,8 @@ class RowMemory:
     def check_integrity(self, owners: Iterable[Sequence]) -> None:
         """Asserts that blocks, pages and the tables of these rows agree."""
         owners = list(owners)
+        if self.lines is not None:
+            self.lines.check_integrity(owners)
         owned = [page for seq in owners for table in seq.memory.pages for page in table if page is not None]
         self.cache.check_integrity(self.pool.check_integrity(owned))
         for seq in owners:

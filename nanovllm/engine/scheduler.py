@@ -110,6 +110,9 @@ class Scheduler:
         """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
         must have been launched."""
         self._publish_last_plan()
+        lines = self.memory.lines
+        if lines is not None:
+            lines.begin_step()
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
@@ -117,6 +120,8 @@ class Scheduler:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
+            if lines is not None:
+                plan.lines = lines.columns(plan.seqs, plan.keeps)
             self._last_plan = plan
         return self._last_plan
 
@@ -166,6 +171,7 @@ class Scheduler:
             if self._preempt_newest() is seq:
                 return False
         plan.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
+        self.memory.save_state(seq)
         return True
 
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> None:
@@ -226,7 +232,7 @@ class Scheduler:
         self.lookahead.begin_step()
         num_partial = len(prompts) - len(chunks) + sum(map(is_partial, chunks))
         num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
-        while budget > 0 and waiting and self._free_slots and memory.num_free_blocks:
+        while budget > 0 and waiting and self._free_slots and memory.has_free:
             seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
@@ -283,6 +289,8 @@ class Scheduler:
         plan.counts.append(count)
         plan.host_token_ids += seq.token_ids[start : start + count]
         plan.num_tokens += count
+        if self.memory.lines is not None:
+            plan.keeps[seq] = self.memory.keep_within(seq, start, count)
         seq.num_computed_tokens = start + count
         if not seq.num_tokens_to_compute:
             plan.num_sample_rows += 1

@@ -10,7 +10,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
 from nanovllm.outputs import Ending, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.wire.step import SlotConstants
+from nanovllm.wire.step import NO_LINE, SlotConstants
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.row import SamplingRow
@@ -32,6 +32,10 @@ class RowPages:
     """Number of blocks of all these pages."""
     num_reserved_tokens: int = 0
     """Number of tokens for which every group has pages."""
+    line: int = NO_LINE
+    """Line of memory of fixed size (engine/lines.py) that the row writes in its next step; LinePool writes both."""
+    read_line: int = NO_LINE
+    """Line that it reads there; NO_LINE: zeros."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +51,13 @@ class RowPrefix:
     """The cache's generation (PrefixCache) when `matched` was found."""
     num_published: int = 0
     """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
+    keeps_states: bool = True
+    """Whether what layers of fixed size remember may be shared: nothing of it is older than the cache's contents."""
+    num_cached: int = 0
+    """Number of leading blocks whose pages were cached when the row was looked up last, with a state after them or
+    not."""
+    saved_key: bytes | None = None
+    """Key of the block after which the row's state was saved last while it decoded (LinePool)."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

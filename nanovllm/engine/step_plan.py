@@ -32,6 +32,10 @@ class StepPlan:
     """Flat triples slot, index in the block table, block."""
     block_copies: list[int] = field(default_factory=list)
     """Flat pairs source, destination of blocks to copy, one after another, before anything is computed."""
+    keeps: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within)."""
+    lines: list[list[int]] = field(default_factory=list)
+    """Where rows have memory of fixed size, by row: lines to read, to write, to keep, and tokens before that."""
     new_slots: list[Sequence] = field(default_factory=list)
     """Rows that take a slot in this step, for which the packed step has a slot record."""
     host_token_ids: list[int] = field(default_factory=list)
@@ -54,5 +58,5 @@ class StepPlan:
             slot_records=[
                 (seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens) for seq in self.new_slots
             ],
-            token_ids=self.host_token_ids, block_copies=self.block_copies,
+            token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines,
         )  # fmt: skip

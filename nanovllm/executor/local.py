@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,8 +112,7 @@ class LocalExecutor:
             sizes: list[StateSize] = self.call("measure_state")
             self.state_size = min(sizes, key=lambda size: size.num_blocks)
             assert all(size.groups == self.state_size.groups for size in sizes)
-            if self.state_size.slot_bytes:
-                self.config = replace(self.config, enable_prefix_caching=False)
+            self.state_size = self.state_size._replace(num_lines=min(size.num_lines for size in sizes))
             self.call("allocate_state", self.state_size)
         with self._phase("capture"):
             self.call("capture_graphs", self.runner.planner.rules)

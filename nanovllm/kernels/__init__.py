@@ -27,6 +27,8 @@ class Kernels:
     combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]
     qk_norm_rope_store: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
     qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
+    causal_conv: Annotated[Callable[..., torch.Tensor], "recurrent.conv"]
+    gated_delta_rule: Annotated[Callable[..., torch.Tensor], "recurrent.delta"]
     gumbel_argmax: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     commit_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     sample_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -17,8 +18,8 @@ from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParalle
 from nanovllm.layers.memory import Pages
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.step import Call, wanted_rows
-from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, parameter, whole
-from nanovllm.model_config import LayerSpec, ModelConfig
+from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, joined, parameter, whole
+from nanovllm.model_config import LayerSpec, ModelConfig, Quantization
 
 
 def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> AttentionSpec:
@@ -39,14 +40,22 @@ def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNor
 
 
 class GateParallelLinear(ParallelLinear):
-    """Gates of this rank's heads: [T, hidden] -> [T, gates, and padding to a multiple of 8]. Always wide."""
+    """Gates of this rank's heads: [T, hidden] -> [T, gates, and padding to a multiple of 8]. Wide where the checkpoint
+    has a projection for them."""
 
-    def __init__(self, context: ModelContext, activation: str, heads: HeadSplit, head_dim: int) -> None:
+    def __init__(
+        self, context: ModelContext, activation: str, heads: HeadSplit, head_dim: int, precision: Quantization | None
+    ) -> None:
+        """precision: of the queries' projection."""
         config = context.config
         each = 1 if config.gate_per_head else head_dim
         pieces = (Piece("g_proj", (heads.num_heads * each, config.hidden_size), heads.query_cuts(each)),)
+        if config.gate_in_queries:
+            shape = (2 * heads.num_heads * head_dim, config.hidden_size)
+            pieces = (Piece("q_proj", shape, heads.part_cuts(head_dim, 1, 2)),)
         rows = -(-heads.local_heads * each // 8) * 8
-        super().__init__(context, "gate", rows, config.hidden_size, pieces=pieces)
+        precision = precision if config.gate_in_queries else None
+        super().__init__(context, "gate", rows, config.hidden_size, pieces=pieces, precision=precision)
         self.kernels, self.activation = context.kernels, activation
         self.elements = head_dim // each
         """Number of elements of attention's result that a gate is for."""
@@ -91,7 +100,7 @@ class Attention(WeightedModule, PagedAttention):
         gate = config.attention_gate
         self.qkv_proj = QKVParallelLinear(
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
-            around=around.first() if gate is None else Around(),
+            around=around.first() if gate is None else Around(), query_parts=2 if config.gate_in_queries else 1,
         )  # fmt: skip
         before = "attention" if head_dim == GROUP and gate is None else "wide attention"
         self.o_proj = RowParallelLinear(
@@ -101,7 +110,7 @@ class Attention(WeightedModule, PagedAttention):
         self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.g_proj = None
         if gate is not None:
-            self.g_proj = GateParallelLinear(context, gate, heads, head_dim)
+            self.g_proj = GateParallelLinear(context, gate, heads, head_dim, layer.precision("qkv"))
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """Number that the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in
@@ -160,10 +169,9 @@ class Attention(WeightedModule, PagedAttention):
         return self.group.all_reduce(part)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
-        yield from self.qkv_proj.checkpoint_weights(prefix)
+        gates = () if self.g_proj is None else self.g_proj.checkpoint_weights(prefix)
+        yield from joined(chain(self.qkv_proj.checkpoint_weights(prefix), gates))
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
-        if self.g_proj is not None:
-            yield from self.g_proj.checkpoint_weights(prefix)
         if self._norms_are_loaded and self.q_norm_weight is not None and self.k_norm_weight is not None:
             offset, heads = self._norm_offset, self.heads
             of_q, of_k = (whole, whole) if self.norm_rope.norm == "head" else (heads.query_weight, heads.kv_weight)

@@ -68,6 +68,11 @@ class HeadSplit:
         """This rank's range of the rows of all query heads, `rows` for each head."""
         return (Cut(0, 0, self.first_head * rows, self.local_heads * rows),)
 
+    def part_cuts(self, rows: int, part: int, parts: int) -> tuple[Cut, ...]:
+        """This rank's heads of a projection that has `parts` parts of `rows` rows for each query head: part `part`."""
+        heads = range(self.local_heads)
+        return tuple(Cut(0, i * rows, ((self.first_head + i) * parts + part) * rows, rows) for i in heads)
+
     def kv_cuts(self, rows: int, place: int = 0) -> tuple[Cut, ...]:
         """This rank's ranges of the rows of all key/value heads, `rows` for each head; its own begin at row `place`."""
         runs = self.kv_head_runs()

@@ -165,12 +165,15 @@ class QKVParallelLinear(ParallelLinear):
 
     def __init__(
         self, context: LayerContext, in_features: int, heads: HeadSplit, head_dim: int, *, bias: bool,
-        precision: Quantization | None, around: Around = ANYTHING,
+        precision: Quantization | None, around: Around = ANYTHING, query_parts: int = 1,
     ) -> None:  # fmt: skip
+        """query_parts: parts of head_dim rows that q_proj has for a head, of which the first is the query."""
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
-        q_shape, kv_shape = ((count * head_dim, in_features) for count in (heads.num_heads, heads.num_kv_heads))
+        counts = (heads.num_heads * query_parts, heads.num_kv_heads)
+        q_shape, kv_shape = ((count * head_dim, in_features) for count in counts)
+        q_cuts = heads.query_cuts(head_dim) if query_parts == 1 else heads.part_cuts(head_dim, 0, query_parts)
         pieces = (
-            Piece("q_proj", q_shape, heads.query_cuts(head_dim)),
+            Piece("q_proj", q_shape, q_cuts),
             Piece("k_proj", kv_shape, heads.kv_cuts(head_dim, q_rows)),
             Piece("v_proj", kv_shape, heads.kv_cuts(head_dim, q_rows + kv_rows)),
         )

@@ -29,10 +29,11 @@ class Pages:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of fixed size for each running row: zeros when the row is admitted, then what its mixer writes. Sizes
+    """A tensor of fixed size for each row, its state: zeros before the first token, then what its mixer writes. Sizes
     are this rank's.
 
-    A model that has such memory shares no prefixes: a row begins with its first token, also after a preemption.
+    A step's `rows` say in which line of it each row finds its state, in which it leaves it, and which one gets the
+    state as it is in between, for rows to come that begin with the same text (kernels/recurrent/rows.py).
     """
 
     shape: tuple[int, ...]
@@ -54,9 +55,8 @@ class Mixer(Protocol):
         """Declarations of all that it remembers."""
 
     def bind(self, *memory: Any) -> None:
-        """Takes what it declares, in that order: a KVCache for Pages; for a Slot a tensor [max_num_seqs + 1, *shape],
-        a line for each slot (AttentionMetadata.row_slot), the last for rows of padding, whose slot is -1. It is called
-        anew when memory is allocated, and with empty memory when the engine lets go of it."""
+        """Takes what it declares, in that order: a KVCache for Pages; for a Slot a tensor [lines, *shape]. It
+        is called anew when memory is allocated, and with empty memory when the engine lets go of it."""
 
 
 def pages_of(mixers: Iterable[Mixer]) -> list[Pages]:

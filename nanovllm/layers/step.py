@@ -10,6 +10,7 @@ from nanovllm.attention.split import attention_halves
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.recurrent.rows import Lines, StepRows
 
 
 @dataclass
@@ -23,14 +24,29 @@ class ForwardStep:
     attention: AttentionMetadata
     backend: AttentionBackend
     """Attends for all layers; it was prepared for `attention`."""
+    lines: Lines | None = None
+    """Where rows have their memory of fixed size; None: layers have none."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
 
+    @property
+    def rows(self) -> StepRows:
+        """What layers with memory of fixed size know of the step's rows."""
+        assert self.lines is not None
+        attention = self.attention
+        return StepRows(attention.cu_seqlens_q, attention.num_decode_rows, attention.num_tokens, self.lines)
+
     def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
         """The first `cut` tokens, and the others; see attention_halves."""
+        halves = attention_halves(self.attention, cut)
+        lines: tuple[Lines | None, Lines | None] = (None, None)
+        if self.lines is not None:
+            lines = self.lines.halves(*(half.cu_seqlens_q.diff() for half in halves))
         first, second = (
-            ForwardStep(self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend)
-            for part, half in zip((slice(cut), slice(cut, None)), attention_halves(self.attention, cut), strict=True)
+            ForwardStep(
+                self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own
+            )
+            for part, half, own in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
         )
         return first, second
 

@@ -4,7 +4,7 @@ Every layer lists the checkpoint tensors that it is made of and, for each, which
 parameters. Loading, checking for missing or surplus names, dummy weights and live weight updates all walk this list.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -267,6 +267,15 @@ def _quantize(
             target.copy_(values.view(target.shape))
             scales.values.copy_(found.view(scales.values.shape))
         progress()
+
+
+def joined(weights: Iterable[CheckpointWeight]) -> Iterator[CheckpointWeight]:
+    """Weights, of which those of one name are one, whose shards are those of all."""
+    found: dict[str, CheckpointWeight] = {}
+    for weight in weights:
+        before = found.get(weight.name)
+        found[weight.name] = weight if before is None else replace(before, shards=(*before.shards, *weight.shards))
+    yield from found.values()
 
 
 def whole(name: str, parameter: torch.Tensor, offset: float = 0.0) -> CheckpointWeight:

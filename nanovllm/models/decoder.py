@@ -190,7 +190,8 @@ class DecoderLayer(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for name, norm in self.norms.items():
             yield from norm.checkpoint_weights(f"{prefix}.{name}")
-        yield from self.self_attn.checkpoint_weights(f"{prefix}.self_attn")
+        name = getattr(self.self_attn, "checkpoint_name", "self_attn")
+        yield from self.self_attn.checkpoint_weights(f"{prefix}.{name}")
         yield from self.mlp.checkpoint_weights(f"{prefix}.mlp")
 
 

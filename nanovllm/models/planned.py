@@ -64,7 +64,7 @@ def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) ->
     gemms = {one.gemm(rules.world) for one in linears}
     device, ranks = rules.device.name, f"{rules.world} rank" + "s" * (rules.world > 1)
     yield f"{config.architecture}, {dtype}, {ranks} of {device}: {len(config.layers)} layers; " + (
-        f"products: {rules.table.describe(gemms)}, rules serve the others"
+        f"products: {rules.table.describe(gemms)}, the nearest serve the others"
     )
     for kind in kinds:
         plans = {rows: planner.layer(kind.operations)[rows] for rows in all_rows}
@@ -105,7 +105,7 @@ def _reasons(names: list[str], whys: dict[int, list[str]]) -> Iterator[str]:
     found: dict[tuple[str, str], list[int]] = {}
     for rows, all_whys in whys.items():
         for name, why in zip(names, all_whys, strict=True):
-            if why not in ("", "measured", "rule"):
+            if why not in ("", "measured", "nearest", "rule"):
                 found.setdefault((name, why), []).append(rows)
     if found:
         yield ""

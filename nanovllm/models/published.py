@@ -26,6 +26,15 @@ def _qwen3_moe(layers: int, hidden: int, intermediate: int, expert: int, heads: 
     return _shape("Qwen3Moe", layers, hidden, intermediate, heads, 4, 151936, 40960, 151645, **more)
 
 
+def _qwen3_5(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, value_heads: int, family: str = "Qwen3_5",
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    more |= {"head_dim": 256, "rope_parameters": rope, "linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
+    return _shape(family, layers, hidden, intermediate, heads, kv_heads, 248320, 262144, 248046, **more)
+
+
 def _llama(layers: int, hidden: int, intermediate: int, factor: float, tied: bool = False) -> dict[str, Any]:
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 8192
@@ -41,6 +50,12 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": _qwen3(36, 4096, 12288, 32),
     "Qwen3-14B": _qwen3(40, 5120, 17408, 40),
     "Qwen3-32B": _qwen3(64, 5120, 25600, 64),
+    "Qwen3.5-9B": _qwen3_5(32, 4096, 12288, 16, 4, 32),
+    "Qwen3.6-27B": _qwen3_5(64, 5120, 17408, 24, 4, 48),
+    "Qwen3.6-35B-A3B": _qwen3_5(
+        40, 2048, 512, 16, 2, 32, "Qwen3_5Moe", moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        num_experts=256, num_experts_per_tok=8,
+    ),
     "Llama-3.1-8B": _llama(32, 4096, 14336, 8.0),
     "Llama-3.2-1B": _llama(16, 2048, 8192, 32.0, tied=True),
     "Qwen2.5-7B": _shape("Qwen2", 28, 3584, 18944, 28, 4, 152064, 32768, 151645, rope_theta=1e6),

@@ -16,6 +16,8 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+_RECURRENT = {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)}
+"""Those of the mixer "delta"; its gates are never quantised."""
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
@@ -173,8 +175,9 @@ class _Named:
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
+        own = _RECURRENT.get(part, modules) if spec.mixer == "delta" else modules
         if spec.mlp == "dense" or part in ("qkv", "o"):
-            yield part, [f"{layer}.{module}" for module in modules]
+            yield part, [f"{layer}.{module}" for module in own]
     if spec.mlp == "moe" and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
         yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]

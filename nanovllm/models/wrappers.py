@@ -14,7 +14,7 @@ _STEMS = {
     "language_model.": (
         "AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Glm46V", "Glm4v", "Glm4vMoe", "InternVL", "LightOnOcr",
         "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "MuseGlimmer", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL",
-        "Qwen3VLMoe", "Voxtral",
+        "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Voxtral",
     ),
     "text_model.": ("Idefics3", "SmolVLM"),
 }  # fmt: skip
@@ -39,6 +39,8 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen2_vl": ("Qwen2ForCausalLM", _QWEN_VL),
     "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
     "qwen3_vl_moe": ("Qwen3VLMoeTextModel", {}),
     "qwen3_vl": ("Qwen3ForCausalLM", {"rope_theta": 5e5}),

@@ -31,7 +31,7 @@ def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused:
 
 
 def describe(model: nn.Module, rules: Rules) -> str:
-    """Says how many of a model's different GEMMs tables have; rules serve the others."""
+    """Says how many of a model's different GEMMs tables have; those of the nearest shapes serve the others."""
     if not rules.own_kernels:
         return "library" if rules.exact_bits is None else "one order of sums for all numbers of rows"
     linears = (part for part in model.modules() if isinstance(part, ParallelLinear))

@@ -8,7 +8,7 @@ H200 within 310 MiB for models of 0.6B to 30B, which is 0.3 % of the KV cache: t
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -33,7 +33,7 @@ from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
-from nanovllm.runner.state_memory import num_blocks, slot_bytes
+from nanovllm.runner.state_memory import lines_for, num_blocks, slot_bytes
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 from nanovllm.wire.state import capacity_tokens, row_blocks, table_width
 
@@ -75,9 +75,11 @@ class RankPlan:
     buffers: int
     """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
     slots: int
-    """Bytes of memory of fixed size, of all rows."""
+    """Bytes of memory of fixed size, in all lines."""
+    num_lines: int
+    """Lines, for rows and for states that are kept."""
     rows: int
-    """Rows that have such memory: max_num_seqs."""
+    """Rows that run at once, at most: max_num_seqs."""
     peer: int
     """Bytes that other ranks write into, where GPUs can."""
     libraries: int
@@ -131,7 +133,7 @@ class RankPlan:
     def users(self, length: int) -> int:
         """Requests of `length` tokens that fit at once while they decode."""
         fit = self.blocks // row_blocks(self.layout.groups, length, self.block_size)
-        return min(fit, self.rows) if self.slots else fit
+        return min(fit, self.num_lines, self.rows) if self.slots else fit
 
 
 def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -180,13 +182,15 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     layout = layout_of(pages, config, kv_dtype)
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
-    return RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
-        (rows + 1) * slot_bytes(mixers), rows, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
-        token_bytes, layout,
-        layout.token_bytes(kv_dtype) * config.kvcache_block_size, config.kvcache_block_size, share,
-        f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
+    line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
+    plan = RankPlan(
+        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0, rows,
+        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout, block_bytes,
+        config.kvcache_block_size, share, f"gpu_memory_utilization={config.gpu_memory_utilization}",
+        config.num_kvcache_blocks,
     )  # fmt: skip
+    lines = lines_for(config, share - plan.used, line_bytes, bool(block_bytes))
+    return replace(plan, num_lines=lines, slots=(lines + 1) * line_bytes)
 
 
 def weight_bytes(weights: Iterable[CheckpointWeight]) -> int:
@@ -216,7 +220,8 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
     rows, blocks = slots + MAX_PREFILL_ROWS, table_width(config.max_model_len, config.kvcache_block_size, tables)
     state = DeviceState.allocate(slots, tables, blocks, "meta")
     inputs = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, tables, "meta")
-    return by_position + sum(tensor.nbytes for held in (state, inputs) for tensor in vars(held).values())
+    tensors = [each for held in (state, inputs) for each in vars(held).values() if isinstance(each, torch.Tensor)]
+    return by_position + sum(tensor.nbytes for tensor in tensors)
 
 
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

@@ -175,17 +175,20 @@ class ModelRunner:
     def _num_blocks(self) -> int:
         config, memory = self.config, self.state_memory
         needs, asked = (memory.block_bytes, memory.layout.num_tables), config.num_kvcache_blocks
-        fixed = memory.fixed_bytes
         if self.device.type == "cpu":
             share, gib, whose = host_share(config), config.cpu_kvcache_gib, "a rank's share of the memory here"
+            memory.choose_lines(int(share if asked is not None else min(share, gib * GIB)))
+            fixed = memory.fixed_bytes
             if asked is not None:
                 return num_blocks(int(share), *needs, asked, whose, slots=fixed)
             if gib * GIB > share:
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, {whose}")
             return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        budget = self.memory.kv_budget(config.gpu_memory_utilization)
+        self.state_memory.choose_lines(budget)
+        fixed = self.state_memory.fixed_bytes
         if fixed:  # before anything is allocated
-            budget = self.memory.kv_budget(config.gpu_memory_utilization)
             num_blocks(budget, *needs, None, option, self.memory.crowded, fixed)
         with self.io.stream_context():
             with self.memory.libraries():
@@ -193,7 +196,9 @@ class ModelRunner:
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()
-                self.launch(dummy_step(config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len))
+                self.launch(dummy_step(
+                    config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, bool(fixed)
+                ))
                 torch.cuda.synchronize(self.device)
                 step_bytes = self.memory.end_step()
             self._progress()
@@ -219,7 +224,7 @@ class ModelRunner:
         with self.io.stream_context():
             self.state_memory.allocate(size)
             rows = config.max_num_seqs + MAX_PREFILL_ROWS
-            self.work.allocate(rows, config.max_num_batched_tokens + rows, size.num_tables)
+            self.work.allocate(rows, config.max_num_batched_tokens + rows, size.num_tables, size.num_lines)
             capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
             self.io.allocate(capacity, rows)
 
@@ -313,6 +318,7 @@ class ModelRunner:
             "block_size": self.block_size,
             "kv_cache_groups": self.state_memory.describe(),
             "slot_bytes": self.state_memory.slot_bytes,
+            "num_state_lines": self.state_memory.num_lines,
             "all_reduce": self.group.all_reduce_name,
             "gemms": describe(self.model, self.planner.rules),
             "exact_bits": self.config.exact_bits,

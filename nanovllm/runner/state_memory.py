@@ -16,7 +16,7 @@ from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import StateLayout
 from nanovllm.wire.state import StateSize
-from nanovllm.wire.step import block_copies, taken_slots
+from nanovllm.wire.step import block_copies
 
 _SCALE = torch.bfloat16
 _KV_CACHE = "kv_cache"
@@ -42,7 +42,7 @@ def num_blocks(
     if fits < least:
         parts = "one block" if least == 1 else f"{least} blocks"
         if slots:
-            parts = f"{_size(slots)} in slots of max_num_seqs requests" + (f", {parts}" if bytes_per_block else "")
+            parts = f"{_size(slots)} in states of fixed size" + (f", {parts}" if bytes_per_block else "")
         needed = f"{_size(slots + least * bytes_per_block)} ({parts})"
         raise ValueError(
             f"{option}: leaves {_size(budget_bytes)} for the KV cache, must leave at least {needed}"
@@ -66,6 +66,15 @@ def slot_bytes(mixers: Iterable[Mixer]) -> int:
     return sum(_aligned(one.nbytes) for one in slots_of(mixers))
 
 
+def lines_for(config: EngineConfig, room: int, line_bytes: int, has_pages: bool) -> int:
+    """Lines of memory of fixed size, without the one for rows of padding: those that were asked for, or for all rows
+    and half as many kept states, as far as they leave 60 % of `room` bytes to blocks (has_pages: if there are any)."""
+    if config.num_state_lines is not None or not line_bytes:
+        return config.num_state_lines or 0
+    wanted = config.max_num_seqs * 3 // 2 if config.enable_prefix_caching else config.max_num_seqs
+    return max(1, min(wanted, room * (2 if has_pages else 5) // 5 // line_bytes - 1))
+
+
 class StateMemory:
     """Owner of the layers' memory on one rank."""
 
@@ -81,13 +90,14 @@ class StateMemory:
         self._blocks: BlockTensors | None = None
         self.slot_bytes = slot_bytes(mixers)
         """Bytes of one slot."""
-        self._num_lines = config.max_num_seqs + 1  # the last for rows of padding
+        self._config, self.num_lines = config, 1 if self.slot_bytes else 0
+        """Number of lines; one more is for rows of padding."""
         self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes beside the blocks."""
-        return self._num_lines * self.slot_bytes
+        return (self.num_lines + 1) * self.slot_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -105,9 +115,13 @@ class StateMemory:
             for group, layers in zip(layout.groups, layout.group_layers, strict=True)
         ]  # fmt: skip
 
+    def choose_lines(self, room: int) -> None:
+        """Sets the number of lines for `room` bytes of blocks and lines."""
+        self.num_lines = lines_for(self._config, room, self.slot_bytes, bool(self.block_bytes))
+
     def size(self, num_blocks: int) -> StateSize:
         """Size of this memory with so many blocks."""
-        return StateSize(num_blocks, self._block_size, self.layout.groups, self.slot_bytes)
+        return StateSize(num_blocks, self._block_size, self.layout.groups, self.slot_bytes, self.num_lines)
 
     def allocate(self, size: StateSize) -> None:
         """Allocates blocks and slots, and gives each layer its part of them.
@@ -115,12 +129,13 @@ class StateMemory:
         Zeros, because attention kernels load a row's whole last block and mask afterwards: what was never written must
         be finite.
         """
+        self.num_lines = size.num_lines
         nbytes = self.fixed_bytes + size.num_blocks * self.block_bytes
         if self._sleepable is None:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         else:
             memory = self._sleepable.take(_KV_CACHE, nbytes)
-        self._bind(memory, size.num_blocks, self._num_lines)
+        self._bind(memory, size.num_blocks, size.num_lines + 1)
 
     def release(self) -> None:
         """Lets go of all memory; memory that can sleep goes when it is taken anew, or with `free`."""
@@ -133,11 +148,8 @@ class StateMemory:
             self._sleepable.free(_KV_CACHE)
 
     def begin(self, step: torch.Tensor, packed: np.ndarray) -> None:
-        """Writes zeros to the slots that rows take in a step, int32 words as `step` on the device and as `packed` on
-        the host, and copies its blocks: before all else, and outside of graphs, as most steps have neither."""
-        if self.slot_bytes:
-            for slot in taken_slots(packed, self._num_lines - 1):
-                self._lines[slot].zero_()
+        """Copies the blocks of a step, int32 words as `step` on the device and as `packed` on the host: before all
+        else, and outside of graphs, as most steps copy none."""
         if self._blocks is not None and (where := block_copies(packed)) is not None:
             self._kernels.copy_blocks(step[where], self._blocks)
 

@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.config import EngineConfig
+from nanovllm.kernels.recurrent.rows import Lines
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.input import DeviceState, StepBuffers
 from nanovllm.layers.context import ModelContext
@@ -36,11 +37,11 @@ class StepWork:
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled."""
 
-    def allocate(self, max_rows: int, max_tokens: int, num_tables: int) -> None:
+    def allocate(self, max_rows: int, max_tokens: int, num_tables: int, num_lines: int) -> None:
         """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. num_tables:
-        block tables of a row."""
+        block tables of a row. num_lines: of memory of fixed size."""
         width = table_width(self._max_model_len, self._block_size, num_tables)
-        self.state = DeviceState.allocate(self._max_num_seqs, num_tables, width, self._device)
+        self.state = DeviceState.allocate(self._max_num_seqs, num_tables, width, self._device, num_lines)
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
 
     def run_exact(
@@ -102,7 +103,8 @@ class StepWork:
         whose tokens are not read: their slot's last token is written again when the prompt ends. Returns what
         `run_exact` does.
         """
-        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend)
+        lines = Lines(*buffers.lines) if self.state.num_lines else None
+        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend, lines)
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
         hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:

@@ -37,7 +37,8 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                         work.run_padded(shape)
                 runner.warm_up_attention()
                 num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
-                _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len))
+                has_lines = bool(runner.state_memory.num_lines)
+                _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len, has_lines))
         finally:
             work.captured_logits.clear()
     runner.io.synchronize()

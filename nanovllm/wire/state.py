@@ -35,8 +35,9 @@ class StateSize(NamedTuple):
     groups: tuple[PageGroup, ...] = (PageGroup(),)
     """Groups of the model's layers."""
     slot_bytes: int = 0
-    """Bytes of memory of fixed size that each running row has beside its blocks. A model with any shares no
-    prefixes."""
+    """Bytes of a line: memory of fixed size that each running row has beside its blocks."""
+    num_lines: int = 0
+    """Number of lines, for running rows and for states that are kept for later ones."""
 
     @property
     def num_tables(self) -> int:

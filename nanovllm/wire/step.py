@@ -7,12 +7,14 @@
     | counts     | per row      | 1st position  | tokens      | U x (slot, index, | N x 8 words      | rows that are no
     |            | S words      | S words       | S words     |      block)       |                  | decodes
 
-    ... | block copies             |   These happen first of all, one after another.
-        | C x (source, destination)|
+    ... | lines                    | block copies             |   The copies happen first of all, one after another.
+        | 4 x R words, if any      | C x (source, destination)|
 
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
-            8 block copies C, 9.. reserved
+            8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size), 10.. reserved
+    lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
+           tokens (0: no line)
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  2 reserved
 
@@ -36,6 +38,8 @@ HEADER_SIZE = 16
 """Words, as all sizes here."""
 SECTION_WORD = 7
 COPIES_WORD = 8
+LINES_WORD = 9
+NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2
 RECORD_SIZE = 8
@@ -75,7 +79,8 @@ def most_block_updates(size: StateSize, max_num_seqs: int) -> int:
 
 def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """int32 words of the largest packed step, without its sampling section."""
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * size.num_tables) * max_num_seqs
+    lines = 4 if size.num_lines else 0
+    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * size.num_tables + lines) * max_num_seqs
     return fixed + UPDATE_SIZE * most_block_updates(size, max_num_seqs) + max_num_batched_tokens
 
 
@@ -83,9 +88,10 @@ def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
     slot_records: Iterable[tuple[int, SlotConstants, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
+    lines: Sequence[list[int]] = (),
 ) -> np.ndarray:  # fmt: skip
     """Packs a step into the int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed)
-    of each row that took a slot; block_copies: flat pairs."""
+    of each row that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1."""
     records = [
         _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed)
         for slot, constants, last_token, num_computed in slot_records
@@ -95,7 +101,7 @@ def pack_step(
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
     # An array takes lists in several times faster than numpy, unsigned numbers faster than signed ones (none here is
     # negative), and bytes faster still.
-    packed = array("I", (*header, 0, num_copies))
+    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0))
     packed.frombytes(bytes(4 * (HEADER_SIZE - len(packed))))
     padding = bytes(4 * (max_num_seqs - len(slots)))
     for column in (slots, starts, counts):
@@ -104,6 +110,8 @@ def pack_step(
     packed.fromlist(block_updates)
     packed.frombytes(b"".join(records))
     packed.fromlist(token_ids)
+    for number, column in enumerate(lines):
+        packed.fromlist(column if number == 3 else [line + 1 for line in column])
     packed.extend(block_copies)
     return np.frombuffer(packed, dtype=np.int32)
 
@@ -115,12 +123,12 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
     return starts, counts
 
 
-def taken_slots(packed: np.ndarray, max_num_seqs: int) -> list[int]:
-    """Slots that rows take in a packed step, which are those of its slot records."""
-    _, _, _, _, num_updates, num_records, _ = StepCounts.of(packed)
-    begin = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates
-    found: list[int] = packed[begin : begin + RECORD_SIZE * num_records : RECORD_SIZE].tolist()
-    return found
+def row_lines(packed: np.ndarray) -> np.ndarray:
+    """int32 [R, 4]: the lines that each row of a packed step (without a section) reads, writes and keeps, and tokens
+    before that; NO_LINE for none."""
+    end = packed.size - COPY_SIZE * int(packed[COPIES_WORD])
+    lines = packed[end - 4 * int(packed[LINES_WORD]) : end].reshape(4, -1)
+    return (lines - np.array([[1], [1], [1], [0]], dtype=np.int32)).T
 
 
 def block_copies(packed: np.ndarray) -> slice | None:
@@ -129,7 +137,7 @@ def block_copies(packed: np.ndarray) -> slice | None:
     return slice(packed.size - num_words, packed.size) if num_words else None
 
 
-def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.ndarray:
+def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False) -> np.ndarray:
     """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
     No blocks are handed out: every row reads and writes what its slot's block table happens to hold; and the first is
@@ -144,4 +152,5 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int) -> np.nda
         max_num_seqs, slots=list(range(num_rows)), starts=[0] * num_rows, counts=counts.tolist(), num_decode_rows=0,
         num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
         block_copies=(0, 0),
+        lines=[[NO_LINE] * num_rows, [0] * num_rows, [NO_LINE] * num_rows, [0] * num_rows] if has_lines else (),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from itertools import groupby
 import numpy as np
 
 from nanovllm.wire.state import PageGroup
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, block_copies
+from nanovllm.wire.step import HEADER_SIZE, NO_LINE, RECORD_SIZE, block_copies, row_lines
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text
@@ -37,10 +37,12 @@ class FakeDevice:
 
     def __init__(
         self, max_num_seqs: int, num_blocks: int, block_size: int, gain: Callable[[int], int] | None = None,
-        groups: tuple[PageGroup, ...] = (PageGroup(),), table_width: int = 1 << 20,
+        groups: tuple[PageGroup, ...] = (PageGroup(),), table_width: int = 1 << 20, num_lines: int = 0,
     ) -> None:  # fmt: skip
         """gain: how many tokens, from 1 up to the number given, a row gains that may gain so many. groups: of the
-        layers; a layer of each table attends to its own blocks."""
+        layers; a layer of each table attends to its own blocks. num_lines: of memory of fixed size; 0: none has any."""
+        self.lines: list[tuple[int, int] | None] = [None] * num_lines
+        """(version of the weights, text) by line: the text whose state it holds."""
         self.windows = [group.window for group in groups for _ in range(group.num_tables)]
         """Window of each table."""
         self._table_width = table_width
@@ -95,6 +97,10 @@ class FakeDevice:
             assert self._gain or counts[row] == 1
         # Layer by layer, all rows write before any row reads; a row therefore must not read what another writes now.
         nodes = [self._prefix(slot, start) for slot, start in zip(slots, starts, strict=True)]
+        lines = row_lines(packed).tolist() if self.lines else [[]] * len(slots)
+        for begun, node, start in zip(lines, nodes, starts, strict=True):
+            assert not begun or self._state(begun[0]) == (self.weights_version, node), f"wrong state at {start}"
+        self._check_lines(lines)
         written: set[tuple[int, int]] = set()
         gained: list[list[int]] = []
         for row, (slot, start, count) in enumerate(zip(slots, starts, counts, strict=True)):
@@ -116,6 +122,10 @@ class FakeDevice:
                     assert place not in written, f"two rows write {place}"
                     written.add(place)
                     self.kv[place[0]][place[1]] = (self.weights_version, node)
+                if lines[row] and position - start + 1 == lines[row][3]:
+                    self.lines[lines[row][2]] = (self.weights_version, node)
+            if lines[row]:
+                self.lines[lines[row][1]] = (self.weights_version, nodes[row])
             if num_decodes <= row < num_samples:
                 gained.append([self._sample(slot, nodes[row])])
         for slot, start in zip(slots, starts, strict=True):
@@ -139,11 +149,25 @@ class FakeDevice:
         for record in range(num_records):
             self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
         prompt_tokens = data[at + num_records * RECORD_SIZE :]
+        if self.lines:
+            del prompt_tokens[data[3] - data[1] : data[3] - data[1] + 4 * num_rows]
         if (where := block_copies(packed)) is not None:
             del prompt_tokens[-len(data[where]) :]
             for source, destination in zip(data[where][::2], data[where][1::2], strict=True):
                 self.kv[destination] = list(self.kv[source])
         return columns, prompt_tokens
+
+    def _state(self, line: int) -> tuple[int, int] | None:
+        """What a row that reads this line begins with; the empty text may be of any weights."""
+        return (self.weights_version, ROOT) if line == NO_LINE else self.lines[line]
+
+    def _check_lines(self, lines: list[list[int]]) -> None:
+        """No line that a step writes is another row's, or read by another."""
+        for row, of_row in enumerate(lines):
+            others = {line for number, of_other in enumerate(lines) if number != row for line in of_other[:3]}
+            assert not of_row or not ({*of_row[1:3]} - {NO_LINE}) & others, (of_row, others)
+            assert not of_row or ((of_row[2] == NO_LINE) == (of_row[3] == 0) and of_row[1] != NO_LINE), of_row
+            assert not of_row or of_row[2] == NO_LINE or of_row[2] not in of_row[:2], of_row
 
     def _draw(self, slot: int, node: int, most: int) -> list[int]:
         """Tokens that a decode gains, at most `most`."""

@@ -90,14 +90,15 @@ class Simulation:
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 2, tokens_per_step: int = 1,
-        gain: Callable[[int], int] | None = None, groups: tuple[PageGroup, ...] = (PageGroup(),), **options: object,
+        gain: Callable[[int], int] | None = None, groups: tuple[PageGroup, ...] = (PageGroup(),), num_lines: int = 0,
+        **options: object,
     ) -> None:  # fmt: skip
-        """`gain`, `groups`: see FakeDevice."""
+        """`gain`, `groups`, `num_lines`: see FakeDevice."""
         self.config = EngineConfig.from_options("model", **{"max_model_len": 1 << 16, **options})
-        self.size = StateSize(num_blocks, block_size, groups)
+        self.size = StateSize(num_blocks, block_size, groups, num_lines=num_lines)
         self.scheduler = Scheduler(self.config, self.size, tokens_per_step=tokens_per_step)
         width = table_width(1 << 16, block_size, self.size.num_tables)
-        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width)
+        self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width, num_lines)
         self.depth = depth
         self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
         self.requests: dict[int, Request] = {}

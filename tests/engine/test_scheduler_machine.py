@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     highest_num_blocks = 14
     tokens_per_step = st.just(1)
     groups = st.just((PageGroup(),))
+    num_lines = st.just(0)
 
     @initialize(data=st.data(), chosen=options)
     def start(self, data: Any, chosen: dict[str, Any]) -> None:
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.simulation = Simulation(
             num_blocks=data.draw(st.integers(least, least * self.highest_num_blocks), "num_blocks"),
             groups=groups,
+            num_lines=data.draw(self.num_lines, "num_lines"),
             block_size=BLOCK_SIZE,
             depth=data.draw(st.integers(1, 2), "depth"),
             tokens_per_step=several,
@@ -144,6 +146,15 @@ class WindowsMachine(SchedulerMachine):
     tokens_per_step = st.sampled_from([1, 1, 1, 4])
 
 
+class LinesMachine(SchedulerMachine):
+    """Layers that remember a state of fixed size: in few lines and many, kept for others, waited for, taken over."""
+
+    highest_num_blocks = 40
+    groups = st.sampled_from([(PageGroup(),), (PageGroup(),), (PageGroup(), PageGroup(6))])
+    num_lines = st.sampled_from([1, 2, 3, 5, 8, 20])
+
+
+TestLines = LinesMachine.TestCase
 TestTinyMemory = SchedulerMachine.TestCase
 TestSeveralTokens = SeveralTokensMachine.TestCase
 TestWindows = WindowsMachine.TestCase

@@ -50,6 +50,13 @@ LAGUNA = {
         SLIDING: {"rope_type": "default", "rope_theta": 1e3},
     },
 }  # fmt: skip
+LINEAR_ATTENTION = "linear_attention"
+DELTA = {
+    **HEADS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, LINEAR_ATTENTION],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,9 @@ CASES = {
     "hunyuan_v1_dense": Case(
         "HunYuanDenseV1", {**HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 30.0,
         "factor": 1.0}}),
+    "qwen3_next": Case("Qwen3Next", {**DELTA, **EXPERTS, **SHARED}),
+    "qwen3_5": Case("Qwen3_5Text", DELTA),
+    "qwen3_5_moe": Case("Qwen3_5MoeText", {**DELTA, **EXPERTS, **SHARED}),
     "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen2, seven a group": Case("Qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}),
     "qwen3": Case("Qwen3", {**HEADS, "attention_bias": True}),
@@ -194,8 +204,12 @@ def randomised(kind: Any, config: Any) -> Any:
     with torch.no_grad():
         corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
         for name, parameter in (*model.named_parameters(), *corrections):
-            plus_one = "emma" in type(model).__name__ or type(model).__name__.startswith("NemotronFor")
-            if "norm" in name and name.endswith("weight"):
+            kind = type(model).__name__
+            plus_one = "emma" in kind or kind.startswith("NemotronFor")
+            plus_one |= kind.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name
+            if name.endswith("A_log"):
+                parameter.uniform_(0.005, 4.0).log_()
+            elif "norm" in name and name.endswith("weight"):
                 parameter.normal_(0.0 if plus_one else 1.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.3 if parameter.dim() == 1 else 0.2)

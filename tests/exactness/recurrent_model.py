@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import register_model
+from nanovllm.kernels.recurrent.rows import row_places
 from nanovllm.layers.context import Around, Call, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
@@ -51,13 +52,14 @@ class Recurrence(WeightedModule):
         assert step is not None
         a, v, z = self.in_proj(x, call).chunk(3, dim=-1)
         kept, out = a.float().sigmoid(), torch.empty_like(v)
-        starts = step.attention.cu_seqlens_q.tolist()
-        for row, slot in enumerate(step.attention.row_slot.tolist()):
-            state, last = self.states[slot], self.last_values[slot, 0]
-            for token in range(starts[row], starts[row + 1]):
+        for row in row_places(step.rows):
+            state, last = row.load(self.states), row.load(self.last_values)[0]
+            for number, token in enumerate(range(row.tokens.start, row.tokens.stop), 1):
                 state = kept[token] * state + (1 - kept[token]) * (v[token] + self.share * last)
                 out[token], last = state, v[token]
-            self.states[slot], self.last_values[slot, 0] = state, last
+                if number == row.keep_at:
+                    self.states[row.keep], self.last_values[row.keep, 0] = state, last
+            self.states[row.write], self.last_values[row.write, 0] = state, last
         return self.o_proj(wanted_rows(out * z.sigmoid(), step.wanted), call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

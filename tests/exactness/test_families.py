@@ -111,10 +111,10 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
-    "granite 4 without recurrent layers",
+    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe",
 )  # fmt: skip
-SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna")
-"""Norms over all heads, projections packed in one tensor, shared experts, sinks by head."""
+SHARED_IN_WAYS_OF_THEIR_OWN = ("olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna", "qwen3_next")
+"""Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head."""
 
 
 @pytest.mark.parametrize(

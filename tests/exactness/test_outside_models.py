@@ -103,6 +103,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], Callable[[StepWitness], bool]]] = {
     "two slots for seven requests": ({"max_num_seqs": 2}, lambda seen: seen.most_rows == 2),
     "preemptions": (
         {"num_kvcache_blocks": 9, "disable": ("lookahead",)}, lambda seen: seen.num_rows_after_preemption > 0),
+    "one state": ({"num_state_lines": 1}, lambda seen: seen.most_rows == 1),
+    "three states, in chunks": (
+        {"num_state_lines": 3, "max_num_batched_tokens": 24}, lambda seen: seen.num_partial_chunks > 0),
     "two ranks": (
         {"tensor_parallel_size": 2, "max_num_batched_tokens": 24}, lambda seen: seen.num_partial_chunks > 0),
 }  # fmt: skip
@@ -111,18 +114,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], Callable[[StepWitness], bool]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_twin(models: dict[str, Model], kind: str, name: str) -> None:
-    """The second time attention finds a prefix in the cache; a recurrence does not, whose state after it is not kept,
-    and begins with zeros whatever the row before left in the slot."""
+    """The second time a prefix is found in the cache, and the state of recurrences after it, unless others needed its
+    line; else they begin with zeros, whatever the line held before."""
     (options, is_seen), model = SETTINGS[name], models[kind]
+    has_states, few_states = kind != "difference", bool({"num_state_lines", "max_num_seqs"} & options.keys())
+    if few_states and "max_num_seqs" not in options and not has_states:
+        return
     with model.start(**options) as llm:
         witness = StepWitness().watch(llm)
         for _ in range(2):
             cached = sum(output.num_cached_tokens for output in check(llm, PROMPTS, model.expected))
         assert is_seen(witness)
-        if kind == "difference":
+        if not (has_states and few_states):
             assert cached >= (16 if "num_kvcache_blocks" in options else 64)
-        else:
-            assert cached == 0
 
 
 def test_a_plan_counts_both_attentions_of_a_layer(
@@ -159,7 +163,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
 
 def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU the blocks have what the slots leave; what has no room for nine, the last for padding, is refused."""
-    with model.start(cpu_kvcache_gib=0.001) as llm:
+    with model.start(cpu_kvcache_gib=0.001, num_state_lines=8) as llm:
         info = llm.engine_info()
         [group] = info["kv_cache_groups"]
         recurrences = 2 if group["layers"] else 3
@@ -167,16 +171,16 @@ def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> 
         slots = 9 * info["slot_bytes"]
         blocks = (int(0.001 * (1 << 30)) - slots) // group["block_bytes"] if group["block_bytes"] else 8 * 8
         assert info["num_kvcache_blocks"] == blocks
-    has, needs = f"leaves {slots // 2} bytes for the KV cache", rf"{slots} bytes in slots of max_num_seqs requests"
+    has, needs = f"leaves {slots // 2} bytes for the KV cache", rf"{slots} bytes in states of fixed size"
     with pytest.raises(ValueError, match=rf"^cpu_kvcache_gib=.*: {has}, must leave at least .*\({needs}"):
-        model.start(cpu_kvcache_gib=slots / 2 / (1 << 30))
-    plan = ["plan", model.folder, "--plugins", *model.options["plugins"], "-tp", "1", "--max-num-seqs", "8"]
+        model.start(cpu_kvcache_gib=slots / 2 / (1 << 30), num_state_lines=8)
+    plan = ["plan", model.folder, "--plugins", *model.options["plugins"], "-tp", "1", "--num-state-lines", "8"]
     assert main([*plan, "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)["plans"]
     assert found["slots"] == slots and found["graphs"] == 0  # the recurrence cannot be captured
     assert set(found["users"].values()) == {8}  # no more than slots, however many blocks there are
     assert main(plan) == 0
-    assert "MiB a request" in capsys.readouterr().out
+    assert "States of fixed size: 8, each of" in capsys.readouterr().out
 
 
 def test_slots_that_are_taken_are_memory_in_use(model: Model) -> None:
@@ -191,9 +195,9 @@ def test_the_plan_refuses_slots_that_do_not_fit(model: Model) -> None:
     own = {name: model.options[name] for name in ("plugins", "device", "skip_tokenizer_init")}
     config = resolve_model_folder(EngineConfig.from_options(model.folder, **own))
     family = read_model_config(config)
-    few, many = (resolve(replace(config, max_num_seqs=rows), family) for rows in (8, 1 << 24))
+    few, many = (resolve(replace(config, num_state_lines=lines), family) for lines in (8, 1 << 26))
     assert plan_rank(few, family, GPUS["L4"]).blocks > 0
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.* GiB in slots of max_num_seqs requests"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=.* GiB in states of fixed size"):
         plan_rank(many, family, GPUS["L4"]).blocks  # noqa: B018 (raises)
 
 
@@ -221,3 +225,38 @@ def test_rows_that_have_begun_sleep(model: Model) -> None:
             step()
         for tokens, one in zip(gained.values(), model.expected, strict=True):
             assert_same(tokens, one)
+
+
+# -- kept states ----------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_goes_on_from_the_state_of_its_last_turn(model: Model) -> None:
+    """Each turn begins with what the turn before computed, but for the last block, and says what it says alone."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    turns = [[7, 3, 9, 11], [5, 5], [1], [2, 4]]
+    with model.start(max_model_len=256) as llm, model.start(max_model_len=256, enable_prefix_caching=False) as alone:
+        text = [(13 * i + 5) % 140 for i in range(37)]
+        for turn in [[], *turns]:
+            known = len(text)
+            text += turn
+            [output], [wanted] = (each.generate([text], params, use_tqdm=False) for each in (llm, alone))
+            assert output.token_ids == wanted.token_ids
+            assert output.num_cached_tokens >= (known - 2) // 16 * 16 * bool(turn)
+            text += output.token_ids
+
+
+def test_a_beginning_in_common_is_computed_twice_at_most(model: Model) -> None:
+    """The first text leaves a state at its end alone; the second one finds where they part, and leaves one there."""
+    shared = [(11 * i + 3) % 140 for i in range(50)]
+    texts = [[*shared, *[number] * 30] for number in range(5)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with model.start(max_model_len=256) as llm:
+        cached = [llm.generate([text], params, use_tqdm=False)[0].num_cached_tokens for text in texts]
+    assert cached == [0, 0, 48, 48, 48]
+
+
+def test_completions_of_one_prompt_compute_it_once(model: Model) -> None:
+    prompt = [(29 * i + 1) % 140 for i in range(100)]
+    with model.start(max_model_len=256) as llm:
+        llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=8), use_tqdm=False)
+        assert llm.engine.computed[0] <= 100 + 7 * 16

@@ -10,6 +10,7 @@ import torch
 import transformers
 from family_cases import (
     ALTERNATING,
+    DELTA,
     EXPERTS,
     GREEDY,
     GROUPED,
@@ -17,6 +18,7 @@ from family_cases import (
     OPTIONS,
     PROMPTS,
     SHAPE,
+    SHARED,
     TWO_BASES,
     YARN,
     randomised,
@@ -55,6 +57,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2_5_VL": ("qwen2_5_vl_text", {**MROPE, "hidden_size": 96}),
     "Qwen3VL": ("qwen3_vl_text", {**HEADS, **MROPE}),
     "Qwen3VLMoe": ("qwen3_vl_moe_text", {**HEADS, **MROPE, **EXPERTS}),
+    "Qwen3_5": ("qwen3_5_text", DELTA),
+    "Qwen3_5Moe": ("qwen3_5_moe_text", {**DELTA, **EXPERTS, **SHARED}),
     "Glm4v": ("glm4v_text", {"hidden_size": 96, "rope_parameters": PARTIAL}),
     "Glm46V": ("glm4v_text", {"hidden_size": 96, "rope_parameters": PARTIAL}),
     "Glm4vMoe": ("glm4v_moe_text", {**HEADS, **GROUPED, "rope_parameters": PARTIAL}),

@@ -15,7 +15,7 @@ from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig, streaming
-from nanovllm.kernels.plan.rules import fallback, int4_config
+from nanovllm.kernels.plan.rules import int4_config, int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:
     launch_dependently(int4_row)
     compile_only(check)
     weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU)
-    o, gate_up = (fallback(Gemm(kind, 6144, k, INT4, True), 1, 132) for kind in ("o", "gate_up"))
+    o, gate_up = (int4_row_config(Gemm(kind, 6144, k, INT4, True)) for kind in ("o", "gate_up"))
     int4_row.linear(empty(1, k), weight, o, residual=empty(1, 6144))
     int4_row.linear(empty(1, k), weight, gate_up, norm=Norm(empty(k), 1e-6), gated=True)
 

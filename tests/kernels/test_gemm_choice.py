@@ -121,7 +121,7 @@ def test_a_table_says_where_it_was_measured(tmp_path: Path) -> None:
 def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
     config = lookup(H200, gemm, rows, device)
-    assert not why_not(gemm, config, device.has_tma)
+    assert not why_not(gemm, config, rows, device.has_tma)
     assert rows <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
     assert rows <= (INT4_ROWS if gemm.dtype == INT4 else TILE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
@@ -151,6 +151,21 @@ def test_a_plan_is_the_same_up_to_the_end_of_its_range(
     for more in range(rows, rows + 3000, 7):
         layer[more]
     assert len(layer) <= TILE_ROWS + len(row_ends((product,), rules))
+
+
+def test_a_shape_that_nobody_measured_takes_the_nearest_ones_kernels() -> None:
+    """With no more parts of K than it has steps, and registers that hold all of x."""
+    near = Gemm("o", 5120, 5120, "bfloat16", True)
+    assert not H200.measured(near)
+    assert H200.serving(near) == (H200.measured(near._replace(n=4096, k=4096)), "nearest")
+    assert lookup(H200, near, 8).kernel == "tile"
+    limited, in_parts = GemmConfig("fma", 8, block_k=512, stages=2, max_registers=128), replace(OWN, split_k=4)
+    table = GemmTable(("x",), {Gemm("o", 1024, 2048, "bfloat16", True): ((1, limited), (16, in_parts))})
+    free = replace(limited, max_registers=0)
+    assert table.serving(Gemm("o", 1024, 4096, "float16", True))[0] == ((1, free), (16, in_parts))
+    assert table.serving(Gemm("o", 1024, 512, "bfloat16", True))[0] == ((1, limited), (16, replace(OWN, split_k=2)))
+    other = Gemm("qkv", 1024, 4096, "bfloat16", True)
+    assert table.serving(other) == GemmTable((), {}).serving(other), "the kinds are different"
 
 
 def test_ranges_are_as_few_as_can_be() -> None:
@@ -215,7 +230,7 @@ def test_every_entry_multiplies_on_gpu() -> None:
     for gemm, ranges in H200.entries.items():
         weight = torch.randn(gemm.n, gemm.k, device="cuda", dtype=torch.bfloat16) * gemm.k**-0.5
         for most, config in ranges:
-            if why_not(gemm, config, torch.cuda.get_device_capability() >= (9, 0)):
+            if why_not(gemm, config, tma=torch.cuda.get_device_capability() >= (9, 0)):
                 continue
             for rows in {max(1, most - 3), most}:
                 x = torch.randn(rows, gemm.k, device="cuda", dtype=torch.bfloat16)

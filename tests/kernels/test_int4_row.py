@@ -10,10 +10,10 @@ from test_int4_gemm import inputs, made
 from nanovllm.kernels.gemm import int4_row
 from nanovllm.kernels.gemm.int4 import Int4Weight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
-from nanovllm.kernels.plan.rules import fallback
+from nanovllm.kernels.plan.rules import int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
-CONFIG = replace(fallback(Gemm("qkv", 4096, 4096, INT4, True), 1, 132), block_n=32)
+CONFIG = replace(int4_row_config(Gemm("qkv", 4096, 4096, INT4, True)), block_n=32)
 FEW_COLUMNS = replace(CONFIG, block_k=512, num_warps=4)
 OPS = ("linear", "gated", "norm_linear", "norm_gated", "linear_residual")
 

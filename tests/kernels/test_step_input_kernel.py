@@ -1,5 +1,5 @@
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ class Step:
     updates: list[tuple[int, int, int]] = field(default_factory=list)
     records: list[tuple[int, SlotConstants, int, int]] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
+    lines: list[list[int]] = field(default_factory=list)
 
     def pack(self) -> torch.Tensor:
         """Junk stands past the rows, and behind the end."""
@@ -44,7 +45,7 @@ class Step:
             self.max_num_seqs, slots=self.slots, starts=self.starts, counts=self.counts,
             num_decode_rows=self.num_decode, num_sample_rows=self.num_sample, num_tokens=sum(self.counts),
             block_updates=[number for update in self.updates for number in update], slot_records=self.records,
-            token_ids=self.given_ids,
+            token_ids=self.given_ids, lines=self.lines,
         ).copy())  # fmt: skip
         packed[HEADER_SIZE:][: 3 * self.max_num_seqs].view(3, -1)[:, len(self.slots) :] = 999
         return torch.cat((packed, torch.full((50,), 777, dtype=torch.int32)))
@@ -65,12 +66,15 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_ta
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
         constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
         step.records.append((slot, constants, rng.randrange(10**6), rng.randrange(600)))
+    step.lines = [[rng.randrange(-1, 1000) for _ in step.slots] for _ in range(4)]
+    step.lines[3] = [abs(number) for number in step.lines[3]]
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
 
 def random_state(max_num_seqs: int, device: torch.device, num_tables: int = 1) -> DeviceState:
-    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device)
+    """With many rows the layers have memory of fixed size."""
+    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, num_lines=1000 if max_num_seqs > 8 else 0)
     state.block_table.random_(0, 10000)
     state.last_token.random_(0, 10**6)
     state.num_computed.random_(0, MAX_BLOCKS * BLOCK_SIZE)
@@ -80,7 +84,8 @@ def random_state(max_num_seqs: int, device: torch.device, num_tables: int = 1) -
 
 
 def clone(state: DeviceState) -> DeviceState:
-    return DeviceState(**{f.name: getattr(state, f.name).clone() for f in fields(state)})
+    tensors = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+    return replace(state, **tensors)
 
 
 def poisoned_buffers(rows: int, tokens: int, device: torch.device, num_tables: int = 1) -> StepBuffers:
@@ -93,7 +98,8 @@ def poisoned_buffers(rows: int, tokens: int, device: torch.device, num_tables: i
 
 def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepBuffers) -> None:
     for f in fields(actual):
-        assert torch.equal(getattr(actual, f.name), getattr(expected, f.name)), f.name
+        found, wanted = getattr(actual, f.name), getattr(expected, f.name)
+        assert torch.equal(found, wanted) if isinstance(found, torch.Tensor) else found == wanted, f.name
 
 
 @pytest.mark.parametrize("num_tables", [1, TABLES])
@@ -160,6 +166,7 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
         if order >= step.num_decode:
             row, token = order + padding, max(token, decode_rows)
         assert (out.row_slot[row], out.context_lens[row], out.cu_seqlens_q[row]) == (slot, start + count, token)
+        assert out.lines[:, row].tolist() == [column[order] for column in step.lines]
         for position in range(start, start + count):
             assert out.positions[token] == position
             for table, places in zip(state.block_table[slot], out.slot_mapping, strict=True):

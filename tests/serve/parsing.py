@@ -1,12 +1,14 @@
 """Models of each family of tool calls: as they write messages, and as these are read back."""
 
 import json
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import llguidance
+import numpy as np
 from hypothesis import strategies as st
 
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
@@ -190,3 +192,24 @@ def message_of(deltas: list[Delta]) -> Message:
     pieces = [[d.text for d in deltas if d.kind == "arguments" and d.call_index == i] for i in range(len(names))]
     calls = [(name, json.loads("".join(texts))) for name, texts in zip(names, pieces, strict=True)]
     return Message(texts["reasoning"] or None, texts["content"], calls)
+
+
+_ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
+
+
+def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple[list[int], bool]:
+    """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
+    rng = random.Random(seed)
+    matcher, ids = model.matcher(plan), []
+    words = (len(model.tokenizer) + 31) // 32
+    mask = np.zeros((1, words), np.int32)
+    endings = [model.tokenizer.encode(text) for text in _ENDINGS]
+    while len(ids) < most:
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+        if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):
+            return ids, True
+        tokens = rng.choice(endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
+        ids += tokens[: matcher.try_consume_tokens(tokens)]
+        assert not matcher.is_error(), matcher.get_error()
+    return ids, False

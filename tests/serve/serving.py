@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -60,7 +61,63 @@ def _children(process: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-class Server:
+class Served(ABC):
+    """A server that answers, in whichever process."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def log(self) -> str:
+        """All that it has logged."""
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def health(self) -> httpx.Response:
+        return httpx.get(self.url + "/health", timeout=PATIENCE)
+
+    def num_running(self, key: str | None = None) -> int:
+        """Completions in flight."""
+        with self.client(key) as client:
+            return int(client.get("/load").json()["server_load"])
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers)
+
+    def connect(self, read_buffer: int | None = None, seconds: float = PATIENCE) -> socket.socket:
+        """A connection of a client that takes at most so many bytes before it reads them."""
+        connection = socket.socket()
+        if read_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
+        connection.settimeout(seconds)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def send(self, *pieces: bytes, seconds: float = 20.0) -> bytes:
+        """Sends bytes as they are; returns all that comes until the server closes."""
+        found = b""
+        with self.connect(seconds=seconds) as connection:
+            with suppress(OSError):  # refused before all of it was sent
+                for piece in pieces:
+                    connection.sendall(piece)
+            with suppress(ConnectionResetError):
+                while data := connection.recv(1 << 16):
+                    found += data
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of this name and these labels."""
+        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=PATIENCE).text)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+class Server(Served):
     """One run of the command."""
 
     def __init__(
@@ -101,13 +158,6 @@ class Server:
         found = wait_for(lambda: re.search(r"((?:https?|unix)://\S+) answers", self.log), "port")
         return str(found[1])
 
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    def health(self) -> httpx.Response:
-        return httpx.get(self.url + "/health", timeout=PATIENCE)
-
     def wait_until_ready(self) -> None:
         def ready() -> bool:
             assert self.process.poll() is None, self.log
@@ -132,42 +182,6 @@ class Server:
             found.add(process := todo.pop())
             todo += _children(process)
         return found
-
-    def num_running(self, key: str | None = None) -> int:
-        """Completions in flight."""
-        with self.client(key) as client:
-            return int(client.get("/load").json()["server_load"])
-
-    def client(self, key: str | None = None) -> httpx.Client:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers)
-
-    def connect(self, read_buffer: int | None = None, seconds: float = PATIENCE) -> socket.socket:
-        """A connection of a client that takes at most so many bytes before it reads them."""
-        connection = socket.socket()
-        if read_buffer is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
-        connection.settimeout(seconds)
-        connection.connect(("127.0.0.1", self.port))
-        return connection
-
-    def send(self, *pieces: bytes, seconds: float = 20.0) -> bytes:
-        """Sends bytes as they are; returns all that comes until the server closes."""
-        found = b""
-        with self.connect(seconds=seconds) as connection:
-            with suppress(OSError):  # refused before all of it was sent
-                for piece in pieces:
-                    connection.sendall(piece)
-            with suppress(ConnectionResetError):
-                while data := connection.recv(1 << 16):
-                    found += data
-        return found
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of all samples of this name and these labels."""
-        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=PATIENCE).text)
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """Sends a signal and waits; returns the exit code."""

@@ -17,6 +17,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}{{ '<|channel|>' if false }}"
 )
 PROMPT = "<|start|>user<|message|>hi<|end|><|start|>assistant"
+START = "<|start|>assistant<|channel|>"
 NEXT = "<|end|><|start|>assistant"
 
 
@@ -107,6 +108,32 @@ def test_answers_that_are_cut_or_have_no_channel(model: Model) -> None:
     reader = model.reader(cut, model.ids(call_text("get_weather", {"city": "Rome"}))[:-3])
     reader.finish()
     assert cut.finish_reason("stop", reader) == "stop" and reader.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"<|channel|>analysis<|message|>a<|end|>stray{START}final<|message|>Hello<|return|>", "a", "Hello"),
+        (f"stray<|channel|>analysis<|message|>a{START}final<|message|>Hello", "a", "Hello"),
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>Hello", "a", "Hello"),
+        (f"<|channel|>analysis<|end|>{START}final<|message|>Hello", None, "Hello"),
+        (f"<|channel|>analysis{START}analysis<|message|>a", "a", ""),
+        ("<|channel|>analysis<|message|>a<|end|>Hello", "a", "Hello"),
+    ],
+)
+def test_what_stands_between_messages_is_passed_over(
+    model: Model, text: str, reasoning: str | None, content: str
+) -> None:
+    plan = model.plan(PROMPT)
+    found = model.read(plan, text)
+    assert model.read(plan, text, [1]) == found
+    assert (message_of(found).reasoning, message_of(found).content) == (reasoning, content)
+
+
+def test_arguments_too_deep_to_be_read_are_passed_on(model: Model) -> None:
+    plan, text = model.plan(PROMPT), "[" * 10**5 + "]" * 10**5
+    found = model.read(plan, f"<|channel|>commentary to=functions.now<|message|>{text}<|call|>")
+    assert found[-1] == Delta("arguments", text)
 
 
 def test_the_rest_of_a_message_is_content(model: Model) -> None:

@@ -108,7 +108,7 @@ def test_what_json_cannot_hold_to_is_refused(grammar: str) -> None:
     choice = check_tools(tools, text_grammars=grammars)
     assert choice is not None
     with pytest.raises(ValueError, match="tools: the format of 'edit': "):
-        choice.tools[0].arguments()
+        choice.tools[0].arguments  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The least time that a device's memory, arithmetic and links allow for a workload: what bench.py divides by.
 
-Each stage of a step (the layers' GEMMs, the head, attention of decodes, attention of prompts) takes the longer of
+Each stage of a step (the GEMMs of layers, the head, attention of decodes and of prompts, states) takes the longer of
 reading its bytes once and doing its arithmetic once; stages add up. Left out, so that the result stays a floor:
 activations, norm weights, kernel launches, barriers, the host. Windows of attention are not known here: where a model
 has them, the least time of long contexts is lower than what comes out. With several ranks the bytes that a ring
@@ -48,6 +48,7 @@ class StepWork:
     """Tokens that go through the layers."""
     sampled: int = 0
     """Rows that go through the head."""
+    decode_rows: int = 0
     decode_context: int = 0
     """KV positions that decode rows read, summed over the rows."""
     prompt_context: int = 0
@@ -59,6 +60,7 @@ class StepWork:
         """`rows` decodes which see `context` tokens in all, their own included."""
         self.tokens += rows
         self.sampled += rows
+        self.decode_rows += rows
         self.decode_context += context
 
     def add_chunk(self, computed: int, count: int, sampled: bool) -> None:
@@ -93,14 +95,21 @@ class Roofline:
         self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
         self.num_layers, self.hidden = len(model.layers), hidden
         # Per rank. KV heads are replicated where ranks exceed them.
-        kv_widths = [math.ceil(layer.num_kv_heads / size) * layer.head_dim for layer in model.layers]
-        heads = [layer.num_heads or model.num_attention_heads for layer in model.layers]
-        query_widths = [count * layer.head_dim // size for count, layer in zip(heads, model.layers, strict=True)]
         mlp = hidden * model.intermediate_size // size
         parts: list[tuple[int, Quantization | None]] = []
-        for layer, q, kv in zip(model.layers, query_widths, kv_widths, strict=True):
-            parts.append((hidden * (q + 2 * kv), layer.precision("qkv")))
-            parts.append((hidden * q, layer.precision("o")))
+        kv_width = self.query_elements = self.state_elements = 0
+        for layer in model.layers:
+            if layer.mixer == "delta":
+                keys, values, key_dim, value_dim, *_ = layer.options  # type: ignore[misc]  # layers/delta.py
+                into, out = 2 * keys * key_dim + 2 * values * (value_dim + 1), values * value_dim
+                self.state_elements += values * key_dim * value_dim // size
+            else:
+                out, kv = (layer.num_heads or model.num_attention_heads) * layer.head_dim, layer.num_kv_heads
+                into = out * (1 + model.gate_in_queries) + 2 * size * math.ceil(kv / size) * layer.head_dim
+                kv_width += math.ceil(kv / size) * layer.head_dim
+                self.query_elements += out // size
+            parts.append((hidden * into // size, layer.precision("qkv")))
+            parts.append((hidden * out // size, layer.precision("o")))
             if layer.mlp != "moe":
                 gate_up = (1 + model.gated_mlp) * mlp
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
@@ -118,8 +127,7 @@ class Roofline:
         """Weights, each by the time that a multiplication takes: 1 in 16 bits."""
         self.layer_bytes = sum(count * bytes_of_weight(held, element_bytes) for count, held in parts)
         self.head_weights = hidden * math.ceil(model.vocab_size / size)
-        self.kv_elements_per_token = 2 * sum(kv_widths)
-        self.query_elements = sum(query_widths)
+        self.kv_elements_per_token = 2 * kv_width
 
     def _stage(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.figures.read_bytes_per_second, flops / self.figures.flops_per_second)
@@ -135,6 +143,7 @@ class Roofline:
         kv_bytes = self.kv_elements_per_token * self.kv_element_bytes
         seconds += self._stage(kv_bytes * work.decode_context, pair_flops * work.decode_context)
         seconds += self._stage(kv_bytes * work.prompt_context, pair_flops * work.prompt_pairs)
+        seconds += self._stage(2 * 4 * self.state_elements * work.decode_rows, 0)  # in float32, read and written
         return seconds + self._wire_seconds(work.tokens)
 
     def _experts_seconds(self, tokens: int) -> float:

@@ -41,7 +41,7 @@ def own_rows(NUM_WORK, rows, num_rows, num_entries, ROWS_PER_PROGRAM: tl.constex
 
 @triton.jit
 def _block_of(TABLE, table_stride, row_and_slot, start, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What look_up finds for a tile of an entry's row; block 0 past `end`."""
+    """Result of look_up for a tile of an entry's row; block 0 past `end`."""
     known = start < end if PAGE % BLOCK_N == 0 else start + tl.arange(0, BLOCK_N) < end
     return look_up(TABLE + (row_and_slot >> 16).to(tl.int64) * table_stride, start, known, PAGE, BLOCK_N)
 

@@ -1,17 +1,50 @@
 """Whether a kernel can multiply by a weight, and why not. No torch."""
 
-from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, LIBRARY, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.product import Product
 
 NORM_COLUMNS = 32
 """Maximum columns of tensor cores' right operand, rows of x in as many steps, that "stream" norms itself in 16 bits."""
 
 
-def why_not(gemm: Gemm, config: GemmConfig, tma: bool = True, normed_rows: int = 0) -> str:
-    """Reason why `config` cannot multiply by this weight; "" where it can. tma: the device has tensor copy engines.
-    normed_rows: rows of which a skinny kernel computes the norm too."""
+def refusal(product: Product, rows: int, config: GemmConfig, device: Device, world: int) -> str:
+    """Reason why `config` cannot multiply so many rows of this product on a device, as one of so many ranks; "" where
+    it can. It is the one bound of plans; tables, which know no product, have `why_not` of it."""
+    if config.parts > 1 and not product.around.adds_parts:
+        return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
+    if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
+        return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
+    if config.kernel == "stream":
+        if product.dtype == INT4 and product.x_dtype == "float32":
+            return "4-bit weights of one row take 16-bit numbers, not float32"
+        if product.scale_rows is not None and product.scale_rows % 16:
+            return f"{product.scale_rows} weight rows share scales, not 16"
+        if product.scale_rows is not None and product.n % (32 if product.around.after == "gate" else 16):
+            return f"{product.n} weight rows are no whole 16s that share scales"
+    if config.kernel == "roles":
+        if not device.has_roles:
+            return f"kernels with roles run on compute capability 9.0, not {device.capability}"
+        if product.scale_rows is not None and product.scale_rows % config.block_n:
+            return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
+    normed_rows = rows if norms_inside(product, world) else 0
+    return why_not(product.gemm(world), config, rows, device.has_tma, normed_rows)
+
+
+def norms_inside(product: Product, world: int) -> bool:
+    """Whether a skinny kernel would compute the norm before this product."""
+    return world == 1 and product.around.before == "rms" and not product.has_bias
+
+
+def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0) -> str:
+    """Reason why `config` cannot multiply so many rows by this weight; "" where it can. tma: the device has tensor copy
+    engines. normed_rows: rows of which a skinny kernel computes the norm too."""
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
+    most_rows = 1 if gemm.dtype == INT4 and kernel == "stream" else KERNELS[kernel].most_rows
+    if rows > most_rows:
+        return f"it takes at most {most_rows} rows, not {rows}"
     if config.max_registers and not (config.is_skinny and 32 <= config.max_registers <= 255):
         return f"max_registers={config.max_registers}: must be 0, or 32 to 255 of a thread of fma or stream"
     if gemm.dtype not in KERNELS[kernel].dtypes:

@@ -29,7 +29,7 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.fits import rounds_inside, why_not
+from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
@@ -41,12 +41,13 @@ from nanovllm.kernels.plan.rules import (
     RULES_END_AT,
     choice_ends,
     expert_tiles,
-    fallback,
+    fp8_row_config,
     int4_config,
+    int4_row_config,
     merges_before,
     router_config,
 )
-from nanovllm.kernels.plan.table import EMPTY, GemmTable
+from nanovllm.kernels.plan.table import EMPTY, GemmTable, at
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     around, device = product.around, rules.device
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= around.rounds or config.kernel != "roles"  # which rounds
-    norm = config.is_skinny and _norm_inside(product, rules)
+    norm = config.is_skinny and norms_inside(product, rules.world)
     norm &= product.dtype != FP8 or rounds_inside(rows, product.k, product.has_static_inputs)
     residual = config.is_skinny and rules.world == 1 and around.after == "residual"
     takes_e4m3 = device.has_tma or not device.is_cuda
@@ -155,52 +156,34 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
 
 
 def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
-    """Chooses a kernel, and says why: the one on trial, else the measured one, else a rule's; the library if there is
-    none."""
+    """Chooses a kernel, and says why: the one on trial, else the measured one, else a rule's or that of the nearest
+    shape; the library if there is none."""
     gemm = product.gemm(rules.world)
     if rules.exact_bits is not None:
         config = next(config for most, config in fixed_order(product, rules) if rows <= most)
         return config, f"exact_bits={rules.exact_bits!r}"
+    ranges: Ranges = ()
     if (tried := rules.tried.get(gemm, {}).get(rows)) is not None:
         config, why = tried, "tried"
     elif not rules.own_kernels:
         config, why = LIBRARY, "our kernels are off" if rules.device.is_cuda else "a CPU"
-    elif (measured := rules.table.at(gemm, rows)) is not None:
-        config, why = measured, "measured"
     else:
-        config, why = fallback(gemm, rows, rules.device.processors), "rule"
-        if rows > 1 and config.kernel == "stream" and _refusal(product, rows, config, rules):
-            config = fallback(gemm, STREAM_ROWS + 1, rules.device.processors)  # tiles take any scales
-    if reason := _refusal(product, rows, config, rules):
-        config, why = LIBRARY, f"{why}: {reason}"
-    return config, why
+        ranges, why = rules.table.serving(gemm)
+        config = at(ranges, rows)
+        if why == "nearest" and (ruled := _by_rule(gemm, rows, rules.device)) is not None:
+            config, why = ruled, "rule"
+    reason = refusal(product, rows, config, rules.device, rules.world)
+    if reason and rows > 1 and config.kernel == "stream" and why == "nearest":
+        config = at(ranges, STREAM_ROWS + 1)  # tiles take any scales
+        reason = refusal(product, rows, config, rules.device, rules.world)
+    return (LIBRARY, f"{why}: {reason}") if reason else (config, why)
 
 
-def _refusal(product: Product, rows: int, config: GemmConfig, rules: Rules) -> str:
-    """Reason why so many rows cannot be multiplied so; "" where they can."""
-    device = rules.device
-    if config.parts > 1 and not product.around.adds_parts:
-        return f"its consumer adds up no parts of a sum, {config.kernel!r} makes {config.parts}"
-    if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
-        return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
-    if config.kernel == "stream":
-        if product.dtype == INT4 and product.x_dtype == "float32":
-            return "4-bit weights of one row take 16-bit numbers, not float32"
-        if product.scale_rows is not None and product.scale_rows % 16:
-            return f"{product.scale_rows} weight rows share scales, not 16"
-        if product.scale_rows is not None and product.n % (32 if product.around.after == "gate" else 16):
-            return f"{product.n} weight rows are no whole 16s that share scales"
-    if config.kernel == "roles":
-        if not device.has_roles:
-            return f"kernels with roles run on compute capability 9.0, not {device.capability}"
-        if product.scale_rows is not None and product.scale_rows % config.block_n:
-            return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
-    return why_not(product.gemm(rules.world), config, device.has_tma, rows if _norm_inside(product, rules) else 0)
-
-
-def _norm_inside(product: Product, rules: Rules) -> bool:
-    """Whether a skinny kernel would compute the norm before this product."""
-    return rules.world == 1 and product.around.before == "rms" and not product.has_bias
+def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
+    """Kernel of a rule that goes before the nearest shape, if there is one."""
+    if gemm.dtype == INT4:
+        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows, device.processors)
+    return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 
 def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
@@ -318,5 +301,5 @@ def row_ends(operations: Sequence[Product], rules: Rules) -> list[int]:
         if one.choice is not None:
             ends |= {choices // one.choice.top_k for choices in choice_ends(one.choice.num_experts)}
         else:
-            ends |= {most for most, _ in rules.table.measured(gemm)}
+            ends |= {most for most, _ in rules.table.serving(gemm)[0]}
     return sorted(ends - {0})

@@ -1,110 +1,37 @@
-"""Rules for products that no table has: short, each the best for some model on an H200. No torch."""
+"""Rules for what no table has: one row in e4m3, weights of 4 bits, experts. Short, each the best for some model on an
+H200. No torch."""
 
 from dataclasses import replace
 from math import inf
 
 from nanovllm.kernels.plan.config import (
-    FP8,
-    INT4,
     INT4_ROWS,
-    ITEM_SIZES,
     LIBRARY,
     SCRATCH_FLOATS,
     SHARED_BYTES,
-    SKINNY_ROWS,
-    STREAM_ROWS,
     SUMMED,
-    TILE_ROWS,
     Gemm,
     GemmConfig,
     streaming,
-    with_roles,
 )
 from nanovllm.kernels.plan.device import Device
 
 RULES_END_AT = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
 """Rows at which rules may change, but for those of experts."""
-_SMALL_WEIGHT_BYTES = 16 << 20
 _INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
 """(rows of x, stages) of tiles of 64 weight rows."""
 
-# By projection for one row, where it is fused with what surrounds it.
-_ONE_ROW = {
-    "qkv": GemmConfig("fma", 16, block_k=512, stages=3),
-    "o": GemmConfig("fma", 16, block_k=1024, stages=2, num_warps=8),
-    "gate_up": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2),
-}
-_ONE_ROW_ALONE = {"qkv": GemmConfig("fma", 4, block_k=1024, stages=3, num_warps=2)}
-_ONE_ROW_DEFAULT = GemmConfig("fma", 8, block_k=1024, stages=3)
 
-
-def fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
-    """Kernel for a product that no table has: our skinny kernel for one row, and up to 16 kernels of our own where the
-    weight is so small that the library cannot keep the memory busy."""
-    if gemm.dtype == FP8:
-        return _fp8_fallback(gemm, rows, processors)
-    if gemm.dtype == INT4:
-        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows, processors)
-    item_size = ITEM_SIZES.get(gemm.dtype)
-    if item_size is None or gemm.k % 8:
-        return LIBRARY
-    if rows == 1:
-        return (_ONE_ROW if gemm.fused else _ONE_ROW_ALONE).get(gemm.kind, _ONE_ROW_DEFAULT)
-    if rows > 16 or gemm.n * gemm.k * item_size > _SMALL_WEIGHT_BYTES:
-        return LIBRARY
-    if rows == 2 or item_size > 2:
-        return GemmConfig("fma", 16, block_k=512, stages=1) if rows <= SKINNY_ROWS else LIBRARY
-    if gemm.kind == "gate_up":
-        return GemmConfig("tile", 64, 32, 128, 5)
-    return GemmConfig("tile", 64, 16, 256, 5, _parts(gemm, -(-gemm.n // 64), 3 * processors))
-
-
-def _parts(gemm: Gemm, programs: int, room: int) -> int:
-    """Number of parts of K: as many, if the consumer adds them up, as keep so many programs resident with work for
-    each."""
-    return max(1, min(4, room // programs, gemm.k // 256)) if gemm.kind in SUMMED else 1
-
-
-_FP8_TILES: dict[str, tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]] = {
-    "qkv": ((128, ((64, 64, 6),)),),
-    "gate_up": ((64, ((128, 64, 4),)), (128, ((128, 128, 4),))),
-    "o": ((64, ((64, 64, 6),)), (128, ((64, 128, 8), (128, 128, 6))), (TILE_ROWS, ((64, 256, 5), (128, 256, 4)))),
-}
-"""(most rows, tiles (weight rows, rows, stages) of "roles") for more than 16 rows; what is not there: the
-library. "o" is for all whose consumers add up parts of K."""
-
-
-_FP8_STREAM = {"qkv": 2, "o": 4, "gate_up": 2, "down": 3}
-"""Stages of "stream", with 256 columns of a step for each of four warps, for 2 to 8 rows of models with a hidden size
-of 4,096, which was measured: steps of 8 rows of 8B take 9 % less than with tiles, those of 2 and 4 rows 6 and 8 % less
-than with 128 columns. It takes all four: one stream among tiles is slower than a tile."""
-
-
-def _fp8_fallback(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
-    """Kernels of their own for one row and for more than 16; where the consumer adds up parts of K, as many of them as
-    keep all programs resident, by the tile that makes most. So it was best for the four layers of 8B on an H200."""
+def fp8_row_config(gemm: Gemm, processors: int) -> GemmConfig:
+    """Kernel for one row and weights in e4m3: the best for the four products of 8B, and of 32B over two GPUs, on an
+    H200."""
     if gemm.k % 16:
         return LIBRARY
-    summed = gemm.kind in SUMMED
-    if rows == 1:
-        long = gemm.k > 4096
-        warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
-        if not gemm.fused and (warps == 4 or gemm.k % 1024):  # the best for 32B over two GPUs
-            warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
-        return streaming(warps, stages, max_registers=_fp8_row_registers(gemm, warps, processors))
-    if rows <= STREAM_ROWS and gemm.fused and gemm.kind in _FP8_STREAM and min(gemm.n, gemm.k) == 4096:
-        stages = 5 if gemm.kind == "down" and rows > 4 else _FP8_STREAM[gemm.kind]
-        return streaming(4, stages, columns=256)
-    by_rows = _FP8_TILES.get("o" if summed else gemm.kind, ())
-    if rows <= 16 and by_rows:
-        parts = _parts(gemm, -(-gemm.n // 64), 3 * processors)
-        return GemmConfig("tile", 64, 16, 256, 3 if gemm.kind == "gate_up" else 4, parts)
-    found = []
-    for block_n, block_m, stages in next((tiles for most, tiles in by_rows if rows <= most), ()):
-        programs, room = -(-gemm.n // block_n) * -(-rows // block_m), processors * (2 if block_m == 64 else 1)
-        parts = _parts(gemm, programs, room)
-        found.append((programs * parts, with_roles(block_n, block_m, stages, parts)))
-    return max(found, key=lambda one: one[0])[1] if found else LIBRARY
+    summed, long = gemm.kind in SUMMED, gemm.k > 4096
+    warps, stages = (8 if long else 4, 3 if long else 8) if summed else (4, 3 if long else 4)
+    if not gemm.fused and (warps == 4 or gemm.k % 1024):
+        warps, stages = 4, {"qkv": 8, "o": 6}.get(gemm.kind, 4)
+    return streaming(warps, stages, max_registers=_fp8_row_registers(gemm, warps, processors))
 
 
 def _fp8_row_registers(gemm: Gemm, warps: int, processors: int) -> int:

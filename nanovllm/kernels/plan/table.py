@@ -9,10 +9,12 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from math import log
 from pathlib import Path
 from typing import Any
 
-from nanovllm.kernels.plan.config import INT4, KERNELS, KINDS, LIBRARY, Gemm, GemmConfig, Ranges
+from nanovllm.kernels.plan.config import KERNELS, KINDS, LIBRARY, Gemm, GemmConfig, Ranges
 from nanovllm.kernels.plan.fits import why_not
 
 _SHIPPED = Path(__file__).parent / "tuned"
@@ -43,10 +45,41 @@ class GemmTable:
     def _own(self, gemm: Gemm) -> Ranges:
         return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
 
-    def at(self, gemm: Gemm, rows: int) -> GemmConfig | None:
-        """Measured kernel for so many rows; past the last entry the library; None where there is no entry."""
-        ranges = self.measured(gemm)
-        return next((config for most, config in ranges if rows <= most), LIBRARY) if ranges else None
+    def nearest(self, gemm: Gemm) -> Ranges:
+        """The entry, here or of a device alike, of the GEMM of this kind whose shape is nearest, by the logarithms of
+        its sizes; empty where none of this kind was measured. Parts of K are no more than there are steps, and where a
+        kernel holds more of x than when it was measured the compiler chooses the number of registers."""
+        dtype = "bfloat16" if gemm.dtype == "float16" else gemm.dtype
+        alike = gemm._replace(dtype=dtype, n=0, k=0)
+        entries = {**(self.base.entries if self.base else {}), **self.entries}
+        known = [each for each in entries if each._replace(n=0, k=0) == alike]
+        if not known:
+            return ()
+        found = min(known, key=lambda one: abs(log(one.n / gemm.n)) + abs(log(one.k / gemm.k)))
+        steps = {config: -(-gemm.k // (config.block_k or 1)) for _, config in entries[found]}
+        return tuple(
+            (most, replace(config, split_k=min(config.split_k, steps[config]),
+                           max_registers=config.max_registers if gemm.k <= found.k else 0))
+            for most, config in entries[found]
+        )  # fmt: skip
+
+    def serving(self, gemm: Gemm) -> tuple[Ranges, str]:
+        """Ranges that serve this GEMM, and their source: those that were measured, or those of the nearest shape, which
+        is one of `everywhere` if this table has none of the kind."""
+        if ranges := self.measured(gemm):
+            return ranges, "measured"
+        return self.nearest(gemm) or everywhere().nearest(gemm), "nearest"
+
+
+def at(ranges: Ranges, rows: int) -> GemmConfig:
+    """Kernel for so many rows; past the last range the library."""
+    return next((config for most, config in ranges if rows <= most), LIBRARY)
+
+
+@cache
+def everywhere() -> GemmTable:
+    """The table of shapes that stand for all others, on any device."""
+    return load(_SHIPPED / "default.json")
 
 
 EMPTY = GemmTable((), {})
@@ -113,10 +146,7 @@ def _checked(gemm: Gemm, most: int, config: GemmConfig) -> GemmConfig:
     sizes += [config.split_k, config.num_warps]
     if any(type(number) is not int or number < 0 for number in numbers) or not all(sizes):
         raise ValueError(f"{gemm}: {config} has sizes that are no positive integers")
-    bound = 1 if gemm.dtype == INT4 and config.kernel == "stream" else KERNELS[config.kernel].most_rows
-    if most > bound:
-        raise ValueError(f"{gemm}: {config.kernel!r} takes at most {bound} rows, not {most}")
-    if reason := why_not(gemm, config):
+    if reason := why_not(gemm, config, most):
         raise ValueError(f"{gemm}: {config.kernel!r}: {reason}")
     return config
 

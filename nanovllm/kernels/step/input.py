@@ -10,12 +10,13 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.wire.state import ALIGNED
-from nanovllm.wire.step import HEADER_SIZE, RECORD_SIZE, UPDATE_SIZE
+from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, NO_LINE, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
 _HEADER = tl.constexpr(HEADER_SIZE)
 _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
+_NO_LINE = tl.constexpr(NO_LINE)
 
 
 @dataclass
@@ -32,18 +33,20 @@ class DeviceState:
     """float32 [S]"""
     seed: torch.Tensor
     """int64 [S]"""
+    num_lines: int = 0
+    """Lines of memory of fixed size, after which comes one for rows of padding; 0: there are none."""
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str
+        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0
     ) -> "DeviceState":
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
             last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             num_computed=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
-            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device),
-        )
+            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines,
+        )  # fmt: skip
 
 
 @dataclass
@@ -64,6 +67,9 @@ class StepBuffers:
     """int32 [tables, M]: slot in the flat cache by the blocks of each table; -1: padding."""
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
+    lines: torch.Tensor
+    """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
+    written where the state has lines."""
     tokens: torch.Tensor
     """int32 [B]: that each row gained, -1 where it gained none; written by the sampler, not here."""
 
@@ -72,11 +78,11 @@ class StepBuffers:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        lines = zeros(num_tables, -(-max_tokens // ALIGNED) * ALIGNED)
+        mapping = zeros(num_tables, -(-max_tokens // ALIGNED) * ALIGNED)
         return cls(
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
-            positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=lines[:, :max_tokens],
-            logits_indices=zeros(max_rows), tokens=zeros(max_rows),
+            positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
+            logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows),
         )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
@@ -86,7 +92,7 @@ class StepBuffers:
             row_slot=self.row_slot[:rows], context_lens=self.context_lens[:rows],
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1], positions=self.positions[:tokens],
             input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:, :tokens],
-            logits_indices=self.logits_indices[:rows], tokens=self.tokens[:rows],
+            logits_indices=self.logits_indices[:rows], lines=self.lines[:, :rows], tokens=self.tokens[:rows],
         )  # fmt: skip
 
     @property
@@ -155,6 +161,16 @@ def _map_other_tables(
 
 
 @triton.jit
+def _copy_lines(LINES, given, row, num_rows, out_row, inside, live, lines_stride, padding_line):
+    """LINES int32 [4, lines_stride] of output rows `out_row`, from those that a packed step has at `given` for its
+    `num_rows` rows. Rows of padding read zeros and write line padding_line."""
+    for number in tl.static_range(4):
+        word = tl.load(given + number * num_rows + row, mask=live, other=0)
+        word = tl.where(live, word - (number < 3), padding_line if number == 1 else (0 if number == 3 else _NO_LINE))
+        tl.store(LINES + number * lines_stride + out_row, word, mask=inside)
+
+
+@triton.jit
 def _own_start(NUM_COMPUTED, slot, latest, decodes):
     """Position at which a row begins: that of its slot for a decode, but never behind `latest`, up to which it has
     blocks."""
@@ -169,11 +185,12 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
     return tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
 
 
-@triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows"])
+@triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows", "padding_line"])
 def _expand_rows_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, out_tokens, decode_rows,
-    S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride, padding_line,
+    out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
     CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS int32 [out_tokens], SLOT_MAPPING int32 [NUM_TABLES, out_tokens
@@ -202,6 +219,9 @@ def _expand_rows_kernel(
             tl.store(ROW_SLOT + out_row, slot)
             tl.store(CONTEXT_LENS + out_row, start + count)
             tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
+            if padding_line is not None:
+                lines = given + tl.load(BUFFER + 3) - num_decode
+                _copy_lines(LINES, lines, row, num_rows, out_row, True, live, lines_stride, padding_line)
 
     end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
     first = begin + share * BLOCK
@@ -223,11 +243,11 @@ def _expand_rows_kernel(
         first += tl.num_programs(1) * BLOCK
 
 
-@triton.jit(do_not_specialize=["out_rows"])
+@triton.jit(do_not_specialize=["out_rows", "padding_line"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
-    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, table_stride, table_width, mapping_stride, out_rows, S: tl.constexpr,
-    NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride,
+    padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
     rows. One program, so that a barrier is enough between the updates and their readers."""
@@ -254,6 +274,9 @@ def _prepare_decode_kernel(
     tl.store(CU_SEQLENS + out_rows, out_rows)
     _map_other_tables(SLOT_MAPPING, table, row, start, live, inside, table_width, mapping_stride, NUM_TABLES,
                       BLOCK_SIZE)  # fmt: skip
+    if padding_line is not None:
+        lines = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+        _copy_lines(LINES, lines, row, num_rows, row, inside, live, lines_stride, padding_line)
 
 
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
@@ -286,8 +309,9 @@ def expand_rows(
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
         buffer, state.block_table, state.last_token, state.num_computed, out.row_slot, out.context_lens,
-        out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        *_table_strides(state, out), out_rows, out_tokens, decode_rows, S=max_num_seqs,
+        out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices, out.lines,
+        *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out_rows, out_tokens,
+        decode_rows, S=max_num_seqs,
         S_PADDED=triton.next_power_of_2(max_num_seqs), NUM_TABLES=state.block_table.shape[1],
         BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
     )  # fmt: skip
@@ -301,8 +325,9 @@ def prepare_decode(
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
         out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        *_table_strides(state, out), out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
-        BLOCK_SIZE=block_size, BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        out.lines, *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out.row_slot.shape[0],
+        S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
+        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
@@ -353,6 +378,12 @@ def expand_rows_reference(
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
     out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
     out.input_ids[token[num_decode:]] = buffer[given : given + num_tokens - num_decode]
+    if state.num_lines:
+        assert buffer[LINES_WORD] == num_rows
+        words = buffer[given + num_tokens - num_decode :][: 4 * num_rows].view(4, num_rows)
+        padding = torch.tensor([NO_LINE, state.num_lines, NO_LINE, 0], dtype=torch.int32, device=buffer.device)
+        out.lines.copy_(padding[:, None].expand_as(out.lines))
+        out.lines[:, where] = words - torch.tensor([1, 1, 1, 0], dtype=torch.int32, device=buffer.device)[:, None]
 
 
 def prepare_decode_reference(

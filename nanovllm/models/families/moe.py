@@ -32,7 +32,7 @@ def read_experts(
     return MoEConfig(count, of_token, config.integer(size), **more)
 
 
-def _sparse_layers(config: ConfigReader) -> set[int]:
+def sparse_layers(config: ConfigReader) -> set[int]:
     """Every decoder_sparse_step-th layer, but those of mlp_only_layers."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if not isinstance(dense, list):
@@ -40,7 +40,7 @@ def _sparse_layers(config: ConfigReader) -> set[int]:
     return {i for i in range(config.integer("num_hidden_layers")) if (i + 1) % step == 0 and i not in dense}
 
 
-def _qwen_experts(config: ConfigReader, **more: Any) -> MoEConfig:
+def read_qwen_experts(config: ConfigReader, **more: Any) -> MoEConfig:
     config.get("num_experts")
     name = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"  # as transformers 5 writes
     return read_experts(config, name, "moe_intermediate_size", renormalise=config.flag("norm_topk_prob"), **more)
@@ -50,7 +50,7 @@ def read_qwen3_moe(config: ConfigReader, generation: Fields) -> Fields:
     window = windows_everywhere(config) if config.flag("use_sliding_window") else {}
     config.get("sliding_window")
     fields = read_decoder(config, generation, qk_norm="head", biases="attention_bias", **window)
-    return with_moe(fields, _qwen_experts(config), _sparse_layers(config))
+    return with_moe(fields, read_qwen_experts(config), sparse_layers(config))
 
 
 def read_qwen3_vl_moe(config: ConfigReader, generation: Fields) -> Fields:
@@ -66,8 +66,8 @@ def read_qwen2_moe(config: ConfigReader, generation: Fields) -> Fields:
     kinds = [SLIDING if uses and i < first and i % 2 == 0 else FULL for i in range(count)]
     fields = read_decoder(config, generation, qkv_bias=config.flag("qkv_bias", True), kinds=kinds, window=window)
     shared = config.integer("shared_expert_intermediate_size")
-    moe = _qwen_experts(config, shared_size=shared, shared_name="shared_expert", shared_gate=True)
-    return with_moe(fields, moe, _sparse_layers(config))
+    moe = read_qwen_experts(config, shared_size=shared, shared_name="shared_expert", shared_gate=True)
+    return with_moe(fields, moe, sparse_layers(config))
 
 
 def read_mixtral(config: ConfigReader, generation: Fields) -> Fields:

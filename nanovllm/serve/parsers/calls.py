@@ -1,128 +1,178 @@
-"""Tool calls as one family of models writes them: their grammar, and their reader, from the family's form."""
-
 import json
 import re
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from nanovllm.serve.parsers.families import CallForm
-from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps, is_whole
-from nanovllm.serve.parsers.tags import Tag, Tags
-from nanovllm.serve.parsers.tools import Tool
-from nanovllm.serve.parsers.values import as_json, is_words, resolved, value_term
+from nanovllm.engine.sampling.grammar_compiler import literal, regex_term
+from nanovllm.serve.parsers.families import Form, Mark, Piece, Slot
+from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps, ends_in_string
+from nanovllm.serve.parsers.tags import Tags
+from nanovllm.serve.parsers.text_bounds import ANYTHING
+from nanovllm.serve.parsers.tools import Tool, json_term
+from nanovllm.serve.parsers.values import BLANKS, INITIALS, as_json
 
 MAX_CALLS = 128
 _WORD = re.compile(r"[A-Za-z0-9_.-]*")
-_KEY = "[A-Za-z0-9_.-]{1,64}"
-
-
-class Slot(Enum):
-    """Slot of a form (see CallForm)."""
-
-    NAME, ARGUMENTS, PARAMETERS, KEY, VALUE, CALL = "name", "arguments", "parameters", "key", "value", "call"
-    BLANK, BREAK, BREAKS = "blank", "break", "breaks"
-
-
-Piece = str | Tag | Slot
-_BLANKS = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_OTHER_NAME = r'/[^<>"\n]{1,64}/'
+"""Names of parameters that no schema names."""
+_LONG = 1000
+"""Characters of a text in all of which the library can look for the text's end."""
+_EARLY_END = 64
+"""Characters of a text that may be longer in which its end cannot stand. Behind them it is the end where the text may
+end there."""
+_OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_SCALARS = {
+    "boolean": "true|false",
+    "integer": "-?(?:0|[1-9][0-9]*)",
+    "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
+}
 
 
 class ToolFamily:
     """A family's form of calls, in one tokenizer's tags."""
 
-    def __init__(self, form: CallForm, tags: Tags) -> None:
-        self._form = form
-        self.marks = tuple(tags[name] for name in form.tags)
-        self._opening = self.marks[0]
-        self._call, self._first, self._last = map(self._pieces, (form.call, form.first, form.last))
-        self._between = self._pieces(form.between)
-        self._separator = "".join(piece for piece in self._between if isinstance(piece, str)).strip()
-        as_object = f'{{"name": "{{name}}", "{form.arguments}": {{arguments}}}}'
-        written = self._pieces(form.call.replace("{call}", as_object))
-        begin = written.index(Slot.NAME)
-        end = 1 + next(at for at, piece in enumerate(written) if piece in (Slot.ARGUMENTS, Slot.PARAMETERS))
-        self._before, self._function, self._after = written[:begin], written[begin:end], written[end:]
-        parameter = self._pieces(form.parameter)
-        end = 1 + parameter.index(Slot.VALUE) if parameter else 0
-        self._key, self._value_end, self._tail = parameter[: end - 1], parameter[end : end + 1], parameter[end + 1 :]
+    def __init__(self, form: Form, tags: Tags) -> None:
+        self._form, self._written = form, form.written
+        self._tags = {name: tags[name] for name in form.written.tags}
+        self.marks = tuple(self._tags.values())
+        self.opening, self.is_tagged = self.marks[0], form.written.is_tagged
+        self._separator = "".join(piece for piece in form.between if type(piece) is str).strip()
 
-    def _pieces(self, text: str) -> list[Piece]:
-        """A text of the form, cut into slots, tags and what is between them."""
-        known: dict[str, Piece] = {f"{{{slot.value}}}": slot for slot in Slot}
-        known.update(zip(self._form.tags, self.marks, strict=True))
-        return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
+    def _terms(self, pieces: Sequence[Piece], **slots: str) -> str:
+        """Pieces as terms of a grammar. `slots`: the terms of slots, by their names."""
+        terms = []
+        for piece in pieces:
+            if isinstance(piece, Slot):
+                terms.append(_OPTIONAL.get(piece) or slots[piece.value])
+            elif piece:
+                terms.append(self._tags[piece].lark if isinstance(piece, Mark) else json.dumps(piece))
+        return " ".join(terms)
+
+    def _text(self, piece: Piece) -> str:
+        """A text of the form, or of a tag, as a reader sees it."""
+        assert not isinstance(piece, Slot)
+        return self._tags[piece].text if isinstance(piece, Mark) else piece
 
     # -- grammar ------------------------------------------------------------------------------------------------
 
     def grammar(self, tools: tuple[Tool, ...], parallel: bool, free: bool) -> str:
         """Lark rules, `body` among them: calls of `tools`, one or more; `free` True: or any TEXT (a terminal that is
-        there), which may also come before calls where the family's models write it so."""
-        more = f"({_terms(self._between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        there), which may also come before calls where the family's models write it so. `early` is a text with calls
+        behind it, where these begin with a tag."""
+        form, terminals = self._form, dict[str, str]()
+        more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        functions = [self._function_term(tool, terminals) for tool in tools]
         rules = [
             self._body(free),
-            f"calls: {_terms(self._first)} call {more} {_terms(self._last)}",
-            f"call: {_terms(self._before)} function {_terms(self._after)}",
-            one_of("function", [self._function_term(tool) for tool in tools]),
+            f"calls: {self._terms(form.first)} call {more} {self._terms(form.last)}",
+            f"call: {self._terms(form.before)} function {self._terms(form.after)}",
+            one_of("function", functions),
+            *(f"{name.upper()}: {expression}" for expression, name in terminals.items()),
+            *(f"{name}[lazy]: {name.upper()}" for name in terminals.values() if name.islower()),
         ]
-        if self._form.parameter:
-            rules += [f"any: {_terms(self._key, key=f'/{_KEY}/')} words {_terms(self._tail)}", self._words()]
-        return "\n".join(rules)
+        return "\n".join([*rules, self._words()] if form.value_end else rules)
 
     def _body(self, free: bool) -> str:
-        tag = self._opening
-        if not self._form.is_tagged:
-            words = rf'"" | /[^{self._form.bare}](.|\n)*/ | ' if free else ""
+        tag = self.opening
+        if not self.is_tagged:
+            words = rf'"" | /[^{self._written.bare}](.|\n)*/ | ' if free else ""
             return f"body: {words}{tag.lark}? calls"
-        if not free:
-            return f"body: {tag.lark} calls"
-        if tag.token_id is not None:
-            return f"body: TEXT ({tag.lark} calls)?"
-        return f"body: TEXT | opened calls\nopened[lazy]: TEXT {tag.lark}"
+        early = f"early: TEXT {tag.lark} calls"
+        if tag.token_id is None:
+            early = f"early: opened calls\nopened[lazy]: TEXT {tag.lark}"
+        return f"body: {'TEXT | early' if free else f'{tag.lark} calls'}\n{early}"
 
-    def _function_term(self, tool: Tool) -> str:
-        arguments = self._parameters(tool) if self._form.parameter else tool.arguments()
-        return _terms(self._function, name=json.dumps(tool.name), arguments=arguments, parameters=arguments)
+    def _function_term(self, tool: Tool, terminals: dict[str, str]) -> str:
+        if not self._form.value_end:
+            arguments = tool.arguments
+        else:
+            arguments = self._parameters(tool if tool.is_held else Tool(tool.name, {}), terminals)
+        return f"{json.dumps(tool.name)} {self._terms(self._form.middle)} {arguments}"
 
-    def _parameters(self, tool: Tool) -> str:
-        """A tool's parameters, in the schema's order; those that are not required may be left out. One that no schema
-        names is the rule `any`."""
-        schema = tool.parameters
-        properties = schema.get("properties") or {}
-        if tool.strict is False or not properties:
-            closed = not properties and schema.get("additionalProperties") is False
-            return '""' if closed and tool.strict is not False else "any{0,64}"
+    def _parameters(self, tool: Tool, terminals: dict[str, str]) -> str:
+        """A tool's parameters, in the schema's order; those that are not required may be left out. After them come
+        others, where the schema has any. `terminals`: names of the terminals in use, by their expressions; in small
+        letters where the first text that matches is taken."""
+        form, (named, required, others) = self._form, tool.document.parameters
         terms = []
-        for name, value in properties.items():
-            if not re.fullmatch(_KEY, name):
-                raise ValueError(f"tools: function {tool.name!r} has a parameter whose name is not {_KEY}")
-            term = f"{_terms(self._key, key=json.dumps(name))} {self._value(value, tool)} {_terms(self._tail)}"
-            terms.append(term if name in (schema.get("required") or ()) else f"({term})?")
-        return " ".join(terms)
+        for name, value in named.items():
+            if self._text(form.key_end[0]) in name:
+                end = form.key_end[0]
+                raise ValueError(f"tools: function {tool.name!r} has a parameter whose name has {end!r} in it")
+            term = self._parameter(json.dumps(name), value, tool, terminals)
+            terms.append(term if name in required else f"({term})?")
+        if others is not False:
+            but = f" & ~({' | '.join(map(json.dumps, named))})" if named else ""
+            name = terminals.setdefault(_OTHER_NAME + but, f"T{len(terminals)}")
+            terms.append(f"({self._parameter(name, others, tool, terminals)}){{0,64}}")
+        return " ".join(terms) or '""'
 
-    def _value(self, value: Any, tool: Tool) -> str:
+    def _parameter(self, name: str, value: Any, tool: Tool, terminals: dict[str, str]) -> str:
+        form = self._form
+        before, after = self._terms(form.key_begin), self._terms(form.value_end[1:])
+        return f"{before} {name} {self._terms(form.key_end)} {self._value(value, tool, terminals)} {after}"
+
+    def _value(self, value: Any, tool: Tool, terminals: dict[str, str]) -> str:
         """A parameter's value with its end, or the rule `words`, which has it, too."""
-        begin, end = _terms([self._form.value_begin]), _terms(self._value_end)
+        begin, end = self._terms([self._written.value_begin]), self._terms(self._form.value_end[:1])
         if tool.text_grammar is not None:
             return f"{begin} {tool.text_term(end)}"
-        term = value_term(value, tool)
-        return "words" if term is None else f"{begin} {term} {end}"
+        document = tool.document
+        types = document.types(value)
+        others = types - {"string", "null"}
+        whole = document.alone(value)
+        if others and "string" in types:
+            whole["type"] = sorted(others)
+        as_value = f"{json_term(whole, lenient=not tool.strict)} {end}"
+        if "string" not in types:
+            return f"{begin} {as_value}"
+        try:
+            text = document.text(value)
+        except ValueError as error:
+            raise ValueError(f"tools: function {tool.name!r}: {error}") from None
+        if text is None and (not others or document.is_free(value)):
+            return "words"
+        if text is not None and "null" in types:
+            text = f'({text}) | "null"'
+        if not others and not {"&", "/"} & {*str(text)}:
+            return f"{begin} ({text}) {end}"  # one of a few texts
+        expression, after = self._text_expression(text, others)
+        name = terminals.setdefault(expression, f"{'T' if after else 't'}{len(terminals)}")
+        return f"{begin} ({name} {after}" + (f" | {as_value})" if others else ")")
+
+    def _text_expression(self, text: str | None, others: frozenset[str]) -> tuple[str, str]:
+        """The expression of a terminal for a value's text, and what comes after it. Ends that are texts are a part of
+        it, once, so that nothing goes on behind them; and what would be read as JSON of the types `others` is none."""
+        last, after = self._form.value_end[0], self._terms(self._form.value_end[:1])
+        is_token = isinstance(last, Mark) and self._tags[last].token_id is not None
+        end = self._text(last)
+        expression = regex_term(ANYTHING)  # less what is excluded: the library sees at once where that leaves nothing
+        if scalars := "|".join(_SCALARS[each] for each in sorted(others & _SCALARS.keys())):
+            expression += f" & ~{regex_term(f'[{BLANKS}]*(?:{scalars})[{BLANKS}]*')}"
+            expression += "" if is_token else f" & ~{regex_term(f'(?:{scalars}){literal(end[0])}{ANYTHING}')}"
+        if nested := "".join(INITIALS[each] for each in sorted(others - _SCALARS.keys())):
+            expression += f" & ~{regex_term(f'[{BLANKS}]*[{re.escape(nested)}]{ANYTHING}')}"
+        expression = f"({expression})" + (f" & ({text})" if text else "")
+        if is_token:
+            return expression, after
+        is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
+        before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
+        early = regex_term(rf"{before}{literal(end)}(?:.|\n)+")
+        return f"(({expression}) {after}) & ~{early}", ""
 
     def _words(self) -> str:
         """The rule for any text as a value."""
-        [end] = self._value_end
-        if isinstance(end, Tag) and end.token_id is not None:
-            return f"words: TEXT {end.lark}"
-        begin = self._form.value_begin
-        rest = _text(end).removeprefix(begin).replace("/", r"\/")
+        end, begin = self._form.value_end[0], self._written.value_begin
+        if isinstance(end, Mark) and self._tags[end].token_id is not None:
+            return f"words: TEXT {self._tags[end].lark}"
         text = f"{begin}((.|\n)*{begin})?" if begin else "(.|\n)*"
-        return f"words[lazy]: /{text}{rest}/".replace("\n", r"\n")
+        return f"words[lazy]: {regex_term(text + self._text(end).removeprefix(begin))}"
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def read(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
         """Reads content and calls up to the end of the text."""
-        tag, bare, has_words = self._opening.text, self._form.bare, False
+        tag, bare, has_words = self.opening.text, self._written.bare, False
 
         def emit(text: str) -> None:
             nonlocal has_words
@@ -133,14 +183,14 @@ class ToolFamily:
             if found != tag:
                 source.text, found = found + source.text, ""
             num_calls = output.num_calls
-            yield from self._read_opened(tools, found, has_words and not found, source, output)
+            yield from self.read_opened(tools, found, has_words and not found, source, output)
             if self._separator and output.num_calls > num_calls and output.calls_complete:
                 yield from source.blanks()
                 if source.text.startswith(self._separator):
                     source.text = source.text[len(self._separator) :]
                     yield from source.blanks()
 
-    def _read_opened(
+    def read_opened(
         self, tools: Sequence[Tool], tag_text: str, keeps_cut: bool, source: Source, output: Output
     ) -> Steps:
         """Reads the calls behind a tag; content follows. What turns out to be none is text, from its tag on. A call
@@ -155,12 +205,14 @@ class ToolFamily:
         source.taken = None
 
     def _read_calls(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
-        yield from _pass_over(self._first, source)
+        form = self._form
+        yield from self._pass_over(form.first, source)
         yield from self._read_call(tools, source, output)
-        last = next((_text(piece) for piece in self._last if not isinstance(piece, Slot)), None)
+        last = next((self._text(piece) for piece in form.last if not isinstance(piece, Slot)), None)
         while last is not None:
             yield from source.blanks()
-            if (yield from source.expect(last, self._separator or _text(self._call[0]), takes=False)) == last:
+            next_one = self._separator or self._text(form.call[0])
+            if (yield from source.expect(last, next_one, takes=False)) == last:
                 source.take(len(last))
                 return
             source.take(len(self._separator))
@@ -169,10 +221,10 @@ class ToolFamily:
     def _read_call(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
         """A call begins for the client once the text behind its name is there, or a parameter, or the end of them."""
         name: Any = None
-        num_calls, schemas = output.num_calls, {tool.name: tool.parameters for tool in tools}
-        for piece in self._call:
+        num_calls, known = output.num_calls, {tool.name: tool for tool in tools}
+        for piece in self._form.call:
             if piece is Slot.CALL:
-                yield from _read_object(schemas, source, output)
+                yield from _read_object(known, source, output)
             elif piece is Slot.NAME:
                 yield from source.blanks()
                 name = yield from source.matching(_WORD)
@@ -181,81 +233,82 @@ class ToolFamily:
                 yield from source.value(output.arguments)
                 output.calls_complete = True
             elif piece is Slot.PARAMETERS:
-                begin, end = _text(self._key[0]), _text(self._after[0]).strip()
+                begin, end = self._text(self._form.key_begin[0]), self._text(self._form.after[0]).strip()
                 yield from source.blanks()
                 if output.num_calls == num_calls:
                     yield from source.expect(begin, end, takes=False)
-                    _begin_call(name, schemas, source, output)
-                yield from self._read_parameters(schemas[name], begin, end, source, output)
+                    _begin_call(name, known, source, output)
+                yield from self._read_parameters(known[name], begin, end, source, output)
             else:
-                yield from _pass_over([piece], source)
+                yield from self._pass_over([piece], source)
                 if name is not None and output.num_calls == num_calls:
-                    _begin_call(name, schemas, source, output)
+                    _begin_call(name, known, source, output)
 
-    def _read_parameters(self, schema: Any, begin: str, end: str, source: Source, output: Output) -> Steps:
+    def _read_parameters(self, tool: Tool, begin: str, end: str, source: Source, output: Output) -> Steps:
         """Reads parameters as one JSON object, each from `begin` on, up to `end`."""
-        properties, opening = schema.get("properties") or {}, "{"
+        named, _, others = tool.document.parameters
+        behind_key, opening = self._text(self._form.key_end[0]), "{"
         while (yield from source.expect(begin, end, takes=False)) == begin:
             source.take(len(begin))
-            key = yield from source.matching(_WORD)
-            yield from _pass_over(self._key[2:], source)
-            output.arguments(f"{opening}{json.dumps(key)}: ")
+            pieces: list[str] = []
+            found = yield from source.until([behind_key], pieces.append)
+            key = "".join(pieces)
+            key = key if key in named else key.strip()
+            if not found:
+                output.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)[:-1]}")
+                raise Malformed
+            output.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            yield from self._read_value(resolved(properties.get(key, {}), schema), source, output)
+            yield from self._pass_over(self._form.key_end[1:], source)
+            yield from self._read_value(tool, named.get(key, others or {}), source, output)
             yield from source.blanks()
         output.arguments("}" if opening == ", " else "{}")
         output.calls_complete = True
 
-    def _read_value(self, schema: Any, source: Source, output: Output) -> Steps:
-        end, is_text, raw, begin = _text(self._value_end[0]), is_words(schema), list[str](), self._form.value_begin
+    def _read_value(self, tool: Tool, schema: Any, source: Source, output: Output) -> Steps:
+        """Reads a value, and its end. It is a text once it can be nothing else; what the output's end cuts off is left
+        as it is."""
+        end, begin = self._text(self._form.value_end[0]), self._written.value_begin
+        types, is_free = tool.document.types(schema), tool.document.is_free(schema)
+        initials = "".join(INITIALS[each] for each in types - {"string"})
+        held, is_text = list[str](), None if "string" in types else False
 
         def emit(text: str) -> None:
-            """Puts out text as the inside of a JSON string, without what comes before the value."""
-            nonlocal begin
-            if text:
-                text, begin = text.removeprefix(begin), ""
+            nonlocal is_text
+            if not is_text:
+                held.append(text)
+                first = "".join(held).lstrip(BLANKS)[:1] if is_text is None else ""
+                if first:
+                    is_text = first not in initials
+                if not is_text:
+                    return
+                output.arguments('"')
+                text = "".join(held).removeprefix(begin)
             output.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
-        output.arguments('"' if is_text else "")
-        while (yield from source.until([end], emit if is_text else raw.append)):
-            if is_text or is_whole("".join(raw)):
+        while (yield from source.until([end], emit)):
+            value = "".join(held)
+            if is_text or (is_free and "string" in types) or not ends_in_string(value):
                 break
-            raw.append(end)  # which is in a string of the value
+            held.append(end)
         else:
+            output.arguments("" if is_text else "".join(held).strip(BLANKS))
             raise Malformed
-        output.arguments('"' if is_text else as_json("".join(raw)))
+        output.arguments('"' if is_text else as_json(value, types, begin))
+
+    def _pass_over(self, pieces: Sequence[Piece], source: Source) -> Steps:
+        """Takes texts and tags, and blanks before them. Raises Malformed where something else comes."""
+        for piece in pieces:
+            yield from source.blanks()
+            if not isinstance(piece, Slot) and (text := self._text(piece).strip()):
+                yield from source.expect(text)
 
 
 def one_of(rule: str, terms: list[str]) -> str:
     return f"{rule}: " + "\n  | ".join(terms)
 
 
-def _terms(pieces: Sequence[Piece], **slots: str) -> str:
-    """Pieces as terms of a grammar. `slots`: the terms of slots, by their names."""
-    terms = []
-    for piece in pieces:
-        if isinstance(piece, Slot):
-            terms.append(_BLANKS.get(piece) or slots[piece.value])
-        elif piece:
-            terms.append(piece.lark if isinstance(piece, Tag) else json.dumps(piece))
-    return " ".join(terms)
-
-
-def _text(piece: Piece) -> str:
-    """A text of the form, or of a tag, as a reader sees it."""
-    assert not isinstance(piece, Slot)
-    return piece.text if isinstance(piece, Tag) else piece
-
-
-def _pass_over(pieces: Sequence[Piece], source: Source) -> Steps:
-    """Takes texts and tags, and blanks before them. Raises Malformed where something else comes."""
-    for piece in pieces:
-        yield from source.blanks()
-        if not isinstance(piece, Slot) and (text := _text(piece).strip()):
-            yield from source.expect(text)
-
-
-def _begin_call(name: str, known: dict[str, Any], source: Source, output: Output) -> None:
+def _begin_call(name: str, known: Collection[str], source: Source, output: Output) -> None:
     """Raises Malformed where no tool has this name."""
     if name not in known:
         raise Malformed
@@ -263,22 +316,24 @@ def _begin_call(name: str, known: dict[str, Any], source: Source, output: Output
     source.taken = None
 
 
-def _read_object(known: dict[str, Any], source: Source, output: Output) -> Steps:
+def _read_object(known: Collection[str], source: Source, output: Output) -> Steps:
     """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none."""
     yield from source.blanks()
     yield from source.expect("{")
-    named = False
+    named, has_arguments, early = False, False, list[str]()
     while True:
         yield from source.blanks()
         key = yield from source.string()
         yield from source.blanks()
         yield from source.expect(":")
         yield from source.blanks()
-        if key == "name":
+        if key == "name" and not named:
             _begin_call((yield from source.string()), known, source, output)
+            output.arguments("".join(early))
             named = True
-        elif key in ("arguments", "parameters") and named:
-            yield from source.value(output.arguments)
+        elif key in ("arguments", "parameters") and not has_arguments:
+            yield from source.value(output.arguments if named else early.append)
+            has_arguments = True
         else:
             yield from source.value(lambda _: None)
         yield from source.blanks()
@@ -286,4 +341,5 @@ def _read_object(known: dict[str, Any], source: Source, output: Output) -> Steps
             break
     if not named:
         raise Malformed
+    output.arguments("" if has_arguments else "{}")
     output.calls_complete = True

@@ -1,6 +1,8 @@
 """Forms of tool calls, one for each family of models, and the family that a chat template is of."""
 
+import re
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,45 @@ class CallForm:
     """Whether the grammar asks for the tag; if not, an answer is words or calls."""
 
 
-FORMS = {
+class Slot(Enum):
+    """Slot of a form (see CallForm)."""
+
+    NAME, ARGUMENTS, PARAMETERS, CALL = "name", "arguments", "parameters", "call"
+    BLANK, BREAK, BREAKS = "blank", "break", "breaks"
+
+
+class Mark(str):
+    """Name of a tag in a form."""
+
+
+Piece = str | Mark | Slot
+
+
+class Form:
+    """A CallForm, cut into pieces: slots, tags and the texts between them."""
+
+    def __init__(self, call_form: CallForm) -> None:
+        self.written = call_form
+        self.call, self.first, self.last, self.between = map(
+            self._pieces, (call_form.call, call_form.first, call_form.last, call_form.between)
+        )
+        named = f'{{"name": "{{name}}", "{call_form.arguments}": {{arguments}}}}'
+        before, _, rest = call_form.call.replace("{call}", named).partition("{name}")
+        middle, _, after = rest.partition("{parameters}" if call_form.parameter else "{arguments}")
+        self.before, self.middle, self.after = map(self._pieces, (before, middle, after))
+        """Pieces before the name, between it and the arguments, and after these."""
+        key, _, rest = call_form.parameter.partition("{value}")
+        begin, _, end = key.partition("{key}")
+        self.key_begin, self.key_end, self.value_end = map(self._pieces, (begin, end, rest))
+        """Pieces before a parameter's name, behind it and behind its value; the first one ends name or value."""
+
+    def _pieces(self, text: str) -> list[Piece]:
+        known: dict[str, Piece] = {f"{{{slot.value}}}": slot for slot in Slot}
+        known.update((tag, Mark(tag)) for tag in self.written.tags)
+        return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
+
+
+_CALL_FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5, too
         tags=("<tool_call>", "</tool_call>"),
         call="\n<function={name}>\n{parameters}</function>\n</tool_call>",
@@ -78,6 +118,7 @@ FORMS = {
         is_tagged=False,
     ),
 }
+FORMS = {name: Form(form) for name, form in _CALL_FORMS.items()}
 HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
 _MARKS = (  # the first whose text is in a template

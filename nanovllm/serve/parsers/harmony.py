@@ -10,6 +10,7 @@ A call ends the answer, so there is one at most. Its receiver may also stand bef
 
 import json
 import re
+from collections.abc import Callable, Generator
 from typing import Any
 
 from nanovllm.sampling_params import StructuredOutput
@@ -18,6 +19,7 @@ from nanovllm.serve.parsers.plan import term
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag, Tags
 from nanovllm.serve.parsers.tools import ToolChoice
+from nanovllm.serve.parsers.values import json_type
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 CONSTRAIN, RETURN, CALL = "<|constrain|>", "<|return|>", "<|call|>"
@@ -66,41 +68,55 @@ class Harmony:
                     "addressed",
                     [f'{json.dumps(t.name)} {channel} "commentary" form {message} arguments_{i}' for i, t in tools],
                 ),
-                *(f"arguments_{i}: {tool.arguments()}" for i, tool in tools),
+                *(f"arguments_{i}: {tool.arguments}" for i, tool in tools),
             ]
         return StructuredOutput(grammar="\n".join([f"start: earlier* ({last})", *rules]))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def read(self, takes_calls: bool, source: Source, output: Output) -> Steps:
-        """`takes_calls`: whether tools were given. Text without any channel is content."""
+        """`takes_calls`: whether tools were given. Text outside of messages is content where none follows it, else
+        nothing."""
         has_content = False
-        while (yield from self._header_follows(source)):
-            pieces: list[str] = []
-            if not (yield from source.until([self._tags[MESSAGE].text], pieces.append)):
-                return  # it was cut in a header
-            header = "".join(pieces)
+        while (header := (yield from self._header(source, output))) is not None:
             found = _RECEIVER.search(header)
             receiver = found[1] if found else ""
             if takes_calls and receiver.startswith(_FUNCTIONS):
                 yield from self._call(receiver.removeprefix(_FUNCTIONS), source, output)
             elif receiver or self._tags[CHANNEL].text + "analysis" in header:
                 output.begin("reasoning")
-                yield from source.until(self._ends, output.text)
+                yield from self._text(source, output.text)
             else:
                 output.begin("content")
                 if has_content:
                     output.text("\n\n")
                 has_content = True
-                yield from source.until(self._ends, output.text)
-        output.begin("content")
+                yield from self._text(source, output.text)
 
-    def _header_follows(self, source: Source) -> Any:
-        """Whether a header comes next."""
-        tags = (self._tags[START].text, self._tags[CHANNEL].text)
-        while not source.ended and (not source.text or (source.text != _ADDRESS and _ADDRESS.startswith(source.text))):
-            yield
-        return source.text.startswith((*tags, _ADDRESS))
+    def _header(self, source: Source, output: Output) -> Generator[None, None, str | None]:
+        """Takes the next message's header; None: there is no further message."""
+        start, channel, message = (self._tags[name].text for name in (START, CHANNEL, MESSAGE))
+        outside: list[str] = []
+        found = ""
+        while True:
+            while not source.ended and _ADDRESS.startswith(source.text) and source.text != _ADDRESS:
+                yield
+            if found != start and not source.text.startswith(_ADDRESS):
+                found = yield from source.until([start, channel], outside.append)
+                if not found:
+                    output.begin("content")
+                    output.text("".join(outside))
+                    return None
+            pieces = [found]
+            found = yield from source.until([message, start, *self._ends], pieces.append)
+            if found in ("", message):  # "": it was cut in a header
+                return "".join(pieces) if found else None
+
+    def _text(self, source: Source, emit: Callable[[str], None]) -> Steps:
+        """Takes a message's text and its end. The next message ends it, too."""
+        following = [self._tags[START].text, self._tags[CHANNEL].text]
+        if (found := (yield from source.until([*self._ends, *following], emit))) in following:
+            source.text = found + source.text
 
     def _call(self, name: str, source: Source, output: Output) -> Steps:
         pieces: list[str] = []
@@ -110,12 +126,8 @@ class Harmony:
             output.arguments(text)
 
         output.call(name)
-        yield from source.until(self._ends, emit)
-        try:
-            json.loads("".join(pieces))
-            output.calls_complete = True
-        except ValueError:
-            pass
+        yield from self._text(source, emit)
+        output.calls_complete = json_type("".join(pieces)) is not None
 
 
 class HarmonyDetokenizer(MarkedDetokenizer):
@@ -133,6 +145,7 @@ class HarmonyDetokenizer(MarkedDetokenizer):
         text = super().push(token_id)
         name = self._stand_ins.get(text[-1:])
         if name == START:
+            self._num_reasoning = self.num_reasoning_tokens
             self._header, self._is_analysis, self._count = "", False, 0
         self._count += 1
         if self._header is not None:

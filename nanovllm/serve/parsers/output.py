@@ -37,6 +37,9 @@ class OutputParser:
         self._family = None if form is None else ToolFamily(form, tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)
+        added = tokenizer.added_tokens_decoder.values()
+        self._boundaries = [each.content for each in added if each.special and each.content not in names]
+        """Tokens that no answer has within its text: what stands before one is no part of it."""
         self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
 
     def _template_opens(self, opening: str) -> bool:
@@ -56,19 +59,20 @@ class OutputParser:
             return self._harmony_plan(self._harmony, prompt, choice, structured)
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
-        state = self._state(prompt)
-        marks = [*self._thinks]
+        state, thinks = self._state(prompt), self._thinks
+        marks, is_new = [*thinks], prompt.rstrip().endswith(tuple(tag.name for tag in thinks))
         if choice is not None and self._family is not None:
             marks += self._family.marks
+            thinks += (self._family.opening,) if self._family.is_tagged else ()
         reads = bool(choice is not None or state != "none")
         return Plan(
             self._structured(state, choice, structured),
             state,
             choice,
             tuple(marks),
-            self._thinks if state != "none" else (),
+            thinks if state != "none" else (),
             self._tokenizer,
-            partial(self._read, state, choice) if reads else None,
+            partial(self._read, state, choice, is_new) if reads else None,
         )
 
     def _harmony_plan(
@@ -88,14 +92,15 @@ class OutputParser:
         )
 
     def _state(self, prompt: str) -> ReasoningState:
-        """State in which the rendered prompt leaves reasoning: templates open the tag, write an empty pair, or leave it
-        to the model."""
+        """State in which the rendered prompt leaves reasoning: templates and beginnings of an answer open the tag,
+        write a pair, or leave it to the model."""
         if not self._thinks:
             return "none"
-        end = prompt.rstrip()
-        if end.endswith(self._thinks[0].name):
-            return "open"
-        return "optional" if self._left_to_model and not end.endswith(self._thinks[1].name) else "none"
+        opened, closed = (prompt.rfind(tag.name) for tag in self._thinks)
+        last = max(opened, closed)
+        if last >= 0 and not any(token in prompt[last:] for token in self._boundaries):
+            return "open" if opened > closed else "none"
+        return "optional" if self._left_to_model else "none"
 
     # --- grammar
 
@@ -106,16 +111,20 @@ class OutputParser:
             if wanted is None or state == "none":
                 return wanted
             return self._grammar(state, "answer", "gap ", f"answer: {term(wanted)}")
-        is_free = choice.mode == "auto" and wanted is None
+        is_free, is_tagged = choice.mode == "auto" and wanted is None, self._family.is_tagged
         calls = self._family.grammar(choice.tools, choice.parallel, is_free)
         if is_free:
-            return self._grammar(state, "body", "", calls)
+            return self._grammar(state, "body", "", calls, is_tagged)
         if choice.mode == "auto" and wanted is not None:
-            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {term(wanted)}")
-        return self._grammar(state, "body", "gap ", calls)  # with calls alone there is no content to hold to `wanted`
+            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {term(wanted)}", is_tagged)
+        # with calls alone there is no content to hold to `wanted`
+        return self._grammar(state, "body", "gap ", calls, is_tagged)
 
-    def _grammar(self, state: ReasoningState, answer: str, gap: str, rules: str) -> StructuredOutput:
-        """Reasoning as the state has it, and then what `answer` names; `gap`: what may stand between the two."""
+    def _grammar(
+        self, state: ReasoningState, answer: str, gap: str, rules: str, has_early: bool = False
+    ) -> StructuredOutput:
+        """Reasoning as the state has it, and then what `answer` names; `gap`: what may stand between the two. Calls may
+        also end the reasoning, where the rule `early` is there."""
         if state == "none":
             return StructuredOutput(grammar=f"start: {answer}\n{_TEXT}\n{rules}")
         opening, closing = self._thinks
@@ -123,18 +132,25 @@ class OutputParser:
         if closing.token_id is None:
             thoughts = f"thoughts[lazy]: TEXT {closing.lark}"
         reasoned = f"thoughts {gap}{answer}"
+        if has_early:
+            reasoned = f"({reasoned} | early)"
         start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {reasoned}"
         return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
 
     # --- reading
 
-    def _read(self, state: ReasoningState, choice: ToolChoice | None, source: Source, output: Output) -> Steps:
+    def _read(
+        self, state: ReasoningState, choice: ToolChoice | None, is_new: bool, source: Source, output: Output
+    ) -> Steps:
+        """`is_new`: there is no text of the reasoning in the prompt."""
         if state != "none":
-            yield from self._read_reasoning(state, source, output)
+            yield from self._read_reasoning(state, choice, is_new, source, output)
         if choice is not None and self._family is not None:
             yield from self._family.read(choice.tools, source, output)
 
-    def _read_reasoning(self, state: ReasoningState, source: Source, output: Output) -> Steps:
+    def _read_reasoning(
+        self, state: ReasoningState, choice: ToolChoice | None, is_new: bool, source: Source, output: Output
+    ) -> Steps:
         opening, closing = (tag.text for tag in self._thinks)
         if state == "optional":
             while opening.startswith(text := source.text.lstrip("\n")) and text != opening and not source.ended:
@@ -142,8 +158,16 @@ class OutputParser:
             if not text.startswith(opening):
                 return
             source.text = text[len(opening) :]
-        output.begin("reasoning", strips=True)
-        if (yield from source.until([closing], output.text)):
+        output.begin("reasoning", strips=is_new or state == "optional")
+        ends = [closing]
+        if choice is not None and self._family is not None and self._family.is_tagged:
+            ends.append(self._family.opening.text)
+        while (found := (yield from source.until(ends, output.text))) not in ("", closing):
+            assert choice is not None and self._family is not None
+            yield from self._family.read_opened(choice.tools, found, True, source, output)
+            if output.num_calls:
+                break
+        if found:
             output.begin("content", strips=True)
 
 

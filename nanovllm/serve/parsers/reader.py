@@ -129,7 +129,7 @@ class _Value:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._escaped = self._bare = self._begun = False
+        self.in_string = self._escaped = self._bare = self._begun = False
 
     def end_in(self, text: str) -> int | None:
         """The index after the value's last character, if it is in this piece."""
@@ -143,26 +143,27 @@ class _Value:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            found = (self._INSIDE if self._in_string else self._OUTSIDE).search(text, at)
+            found = (self._INSIDE if self.in_string else self._OUTSIDE).search(text, at)
             if found is None:
                 return None
             at = found.end()
             character = found[0]
-            if self._in_string:
+            if self.in_string:
                 self._escaped = character == "\\"
-                self._in_string = self._escaped
+                self.in_string = self._escaped
             elif character == '"':
-                self._in_string = True
+                self.in_string = True
             else:
                 self._depth += 1 if character in "{[" else -1
-            if not self._in_string and self._depth <= 0:
+            if not self.in_string and self._depth <= 0:
                 return at
         return None
 
 
-def is_whole(text: str) -> bool:
-    """Whether a JSON value that is a string, list or object ends within the text; True for any other text."""
-    return text.lstrip()[:1] not in ("{", "[", '"') or _Value().end_in(text.lstrip()) is not None
+def ends_in_string(text: str) -> bool:
+    """Whether a text is the beginning of a JSON value, and ends within a string of it."""
+    scan, text = _Value(), text.lstrip()
+    return text[:1] in ("{", "[", '"') and scan.end_in(text) is None and scan.in_string
 
 
 def _begun(text: str, tags: Sequence[str]) -> int:

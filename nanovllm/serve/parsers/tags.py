@@ -49,11 +49,12 @@ class MarkedDetokenizer:
     tokens of the reasoning."""
 
     def __init__(self, inner: Detokenizer, tags: Sequence[Tag], thinks: Sequence[Tag], in_reasoning: bool) -> None:
-        """`thinks`: the tags that open and close reasoning, or none; `in_reasoning`: the prompt has opened it."""
+        """`thinks`: none, or the tag that opens reasoning and those that end it; `in_reasoning`: the prompt has opened
+        it."""
         self._inner = inner
         self._marks = {tag.token_id: tag.text for tag in tags if tag.token_id is not None}
         self._opening = thinks[0].token_id if thinks else None
-        self._closing = thinks[1].token_id if thinks else None
+        self._ends = [tag.token_id for tag in thinks[1:]]
         self._in_reasoning = in_reasoning
         self._num_tokens = 0
         self._is_blank = True
@@ -69,7 +70,7 @@ class MarkedDetokenizer:
             return text
         if token_id == self._opening and self._is_blank:
             self._in_reasoning, self._is_blank = True, False
-        elif token_id == self._closing and self._in_reasoning and self._reasoning_end is None:
+        elif token_id in self._ends and self._in_reasoning and self._reasoning_end is None:
             self._reasoning_end = self._num_tokens
         return self._inner.flush() + mark
 

@@ -29,7 +29,7 @@ _TOKEN = re.compile(
     |(?P<word>[A-Za-z_]\w*)""",
     re.VERBOSE | re.MULTILINE,
 )
-_ATOM = re.compile(
+ATOM = re.compile(
     r"""(?P<operator>\((?:\?(?:[a-z-]*[:)]|P?<\w+>))?|\{\d*,?\d*\}|[)|*+?^$])
     |\[\^?\]?(?:\\.|[^\]\\])*\]|\\x\{[^}]*\}|\\x..|\\u....|\\.|.""",
     re.VERBOSE | re.DOTALL,
@@ -152,7 +152,7 @@ class _Rewriting:
         flags = re.ASCII  # of whose blanks there are as many as in the library's dialect
         if dot_all or re.search(r"\(\?[a-z]*s", regex):
             flags |= re.DOTALL
-        written = _ATOM.sub(lambda found: found[0] if found["operator"] else _quoted_atom(found[0], flags), regex)
+        written = ATOM.sub(lambda found: found[0] if found["operator"] else _quoted_atom(found[0], flags), regex)
         self.has_escapes = self.has_escapes or written != regex
         return written
 

@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, check_text
 from nanovllm.serve.parsers.text_grammar import before, in_json
+from nanovllm.serve.parsers.values import Document
 
 MAX_TOOLS = 128
 MAX_GRAMMAR_BYTES = 120 * 1024
@@ -24,16 +26,24 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]
     """A JSON schema of its arguments."""
-    strict: bool | None = None
-    """False: its arguments may be any JSON object. None: by the schema, but for what of it no grammar can say."""
+    strict: bool = False
+    """Whether what of the schema no grammar can say is refused; if not, it is left out."""
     text_grammar: str | None = None
     """Lark grammar of its text, where that is all that it takes: {"input": text}."""
+    is_held: bool = True
+    """Whether its arguments are held to the schema; if not, they may be any JSON object."""
 
+    @cached_property
+    def document(self) -> Document:
+        """The schema of its arguments, by its parts."""
+        return Document(self.parameters, self.strict)
+
+    @cached_property
     def arguments(self) -> str:
         """The arguments as a term of a Lark grammar. Raises ValueError where there is none."""
         if self.text_grammar is not None:
             return f'/\\{{ ?"input" ?: ?"/ {self.text_term()} /" ?\\}}/'
-        return json_term({"type": "object"} if self.strict is False else self.parameters, lenient=self.strict is None)
+        return json_term(self.parameters if self.is_held else {"type": "object"}, lenient=not self.strict)
 
     def text_term(self, end: str | None = None) -> str:
         """The term of the tool's text: with the term `end` behind it, or as JSON writes it. Raises ValueError where
@@ -84,8 +94,8 @@ def check_tools(
     mode, checked = _chosen(tool_choice, checked)
     if mode == "none":
         return None
-    if sum(len(tool.text_grammar or tool.arguments()) for tool in checked) > MAX_GRAMMAR_BYTES:
-        checked = tuple(replace(tool, strict=bool(tool.strict or tool.text_grammar)) for tool in checked)
+    if sum(len(tool.text_grammar or tool.arguments) for tool in checked) > MAX_GRAMMAR_BYTES:
+        checked = tuple(replace(tool, is_held=tool.strict or tool.text_grammar is not None) for tool in checked)
     return ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
 
 
@@ -132,9 +142,9 @@ def _checked(tool: Any, where: str) -> Tool:
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(f"{where}.function.parameters: must be the schema of an object")
-    if strict is None:
+    if not strict:
         parameters = _with_regular_patterns(parameters)
-    return Tool(name, {**parameters, "type": "object"}, strict)
+    return Tool(name, {**parameters, "type": "object"}, bool(strict))
 
 
 def _with_regular_patterns(schema: Any) -> Any:

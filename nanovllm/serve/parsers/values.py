@@ -2,47 +2,189 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from nanovllm.serve.parsers.tools import Tool, json_term
+from nanovllm.serve.parsers.text_bounds import text_terms
 
-
-def value_term(value: Any, tool: Tool) -> str | None:
-    """Values of a parameter as a term of a grammar, from its schema; None: any text."""
-    value = resolved(value, tool.parameters)
-    if not is_words(value):
-        outer = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-        return json_term({**outer, **value}, lenient=tool.strict is None)
-    choices = [value["const"]] if "const" in value else value.get("enum")
-    return f"({' | '.join(json.dumps(str(each)) for each in choices)})" if choices else None
-
-
-def as_json(text: str) -> str:
-    """A parameter's text as JSON: as it is, or as a string where it is none."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return json.dumps(text.removeprefix("\n"), ensure_ascii=False)
-    return text.strip()
+TYPES = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
+_DIGITS = "-0123456789"
+INITIALS = {"null": "n", "boolean": "tf", "integer": _DIGITS, "number": _DIGITS, "object": "{", "array": "["}
+"""Characters with which JSON of a type begins."""
+BLANKS = " \t\n\r"
+"""JSON's."""
+_DESCRIBING = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment", "$schema"))
+_LEFT_OUT = frozenset(("$defs", "definitions", "title", "description", "default", "examples"))
+_MAX_NESTED = 64
+"""Choices within choices, after which any type may come."""
+_MAX_TEXT_TERM = 32 << 10
 
 
-def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter's schema, a reference to one of the definitions replaced by it."""
-    reference = value.get("$ref") if isinstance(value, Mapping) else None
-    if isinstance(reference, str):
-        parts = reference.removeprefix("#/").split("/")
-        table = schema.get(parts[0])
-        found = table.get(parts[-1]) if isinstance(table, Mapping) and len(parts) == 2 else None
-        value = found if isinstance(found, Mapping) else value
-    return value if isinstance(value, Mapping) else {}
+class Parameters(NamedTuple):
+    """Entries of an object, as its schema has them."""
+
+    named: dict[str, Any]
+    required: set[str]
+    others: Any
+    """Schema of an entry that is not named; False: there is none."""
 
 
-def is_words(schema: Mapping[str, Any]) -> bool:
-    """Whether a parameter's value is written as it is, and not as JSON."""
+class Document:
+    """A JSON schema of an object, and parts of it, which may refer to any other part."""
+
+    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+        """`strict`: see text_terms."""
+        self._root, self._strict = root, strict
+        self._types: dict[int, frozenset[str]] = {}
+        self._texts: dict[int, str | None] = {}
+
+    def _target(self, reference: Any) -> Any:
+        """Returns what a reference points at; None where that is nothing."""
+        if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+            return None
+        node: Any = self._root
+        for part in unquote(reference).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            try:
+                node = node[int(part) if isinstance(node, list) else part]
+            except (LookupError, TypeError, ValueError):
+                return None
+        return node
+
+    def _parts(self, schema: Any) -> list[Mapping[str, Any]]:
+        """A schema, what it refers to and what it is made of: a value satisfies each."""
+        found, left = dict[int, Mapping[str, Any]](), [schema]
+        for part in left:
+            if isinstance(part, Mapping) and id(part) not in found:
+                found[id(part)] = part
+                left += [self._target(part.get("$ref")), *_listed(part, "allOf")]
+        return [*found.values()]
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Entries of the object. Others than the named ones are left to the model where the schema says so, or names
+        none."""
+        named: dict[str, Any] = {}
+        required, others = set[str](), list[Any]()
+        for part in self._parts(self._root):
+            properties = part.get("properties")
+            for name, value in properties.items() if isinstance(properties, Mapping) else ():
+                named[name] = {"allOf": [named[name], value]} if name in named else value
+            required.update(name for name in _listed(part, "required") if isinstance(name, str))
+            others += [part["additionalProperties"]] if "additionalProperties" in part else []
+        rest = others[0] if others else not named
+        if rest is not False:
+            named |= dict.fromkeys(sorted(required - named.keys()), rest)
+        return Parameters({name: value for name, value in named.items() if value is not False}, required, rest)
+
+    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Types that a part's values may have."""
+        if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+            return frozenset() if schema is False else TYPES
+        if id(schema) not in self._types:
+            self._types[id(schema)] = frozenset()  # where it is a choice within itself
+            found = TYPES
+            for part in self._parts(schema):
+                found &= _own_types(part)
+                for each in _choices(part):
+                    found &= frozenset[str]().union(*(self.types(one, depth + 1) for one in each))
+            self._types[id(schema)] = found
+        return self._types[id(schema)]
+
+    def text(self, schema: Any, depth: int = 0) -> str | None:
+        """The texts that a part admits, as an expression of a Lark terminal; None: any. Raises ValueError as
+        text_terms."""
+        if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+            return None
+        if id(schema) not in self._texts:
+            self._texts[id(schema)] = ""
+            terms = []
+            for part in self._parts(schema):
+                terms += text_terms(part, self._strict)
+                for each in _choices(part):
+                    texts = [self.text(one, depth + 1) for one in each if "string" in self.types(one)]
+                    if None not in texts and any(texts):
+                        terms.append(f"({' | '.join(filter(None, texts))})")
+            if sum(map(len, terms)) > _MAX_TEXT_TERM:
+                raise ValueError(f"what it asks of texts has more than {_MAX_TEXT_TERM} bytes")
+            self._texts[id(schema)] = " & ".join(terms) or None
+        return self._texts[id(schema)]
+
+    def is_free(self, schema: Any) -> bool:
+        """Whether every value of a part's types is one of its values."""
+        return schema is True or (isinstance(schema, Mapping) and schema.keys() <= _DESCRIBING)
+
+    def alone(self, schema: Any) -> dict[str, Any]:
+        """A part as a schema of its own, with what it refers to among its definitions."""
+        names: dict[str, str] = {}
+
+        def moved(node: Any) -> Any:
+            if isinstance(node, list):
+                return [moved(each) for each in node]
+            if not isinstance(node, Mapping):
+                return node
+            reference = node.get("$ref")
+            found = {name: moved(value) for name, value in node.items()}
+            if isinstance(reference, str) and self._target(reference) is not None:
+                found["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
+            return found
+
+        whole = moved(_needed(schema)) if isinstance(schema, Mapping) else {}
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(names):
+            reference = [*names][len(definitions)]
+            definitions[names[reference]] = moved(_needed(self._target(reference)))
+        return {**whole, "$defs": definitions} if definitions else whole
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    kind = schema.get("type", [*TYPES])
+    types = frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
+    types |= {"integer"} if "number" in types else types
     fixed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if fixed:
-        return all(isinstance(each, str) for each in fixed)
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return "string" in kind
-    return kind == "string" or (kind is None and not {"anyOf", "oneOf", "allOf", "$ref"} & {*schema})
+    return types & {_type_of(each) for each in fixed} if isinstance(fixed, list) else types
+
+
+def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _choices(schema: Mapping[str, Any]) -> list[list[Any]]:
+    return [each for name in ("anyOf", "oneOf") if (each := _listed(schema, name))]
+
+
+def _needed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    return {name: value for name, value in schema.items() if name not in _LEFT_OUT}
+
+
+def _type_of(value: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+_JSON = json.JSONDecoder(parse_int=lambda _: 0, parse_constant=_refuse)  # an int may be longer than Python reads
+
+
+def json_type(text: str) -> str | None:
+    """Type of a text's JSON value; None where it is none."""
+    try:
+        return _type_of(_JSON.decode(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_json(text: str, types: frozenset[str], begin: str = "") -> str:
+    """A parameter's text as JSON: as it is where it is JSON of its types, or where no text is among these; else as a
+    string, without `begin`."""
+    found = json_type(text)
+    if found is not None and ("string" not in types or found in types - {"string"}):
+        return text.strip(BLANKS)
+    return json.dumps(text.removeprefix(begin), ensure_ascii=False)

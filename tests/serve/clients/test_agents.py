@@ -72,7 +72,7 @@ class Proxy(ThreadingHTTPServer):
             "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
         }  # fmt: skip
         field, kind = ("input_schema", "tool") if is_messages else ("parameters", "function")
-        own[0][field] = schema
+        own[0] |= {field: schema, "strict": True}
         return body | {"tool_choice": {"type": kind, "name": self.tool}}
 
 
@@ -127,7 +127,7 @@ def agents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def run(proxy: Proxy, folder: Path, *command: str, **environment: str) -> str:
-    """What an agent prints of a turn in a folder of its own with a note."""
+    """Output of an agent's turn in a folder of its own with a note."""
     home = folder / "home"
     home.mkdir(parents=True)
     (folder / "note.txt").write_text(SECRET + "\n")

@@ -1,0 +1,155 @@
+"""The gated delta rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464), with the gated norm behind it.
+
+A head's state S [K, V], float32 in the arithmetic, goes through the tokens of a row:
+
+    S <- a S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K);  y = norm(o) * weight * silu(z)
+
+with a = exp(-exp(A_log) softplus(a_in + dt_bias)) and b = sigmoid(b_in).
+
+Decode rows take one step (here); prompt chunks go 64 tokens at a time (delta_prompt.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import silu as torch_silu
+from torch.nn.functional import softplus as torch_softplus
+
+from nanovllm.kernels.base.activations import silu
+from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.recurrent.delta_prompt import scan_prompts
+from nanovllm.kernels.recurrent.gates import decay, sigmoid
+from nanovllm.kernels.recurrent.rows import StepRows, row_places
+
+
+class DeltaSizes(NamedTuple):
+    """Heads of this rank. Value head h has the queries and keys of key head h * key_heads // value_heads."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """causal_conv's `unit`: queries and keys."""
+        return 2 * self.key_heads * self.key_dim, self.key_dim
+
+    @property
+    def channels(self) -> int:
+        return self.unit[0] + self.value_heads * self.value_dim
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters of the rule on this rank."""
+
+    A_log: torch.Tensor
+    """float32 [value_heads]"""
+    dt_bias: torch.Tensor
+    """float32 [value_heads]"""
+    norm: torch.Tensor
+    """[value_dim]"""
+    eps: float
+
+
+@triton.jit
+def _gated_norm(out, z, NORM, eps, dims, V: tl.constexpr):
+    """norm(out) * weight * silu(z) of out, z [n, V], with roundings to z's dtype between them."""
+    dtype: tl.constexpr = z.dtype
+    out = out.to(dtype).to(tl.float32)
+    normed = (out * tl.rsqrt(tl.sum(out * out, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
+    scaled = (tl.load(NORM + dims).to(tl.float32)[None, :] * normed).to(dtype).to(tl.float32)
+    return (scaled * silu(z.to(tl.float32))).to(dtype)
+
+
+@triton.jit
+def _decode_kernel(
+    X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """One token of row program_id(1), value head program_id(0), whose whole state this program holds."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    keys, dims = tl.arange(0, K), tl.arange(0, V)
+    x = X + row * (2 * HK * K + HV * V)
+    key_head = head // (HV // HK)
+    read = tl.load(READ + row)
+    write = tl.load(WRITE + row).to(tl.int64)
+    places = head * K * V + keys[:, None] * V + dims[None, :]
+    state = tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
+    q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
+    k = tl.load(x + (HK + key_head) * K + keys).to(tl.float32)
+    v = tl.load(x + 2 * HK * K + head * V + dims).to(tl.float32)
+    log_kept = decay(tl.load(A + row * gate_stride + head), A_LOG, DT_BIAS, head)
+    rate = sigmoid(tl.load(B + row * gate_stride + head))
+    state = state.to(tl.float32) * tl.exp(log_kept)
+    change = rate * (v - tl.sum(k[:, None] * state, 0))
+    state += k[:, None] * change[None, :]
+    tl.store(STATES + write * state_stride + places, state.to(STATES.dtype.element_ty))
+    out = tl.sum(q[:, None] * state, 0)
+    z = tl.load(Z + row * z_stride + head * V + dims)
+    y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, V)
+    tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V,)))
+
+
+@triton.jit(do_not_specialize=["first", "num_rows"])
+def _norm_kernel(OUT, Z, NORM, z_stride, eps, first, num_rows, HV: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The gated norm of OUT [T, HV, V] in place, BLOCK pairs of a token and a head from token `first` on."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token, head, dims = (first + pair // HV).to(tl.int64), pair % HV, tl.arange(0, V)
+    live = (pair < num_rows)[:, None]
+    places = OUT + (token * HV + head)[:, None] * V + dims[None, :]
+    z = tl.load(Z + token[:, None] * z_stride + head[:, None] * V + dims[None, :], mask=live, other=0.0)
+    tl.store(places, _gated_norm(tl.load(places, mask=live, other=0.0), z, NORM, eps, dims, V), mask=live)
+
+
+def gated_delta_rule(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, weights: DeltaWeights, sizes: DeltaSizes,
+    states: torch.Tensor, rows: StepRows,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, channels]: queries and keys of length 1, and values, as causal_conv leaves them; a, b [T, value_heads] of
+    one stride; z [T, value_heads * value_dim] -> y [T, value_heads * value_dim]; padding is left as it is.
+
+    states [L, value_heads, key_dim, value_dim], each line contiguous, float32 or bfloat16: by line, moved on.
+    """
+    hk, hv, k, v = sizes
+    tokens, decodes = x.shape[0], rows.num_decode_rows
+    out = torch.empty(tokens, hv * v, dtype=x.dtype, device=x.device)
+    assert a.stride(0) == b.stride(0)
+    if decodes:
+        read, write, _, _ = rows.lines
+        _decode_kernel[(hv, decodes)](
+            x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
+            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=4,
+        )  # fmt: skip
+    if rows.num_rows > decodes:
+        scan_prompts(x, a, b, weights.A_log, weights.dt_bias, sizes, states, rows, out)
+        block, pairs = 16, (tokens - decodes) * hv
+        _norm_kernel[(triton.cdiv(pairs, block),)](
+            out, z, weights.norm, z.stride(0), weights.eps, decodes, pairs, HV=hv, V=v, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def gated_delta_rule_reference(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, weights: DeltaWeights, sizes: DeltaSizes,
+    states: torch.Tensor, rows: StepRows,
+) -> torch.Tensor:  # fmt: skip
+    """Plain twin of `gated_delta_rule`: the definition, token by token."""
+    hk, hv, k, v = sizes
+    q, keys, values = x.float().split([hk * k, hk * k, hv * v], dim=1)
+    q, keys = (part.unflatten(1, (hk, k)).repeat_interleave(hv // hk, 1) for part in (q * k**-0.5, keys))
+    values, log_kept = values.unflatten(1, (hv, v)), -weights.A_log.exp() * torch_softplus(a.float() + weights.dt_bias)
+    kept, rate, out = log_kept.exp(), b.float().sigmoid(), torch.zeros(x.shape[0], hv, v, device=x.device)
+    for row in row_places(rows):
+        state = row.load(states).float()
+        for number, t in enumerate(range(row.tokens.start, row.tokens.stop), 1):
+            state *= kept[t, :, None, None]
+            change = rate[t, :, None] * (values[t] - torch.einsum("hk,hkv->hv", keys[t], state))
+            state += keys[t, :, :, None] * change[:, None]
+            out[t] = torch.einsum("hk,hkv->hv", q[t], state)
+            if number == row.keep_at:
+                states[row.keep] = state.to(states.dtype)
+        states[row.write] = state.to(states.dtype)
+    out = out.to(x.dtype).float()
+    normed = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps)).to(x.dtype)
+    return ((weights.norm * normed).float() * torch_silu(z.float().view_as(out))).to(x.dtype).flatten(1)

@@ -1,0 +1,167 @@
+"""Gated delta net (arXiv 2412.06464), the recurrent layer of Qwen3-Next and Qwen3.5."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.plan.product import Around
+from nanovllm.kernels.recurrent.delta import DeltaSizes, DeltaWeights
+from nanovllm.layers.context import Call, ModelContext
+from nanovllm.layers.heads import HeadSplit
+from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
+from nanovllm.layers.memory import Slot
+from nanovllm.layers.rotary import PositionTables
+from nanovllm.layers.step import wanted_rows
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule, parameter, whole
+from nanovllm.model_config import LayerSpec
+
+
+class DeltaNet(NamedTuple):
+    """LayerSpec.options; counts are of the whole model."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution sees, its own among them."""
+    by_key_head: bool = False
+    """The checkpoint has one projection whose rows are those of one key head after the other: its query, its key, its
+    values, their z; and another one alike with b and a."""
+
+
+class GatedDeltaNet(WeightedModule):
+    """[T, hidden] -> [wanted, hidden], a partial sum of this rank's value heads: projections to q, k, v, z, b and a,
+    the convolution of q, k and v, the rule over them (kernels/recurrent/delta.py), and the output's projection."""
+
+    can_capture = True
+    checkpoint_name = "linear_attn"
+
+    def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, around: Around) -> None:
+        super().__init__()
+        self.whole = net = DeltaNet(*spec.options)  # type: ignore[misc]
+        group, hidden = context.group, context.config.hidden_size
+        if net.value_heads % group.size:
+            raise ValueError(f"tensor_parallel_size={group.size}: must be a divisor of {net.value_heads} value heads")
+        self.kernels = context.kernels
+        self.heads = heads = HeadSplit(net.value_heads, net.key_heads, group.rank, group.size)
+        self.sizes = sizes = DeltaSizes(heads.local_kv_heads, heads.local_heads, net.key_dim, net.value_dim)
+        values = heads.local_heads * net.value_dim
+        self.rows = (sizes.channels, values, heads.local_heads, heads.local_heads)
+        precision, (of_values, of_gates) = spec.precision("qkv"), self._pieces(hidden)
+        joined = precision is None
+        self.in_proj = ParallelLinear(
+            context, "in", _padded(sum(self.rows)) if joined else sum(self.rows[:2]), hidden,
+            pieces=of_values + of_gates if joined else of_values, precision=precision, around=Around(around.before),
+        )  # fmt: skip
+        self.gate_proj = None
+        if not joined:  # rows as few as those of the gates would lower the rows that share a scale
+            first = sizes.channels + values
+            moved = (piece._replace(cuts=tuple(_moved(piece.cuts, -first, 0))) for piece in of_gates)
+            self.gate_proj = ParallelLinear(context, "gates", _padded(sum(self.rows[2:])), hidden, pieces=moved)
+        self.out_proj = RowParallelLinear(
+            context, net.value_heads * net.value_dim, hidden, name="out", pads=False, precision=spec.precision("o"),
+            around=around.last(),
+        )  # fmt: skip
+        between = () if self.gate_proj is None else (self.gate_proj.product,)
+        self.operations = (self.in_proj.product, *between, self.out_proj.product)
+        dtype, device = context.dtype, context.device
+        self.conv = parameter(sizes.channels, 1, net.width, dtype=dtype, device=device)
+        self.A_log, self.dt_bias = (parameter(heads.local_heads, dtype=torch.float32, device=device) for _ in range(2))
+        self.norm, self.eps = parameter(net.value_dim, dtype=dtype, device=device), context.config.norm_eps
+        self.memory = (
+            Slot((heads.local_heads, net.key_dim, net.value_dim)), Slot((net.width - 1, sizes.channels), dtype)
+        )  # fmt: skip
+
+    def bind(self, *memory: torch.Tensor) -> None:
+        self.states, self.last_inputs = memory
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The result of the wanted tokens, [N, hidden]; all go into the states."""
+        step = call.step
+        assert step is not None
+        projected = self.in_proj(x, call)
+        mixed, z, *gates = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1) if (
+            self.gate_proj is None
+        ) else projected.split(self.rows[:2], 1)
+        if self.gate_proj is not None:
+            gates = [*self.gate_proj(x, call).split(self.heads.local_heads, 1)]
+        b, a, *_ = gates
+        mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, step.rows, None, self.sizes.unit)
+        weights = DeltaWeights(self.A_log, self.dt_bias, self.norm, self.eps)
+        y = self.kernels.gated_delta_rule(mixed, a, b, z, weights, self.sizes, self.states, step.rows)
+        if step.wanted is not None:
+            call, y = call._replace(rows=step.wanted), wanted_rows(y, step.wanted)
+        if not y.shape[0]:  # GEMMs take one row or more
+            return y.new_empty(0, self.out_proj.product.n)
+        return self.out_proj(y, call)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    def _channel_cuts(self) -> tuple[Cut, ...]:
+        """This rank's q, k and v, of rows that are all q, then all k, then all v."""
+        net, heads, keys = self.whole, self.heads, self.sizes.key_heads * self.whole.key_dim
+        of_keys = heads.kv_cuts(net.key_dim)
+        all_keys = net.key_heads * net.key_dim
+        return (
+            *of_keys, *_moved(of_keys, keys, all_keys),
+            *_moved(heads.query_cuts(net.value_dim), 2 * keys, 2 * all_keys),
+        )  # fmt: skip
+
+    def _pieces(self, hidden: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """Pieces of q, k, v and z, and of b and a, at their places among all of these."""
+        net, heads = self.whole, self.heads
+        z, b, a = (sum(self.rows[:end]) for end in (1, 2, 3))
+        keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
+        if not net.by_key_head:
+            of_heads = heads.query_cuts(1)
+            return (
+                Piece("in_proj_qkv", (2 * keys + values, hidden), self._channel_cuts()),
+                Piece("in_proj_z", (values, hidden), tuple(_moved(heads.query_cuts(net.value_dim), z, 0))),
+            ), (
+                Piece("in_proj_b", (net.value_heads, hidden), tuple(_moved(of_heads, b, 0))),
+                Piece("in_proj_a", (net.value_heads, hidden), tuple(_moved(of_heads, a, 0))),
+            )  # fmt: skip
+        each, of_keys = net.value_heads // net.key_heads, self.sizes.key_heads * net.key_dim
+        block = 2 * net.key_dim + 2 * each * net.value_dim
+        qkvz, ba = [], []
+        for local in range(heads.local_kv_heads):
+            begin = heads.kv_head(local) * block
+            qkvz += [
+                Cut(0, half * of_keys + local * net.key_dim, begin + half * net.key_dim, net.key_dim)
+                for half in range(2)
+            ]
+        for local in range(heads.local_heads):
+            key, index = divmod(heads.first_head + local, each)
+            begin, size = key * block + 2 * net.key_dim + index * net.value_dim, net.value_dim
+            qkvz += [
+                Cut(0, 2 * of_keys + local * size, begin, size), Cut(0, z + local * size, begin + each * size, size)
+            ]  # fmt: skip
+            ba += [Cut(0, b + local, 2 * key * each + index, 1), Cut(0, a + local, (2 * key + 1) * each + index, 1)]
+        return (
+            (Piece("in_proj_qkvz", (2 * keys + 2 * values, hidden), tuple(qkvz)),),
+            (Piece("in_proj_ba", (2 * net.value_heads, hidden), tuple(ba)),),
+        )
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from self.in_proj.checkpoint_weights(prefix)
+        if self.gate_proj is not None:
+            yield from self.gate_proj.checkpoint_weights(prefix)
+        yield from self.out_proj.checkpoint_weights(f"{prefix}.out_proj")
+        net = self.whole
+        channels = 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
+        shards = tuple(cut.shard(self.conv) for cut in self._channel_cuts())
+        yield CheckpointWeight(f"{prefix}.conv1d.weight", (channels, 1, net.width), shards)
+        yield self.heads.query_weight(f"{prefix}.A_log", self.A_log)
+        yield self.heads.query_weight(f"{prefix}.dt_bias", self.dt_bias)
+        yield whole(f"{prefix}.norm.weight", self.norm)
+
+
+def _moved(cuts: tuple[Cut, ...], place: int, start: int) -> Iterator[Cut]:
+    """Cuts further on: in the rank's matrix, and in the whole one."""
+    return (cut._replace(place=cut.place + place, start=cut.start + start) for cut in cuts)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // 8) * 8
