@@ -198,12 +198,10 @@ class LLM:
         pairs = paired(queries, documents)
         prompts: list[GivenPrompt] = [reranker.encode(*pair, instruction) for pair in pairs]
         outputs = self.generate(prompts, SamplingParams(**reranker.params), use_tqdm)
-        scores = []
-        for output in outputs:
-            if not (lines := output.outputs[0].logprobs) or lines[0] is None:
-                raise RuntimeError("score: a request was aborted")
-            scores.append(reranker.score({token_id: one.logprob for token_id, one in lines[0].items()}))
-        return scores
+        found = [each[0] for output in outputs if (each := output.outputs[0].logprobs)]
+        if len(found) < len(outputs):
+            raise RuntimeError("score: a request was aborted")
+        return [reranker.score({token_id: one.logprob for token_id, one in (each or {}).items()}) for each in found]
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)

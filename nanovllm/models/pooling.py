@@ -10,10 +10,6 @@ from nanovllm.models.files import read_json
 
 MODULES = "modules.json"
 _SERVED = ("Transformer", "Pooling", "Normalize")
-_LAST = "lasttoken"
-_OLD = "pooling_mode_"
-"""Beginning of the flags of older files, one for each mode."""
-_FLAGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"}
 
 
 def read_pooling(folder: Path, runner: str) -> Pooling | None:
@@ -26,9 +22,8 @@ def read_pooling(folder: Path, runner: str) -> Pooling | None:
         if kind not in _SERVED:
             refuse(str(folder / MODULES), kind, f"a list of {', '.join(_SERVED)} alone")
     path = folder / modules.get("Pooling", "1_Pooling") / "config.json"
-    for mode in _modes(read_json(path)) if path.is_file() else ():
-        if mode != _LAST:
-            refuse(f"{path}: pooling_mode", mode, f"{_LAST!r} (others are not supported)")
+    if path.is_file() and (modes := _modes(read_json(path))) != ["lasttoken"]:
+        refuse(f"{path}: pooling_mode", modes, "['lasttoken'] (others are not supported)")
     about = folder / "config_sentence_transformers.json"
     given: dict[str, Any] = read_json(about) if about.is_file() else {}
     prompts = {name: text for name, text in (given.get("prompts") or {}).items() if isinstance(text, str)}
@@ -52,5 +47,5 @@ def _modes(config: dict[str, Any]) -> list[str]:
     """The modes that a Pooling's file names, by name or, in older files, by flags."""
     if (named := config.get("pooling_mode")) is not None:
         return [named] if isinstance(named, str) else [*named]
-    flags = (name.removeprefix(_OLD) for name, value in config.items() if name.startswith(_OLD) and value)
-    return [_FLAGS.get(flag, flag) for flag in flags]
+    before = "pooling_mode_"
+    return [name.removeprefix(before) for name, value in config.items() if name.startswith(before) and value is True]

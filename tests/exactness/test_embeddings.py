@@ -98,9 +98,10 @@ def test_a_default_prompt_and_vectors_as_they_are(tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "mean": (lambda folder: write_modules(folder, pooling={"pooling_mode_mean_tokens": True}), "pooling_mode='mean'"),
-    "cls": (lambda folder: write_modules(folder, pooling={"pooling_mode": "cls"}), "pooling_mode='cls'"),
+    "mean": (lambda folder: write_modules(folder, pooling={"pooling_mode_mean_tokens": True}), "'mean_tokens'"),
+    "cls": (lambda folder: write_modules(folder, pooling={"pooling_mode": "cls"}), r"pooling_mode=\['cls'\]"),
     "two": (lambda folder: write_modules(folder, pooling={"pooling_mode": ["lasttoken", "max"]}), "'max'"),
+    "none": (lambda folder: write_modules(folder, pooling={"pooling_mode_cls_token": False}), r"pooling_mode=\[\]"),
     "dense": (lambda folder: write_modules(folder, ("Transformer", "Pooling", "Dense")), "modules.json='Dense'"),
 }
 

@@ -158,6 +158,7 @@ def test_documents_are_ranked(reranker: httpx.Client, scores: list[float], path:
         ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents[0].text"),
         ("/rerank", {"query": "a", "documents": ["x " * 5000]}, "documents"),
         ("/rerank", {"query": "a" * 10000, "documents": ["x"] * 1000}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["x"] * 1000, "instruction": "b" * 10000}, "documents"),
         ("/rerank", {"query": "a", "documents": ["x"], "top_n": 0}, "top_n"),
     ],
     ids=lambda value: str(value)[:30],

@@ -59,7 +59,7 @@ def _prepare(
     """Checks and tokenizes pairs of query and document; `name`: of the documents' field. Raises ApiError."""
     if len(pairs) > limits.COMPLETIONS:
         raise bad_request(f"{name}: {len(pairs)} pairs, must be at most {limits.COMPLETIONS}")
-    sizes = [sum(map(len, pair)) for pair in pairs]
+    sizes = [sum(map(len, (*pair, fields.instruction or ""))) for pair in pairs]
     check_characters(model, max(sizes), name)
     if (total := sum(sizes)) > limits.PROMPTS_TEXT:
         raise bad_request(f"{name}: pairs have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
