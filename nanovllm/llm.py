@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.embeddings import pooling_of, stacked
+from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids
 from nanovllm.engine.prompt import Prompt
@@ -14,12 +14,10 @@ from nanovllm.outputs import RequestOutput, StepColumns, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import Interrupt, ProgressBar, interrupt_between_steps
-from nanovllm.text.reranking import paired
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.turns import Turns
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from nanovllm.executor.protocol import Weights
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
 
-class LLM:
+class LLM(Embedding):
     """A model served on one or several ranks, all started and ended by this object.
 
     Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.
@@ -168,40 +166,6 @@ class LLM:
         texts = (tokenizer.render_chat(chat, **template_options) for chat in chats)
         prompts = [as_prompt(text, param, tokenizer, is_chat=True) for text, param in zip(texts, params, strict=True)]
         return self.generate(prompts, params, use_tqdm)
-
-    def embed(
-        self,
-        prompts: GivenPrompt | Sequence[GivenPrompt],
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        use_tqdm: bool = True,
-    ) -> "np.ndarray":
-        """Embeddings of prompts (texts or token ids), float32 [prompts, dimensions]; needs runner="pooling".
-
-        `dimensions`: the first of each embedding, normalised anew; default: all. `prompt_name`: of the model's prompts,
-        the one put before each text; default: the model's own default. Raises ValueError as `generate` does.
-        """
-        pooling = pooling_of(self.model_config, dimensions)
-        before = pooling.prompt(prompt_name)
-        given = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
-        outputs = self.generate(given, SamplingParams(max_tokens=0), use_tqdm)
-        return stacked((output.pooled for output in outputs), dimensions, pooling)
-
-    def score(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], instruction: str | None = None,
-        use_tqdm: bool = True,
-    ) -> list[float]:  # fmt: skip
-        """Relevance in [0, 1] of each document for its query, or for the only query, as Qwen3-Reranker judges it: the
-        probability of "yes" against "no". `instruction`: what is asked of a document; default: the model card's.
-        Raises ValueError as `generate` does."""
-        reranker = self.engine.tokenizer.own.reranker
-        pairs = paired(queries, documents)
-        prompts: list[GivenPrompt] = [reranker.encode(*pair, instruction) for pair in pairs]
-        outputs = self.generate(prompts, SamplingParams(**reranker.params), use_tqdm)
-        found = [each[0] for output in outputs if (each := output.outputs[0].logprobs)]
-        if len(found) < len(outputs):
-            raise RuntimeError("score: a request was aborted")
-        return [reranker.score({token_id: one.logprob for token_id, one in (each or {}).items()}) for each in found]
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)

@@ -132,7 +132,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text becomes one vector: the final hidden state of its last token."""
+    """Making of one vector from a text: the final hidden state of its last token."""
 
     normalizes: bool = True
     """Whether vectors have length 1."""
@@ -232,7 +232,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     pooling: Pooling | None = None
-    """For a model of embeddings, whose output head is left out; None: it generates text."""
+    """Pooling of a model of embeddings, whose output head is left out; None: it generates text."""
 
     wrapper: str | None = None
     """The architecture of the checkpoint where this one is its language model (models/wrappers.py)."""

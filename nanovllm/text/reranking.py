@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nanovllm.text.checkpoint import CheckpointTokenizer
+from typing import Any
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _TEMPLATE = (
@@ -20,8 +17,8 @@ _TEMPLATE = (
 class Reranker:
     """Prompts that ask whether a document fits a query, and scores from the log-probabilities of the answer."""
 
-    def __init__(self, tokenizer: "CheckpointTokenizer") -> None:
-        """Raises ValueError where the tokenizer has no single tokens for the two answers."""
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: a CheckpointTokenizer. Raises ValueError where it has no single tokens for the two answers."""
         answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(ids) != 1 for ids in answers):
             raise ValueError("score: needs a tokenizer in which 'yes' and 'no' are one token each")
