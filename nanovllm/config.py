@@ -48,6 +48,7 @@ _BOUNDS: dict[str, Bound] = {
     "seed": integer(0, 2**63 - 1),
     "load_format": one_of("auto", "dummy"),
     "model_impl": one_of("auto", "native", "transformers"),
+    "runner": one_of("auto", "generate", "pooling"),
     "quantization": one_of("fp8", "int4"),
     "lm_head_dtype": one_of("auto", "fp8"),
     "exact_bits": one_of("batch", "tp"),
@@ -144,6 +145,9 @@ class EngineConfig:
     model_impl: str = "auto"
     """"native": our layers; "transformers": its own module, slower, on one rank. Without CUDA graphs, over our KV
     cache. "auto": native where there is one."""
+    runner: str = "auto"
+    """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
+    of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
     """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"

@@ -204,7 +204,8 @@ class ModelRunner:
             self._progress()
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
-        sampler_bytes = option_bytes(self.model_config.vocab_size, self.group.size, config.max_num_seqs, self.dtype)
+        ids = 0 if self.model_config.pooling else self.model_config.vocab_size
+        sampler_bytes = option_bytes(ids, self.group.size, config.max_num_seqs, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
@@ -283,6 +284,7 @@ class ModelRunner:
         num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = StepCounts.of(packed)
         keep_hidden = section is not None and section.size("targets") > 0
         work, graphs, shape, scores = self.work, self.graphs, None, None
+        pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
@@ -291,7 +293,7 @@ class ModelRunner:
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
                 first_chunk_row, hidden = shape.decode_rows, None
-                logits = None if section is None else work.captured_logits[shape].tensor()
+                logits = work.captured_logits[shape].tensor() if section is not None or pools else None
             else:
                 first_chunk_row = num_decode_rows
                 logits, hidden = work.run_exact(step, packed, keep_hidden)
@@ -301,6 +303,9 @@ class ModelRunner:
                 )
             tokens = work.buffers.tokens[: first_chunk_row + num_sample_rows - num_decode_rows]
             padding = slice(num_decode_rows, first_chunk_row)
+            if pools and logits is not None:
+                rows = logits[: len(tokens)]
+                scores = self.option_sampler.hand_out(torch.cat((rows[: padding.start], rows[padding.stop :])))
             self.io.receive(tokens, padding, scores)
 
     # -- the rest -----------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ class StepWork:
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
+        self._has_head = context.config.pooling is None
         self.captured_logits: dict[StepShape, LogitsView] = {}
-        """Logits that the graph of each shape leaves behind, from which it has sampled."""
+        """Logits that the graph of each shape leaves behind, from which it has sampled; or what stands for them."""
 
     def allocate(self, max_rows: int, max_tokens: int, num_tables: int, num_lines: int) -> None:
         """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. num_tables:
@@ -50,7 +51,8 @@ class StepWork:
         """Any step, eagerly, at its exact size: int32 words, as `step` on the device and as `packed` on the host.
 
         Returns the logits of the rows that drew [rows, this rank's ids], None where none did, and with `keep_hidden`
-        the final hidden states of all tokens [T, hidden], else None.
+        the final hidden states of all tokens [T, hidden], else None. A model without a head draws nothing: the final
+        hidden states of those rows [rows, hidden] stand for their logits.
         """
         counts = StepCounts.of(packed)
         buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
@@ -111,6 +113,8 @@ class StepWork:
             hidden, kept = wanted_rows(hidden, sampled), hidden
         if num_sample_rows == 0:
             return None, kept
+        if not self._has_head:
+            return hidden, kept
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self._model.logits(hidden)
         tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size
