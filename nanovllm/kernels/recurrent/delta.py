@@ -68,9 +68,9 @@ def _decode_kernel(
     X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(1), value head program_id(0), whose whole state this program holds. With PDL the state
-    is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (Like decode attention this
-    counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
+    """One token of row program_id(1), value head program_id(0), whose whole state this program holds. With PDL the
+    state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (Like decode attention
+    this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
