@@ -34,7 +34,7 @@ UNSERVED = {
     "FalconH1ForCausalLM": ({"mamba_d_state": 256}, "has recurrent layers"),
     "Llama4ForCausalLM": ({"layer_types": ["chunked_attention"]}, "has attention in chunks"),
     "T5ForConditionalGeneration": ({"is_encoder_decoder": True}, "has an encoder"),
-    "Qwen3_5MoeForConditionalGeneration": (
+    "NobodysHybridForConditionalGeneration": (
         {"vision_config": {"depth": 2}, "text_config": {"layer_types": ["linear_attention"]}},
         "has recurrent layers",
     ),

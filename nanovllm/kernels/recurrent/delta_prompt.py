@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nanovllm.kernels.recurrent.delta import DeltaSizes
 
 PIECE = 64
+_COLUMNS = 64
+"""Columns of a state that a program of the scan holds: a piece of 48 heads takes 4.0 us, with 32 columns 6.5 (H200)."""
 _BLOCK = 16
 """Tokens of the triangles that are solved one token after the other."""
 
@@ -185,7 +187,7 @@ def scan_prompts(
         num_rows, BLOCK=_BLOCK, num_warps=4,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", **constants,
     )  # fmt: skip
-    block = min(v, 32)
+    block = min(v, _COLUMNS)
     _scan_kernel[(v // block, hv, num_rows)](
         x, b, inverse, scores, sums, states, out, rows.cu_seqlens, *rows.lines, b.stride(0), states.stride(0), first,
         k**-0.5, BV=block, num_warps=4, num_stages=2, **constants,
