@@ -64,6 +64,7 @@ _BOUNDS: dict[str, Bound] = {
     "gpu_memory_utilization": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
     "num_kvcache_blocks": integer(1),
     "num_state_lines": integer(1),
+    "state_dtype": one_of("float32", "bfloat16"),
     "kvcache_block_size": integer(16),
     "cpu_kvcache_gib": _POSITIVE,
     "kv_cache_dtype": one_of("auto", "fp8"),
@@ -183,6 +184,8 @@ class EngineConfig:
     num_state_lines: int | None = None
     """Number of states of recurrent layers: of running rows, and kept for later ones. Default: three for two of
     max_num_seqs, as far as 60 % of the memory is left to KV blocks. No more rows run at once."""
+    state_dtype: str = "float32"
+    """Dtype of the states of recurrent layers between steps: "float32", or "bfloat16", half as large."""
     num_kvcache_blocks: int | None = None
     """Number of KV blocks. Default: as many as fit, the minimum over ranks."""
     kvcache_block_size: int | None = None

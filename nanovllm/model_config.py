@@ -171,6 +171,8 @@ class ModelConfig:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: the configuration's, and in an engine the tokenizer's as well."""
+    state_dtype: str = "float32"
+    """Dtype of recurrent layers' states (EngineConfig.state_dtype)."""
     head_precision: Quantization | None = None
     """Quantisation of an output head that is not tied to the embedding; None: the model's dtype."""
 

@@ -12,6 +12,7 @@ from nanovllm.errors import shown
 RENAMED = {
     "block_size": "kvcache_block_size",
     "enable_sleep_mode": "enable_sleep",
+    "mamba_ssm_cache_dtype": "state_dtype",
     "num_gpu_blocks_override": "num_kvcache_blocks",
 }
 """Options by another name."""

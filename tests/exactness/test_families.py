@@ -77,6 +77,21 @@ def compare_logits(llm: LLM, model: Any) -> tuple[int, int]:
     return cached[-1].num_cached_tokens, witness.num_rows_after_preemption
 
 
+def test_states_in_bfloat16_stay_close(tmp_path: Path) -> None:
+    """A state is rounded once a step: log-probabilities move by a hundredth or so, and mostly less."""
+    case = CASES["qwen3_5"]
+    model, params = make_model(case), replace(GREEDY, prompt_logprobs=0)
+    folder = str(save(model, case, tmp_path))
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(folder, **OPTIONS, state_dtype=dtype) as llm:
+            lines = [line for line in llm.generate(PROMPTS[2], params, use_tqdm=False)[0].prompt_logprobs or [] if line]
+            found.append(torch.tensor([entry.logprob for line in lines for entry in line.values()]))
+    assert 0 < (found[0] - found[1]).abs().max() < 0.05
+    with pytest.raises(ValueError, match=r"^state_dtype='bfloat16': must be 'float32' for a model without recurrent"):
+        LLM("demo", device="cpu", state_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("name", ["cohere2", "qwen3", "qwen3_moe"])
 def test_a_step_that_ends_no_prompt_leaves_its_last_layer_after_the_keys(name: str, tmp_path: Path) -> None:
     """On a GPU kernels refuse to multiply no rows."""
