@@ -383,8 +383,7 @@ class Scheduler:
         self.memory.release(seq)
         self.lookahead.note_released(seq)
         self._free_slots.append(seq.slot)
-        seq.slot = -1
-        seq.last_token_on_device = False
+        seq.slot, seq.last_token_on_device = -1, False
 
     def check_integrity(self) -> None:
         """Asserts that queues, lengths, slots and blocks agree. For tests and idle moments."""
