@@ -52,6 +52,8 @@ def ready_front(*arguments: str, **environment: str) -> Iterator[InProcess]:
     is_ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def live() -> int:
+        thread = threading.get_ident()
+        handler.addFilter(lambda record: record.thread == thread)  # those of others log to the same logger
         with patch.object(handle, "_start_process", _start_thread):
             front = Front(model, options, FleetHandles(model, engine))
         routes = ROUTES | ADMIN_ROUTES if options.admin_api_keys else ROUTES

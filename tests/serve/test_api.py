@@ -366,12 +366,12 @@ def test_metrics(front: InProcess, client: httpx.Client) -> None:
     ids=["chat", "several prompts"],
 )  # fmt: skip
 def test_what_is_counted_of_a_request(
-    front: InProcess, client: httpx.Client, path: str, body: dict[str, Any], gains: dict[str, int]
+    server: Server, served: httpx.Client, path: str, body: dict[str, Any], gains: dict[str, int]
 ) -> None:
-    wait_for(lambda: front.num_running() == 0, "rest")
-    before = {name: front.metric(f"vllm:{name}") for name in gains}
-    client.post(path, json=body)
-    assert {name: front.metric(f"vllm:{name}") - before[name] for name in gains} == gains
+    wait_for(lambda: server.num_running() == 0, "rest")
+    before = {name: server.metric(f"vllm:{name}") for name in gains}
+    served.post(path, json=body)
+    assert {name: server.metric(f"vllm:{name}") - before[name] for name in gains} == gains
 
 
 def test_log(front: InProcess, client: httpx.Client) -> None:
