@@ -110,8 +110,7 @@ class Scheduler:
         """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
         must have been launched."""
         self._publish_last_plan()
-        lines = self.memory.lines
-        if lines is not None:
+        if (lines := self.memory.lines) is not None:
             lines.begin_step()
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)

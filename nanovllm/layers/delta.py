@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.plan.product import Around
-from nanovllm.kernels.recurrent.delta import DeltaSizes, DeltaWeights
+from nanovllm.kernels.recurrent.delta import DeltaWeights
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
 from nanovllm.layers.context import Call, ModelContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear

@@ -17,7 +17,7 @@ PARTS = {
     "down": ("mlp.down_proj",),
 }
 _RECURRENT = {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)}
-"""Those of the mixer "delta"; its gates are never quantised."""
+"""Parts of the mixer "delta"; its gates are never quantised."""
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128

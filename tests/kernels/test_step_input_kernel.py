@@ -73,7 +73,7 @@ def random_step(rng: random.Random, max_num_seqs: int, decode_only: bool, num_ta
 
 
 def random_state(max_num_seqs: int, device: torch.device, num_tables: int = 1) -> DeviceState:
-    """With many rows the layers have memory of fixed size."""
+    """A state of the device; with many rows, its layers have memory of fixed size."""
     state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, num_lines=1000 if max_num_seqs > 8 else 0)
     state.block_table.random_(0, 10000)
     state.last_token.random_(0, 10**6)

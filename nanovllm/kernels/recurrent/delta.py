@@ -18,27 +18,9 @@ from torch.nn.functional import softplus as torch_softplus
 from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.recurrent.delta_prompt import scan_prompts
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes, scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
-
-
-class DeltaSizes(NamedTuple):
-    """Heads of this rank. Value head h has the queries and keys of key head h * key_heads // value_heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def unit(self) -> tuple[int, int]:
-        """causal_conv's `unit`: queries and keys."""
-        return 2 * self.key_heads * self.key_dim, self.key_dim
-
-    @property
-    def channels(self) -> int:
-        return self.unit[0] + self.value_heads * self.value_dim
 
 
 class DeltaWeights(NamedTuple):
@@ -68,9 +50,9 @@ def _decode_kernel(
     X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(1), value head program_id(0), whose whole state this program holds. With PDL the
-    state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (Like decode attention
-    this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
+    """One token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds. With PDL
+    the state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (As decode attention
+    does, this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
