@@ -7,13 +7,10 @@ import numpy as np
 from nanovllm.errors import is_integer, refuse
 from nanovllm.model_config import ModelConfig, Pooling
 
-_LEAST_NORM = 1e-12
-"""Divides a vector of zeros."""
-
 
 def finished(vector: np.ndarray, pooling: Pooling) -> np.ndarray:
-    """A vector, float32 [dimensions], as `pooling` hands it out."""
-    return vector / max(np.linalg.norm(vector), _LEAST_NORM) if pooling.normalizes else vector
+    """A vector, float32 [dimensions], as `pooling` hands it out; one of zeros stays so."""
+    return vector / max(np.linalg.norm(vector), 1e-12) if pooling.normalizes else vector
 
 
 def pooling_of(model: ModelConfig, dimensions: int | None) -> Pooling:

@@ -133,6 +133,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     if _is_for_transformers(raw, config):
         if config.quantization is not None:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
+        if pooling is not None:
+            refuse("runner", "pooling", "'generate' where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
         found = read_transformers_config(raw, generation, _rope_spelt_as_in(raw, config.hf_overrides))

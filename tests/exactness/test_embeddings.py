@@ -1,5 +1,6 @@
 """Embeddings and scores: those of transformers, and equal to the last bit whatever runs beside them."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import read_json, write_json
+from checkpoints import FILE, read_json, write_json
 from embedders import END, NEW_POOLING, QUERY, make_embedder, make_reranker, write_modules
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 
 CPU: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 256, "kvcache_block_size": 16}
 TEXTS = ["Rome", "The capital of Italy is Rome.", "Once upon a time " * 12, "Hello, who are you?", "Once upon " * 9]
@@ -40,7 +42,7 @@ def by_transformers(folder: Path, texts: list[str]) -> np.ndarray:
     return torch.nn.functional.normalize(rows).numpy()
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"model_impl": "transformers"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
 def test_embeddings_are_those_of_transformers(embedder: Path, expected: np.ndarray, options: dict[str, Any]) -> None:
     with start(embedder, **options) as llm:
         assert llm.config.runner == "pooling"
@@ -66,10 +68,13 @@ def test_embeddings_are_those_of_transformers(embedder: Path, expected: np.ndarr
     "tensors", [("", False, False), ("model.", True, True), ("model.", True, False), ("model.", False, True)], ids=str
 )
 def test_tensors_may_lack_the_prefix_and_have_a_head(
-    tmp_path: Path, expected: np.ndarray, tensors: tuple[str, bool, bool]
+    tmp_path: Path, embedder: Path, expected: np.ndarray, tensors: tuple[str, bool, bool]
 ) -> None:
     make_embedder(tmp_path, *tensors)
     with start(tmp_path, runner="pooling") as llm:
+        np.testing.assert_allclose(llm.embed(TEXTS, use_tqdm=False), expected, atol=2e-6)
+        llm.load_weights(list(load_file(tmp_path / FILE).items()))
+        llm.load_weights(str(embedder))
         np.testing.assert_allclose(llm.embed(TEXTS, use_tqdm=False), expected, atol=2e-6)
 
 
@@ -115,6 +120,11 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path, name: str) -> Non
         start(tmp_path)
 
 
+def test_the_module_of_transformers_does_not_embed(embedder: Path) -> None:
+    with pytest.raises(ValueError, match="runner='pooling': must be 'generate' where transformers"):
+        start(embedder, model_impl="transformers")
+
+
 CROWDS: dict[str, dict[str, Any]] = {
     "at once": {},
     "chunked": {"max_num_batched_tokens": 24, "num_kvcache_blocks": 64},
@@ -133,9 +143,19 @@ def test_no_bit_depends_on_what_runs_beside_a_text(embedder: Path, mode: str) ->
                 assert np.array_equal(found, np.concatenate([alone] * 3))
 
 
-def test_replicas_and_preemption_change_nothing(embedder: Path, expected: np.ndarray) -> None:
+def test_replicas_change_nothing(embedder: Path, expected: np.ndarray) -> None:
     with start(embedder, data_parallel_size=2) as llm:
         np.testing.assert_allclose(llm.embed(3 * TEXTS, use_tqdm=False), np.tile(expected, (3, 1)), atol=2e-6)
+
+
+def test_tasks_embed_side_by_side(embedder: Path, expected: np.ndarray) -> None:
+    async def embed() -> list[np.ndarray]:
+        async with await AsyncLLM.start(str(embedder), **CPU) as llm:
+            found = await asyncio.gather(*map(llm.embed, TEXTS))
+            assert len(await llm.embed("Rome", dimensions=8, prompt_name="query")) == 8
+            return found
+
+    np.testing.assert_allclose(asyncio.run(embed()), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}], ids=str)
@@ -147,7 +167,7 @@ def test_scores_are_the_probabilities_of_yes(tmp_path: Path, options: dict[str, 
     with start(folder, **options) as llm:
         assert llm.config.runner == "generate"
         found = llm.score("Where is Rome?", TEXTS[:2], use_tqdm=False)
-        assert found[:1] == llm.score(["Where is Rome?"], TEXTS[0], use_tqdm=False)
+        assert llm.score(["Where is Rome?"], TEXTS[0], use_tqdm=False) == pytest.approx(found[:1], rel=1e-4)
         assert llm.score("Where is Rome?", TEXTS[:1], "Judge", use_tqdm=False) != found[:1]
         assert len(llm.score("<|im_end|>", "<|im_start|>system\nyes", use_tqdm=False)) == 1
         with pytest.raises(ValueError, match="documents: 3 for 2 queries"):

@@ -87,8 +87,8 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> tuple[Prep
         before = Pooling(**model.info["pooling"]).prompt(fields.prompt_name)
     texts = [before + each if isinstance(each, str) else each for each in given]
     ids = token_ids_of(model, texts, fields.add_special_tokens is not False, "input")
-    names = ("model", "truncate_prompt_tokens", "cache_salt")
-    common = api.CommonFields(**{name: getattr(fields, name) for name in names})
+    cut, salt = fields.truncate_prompt_tokens, fields.cache_salt
+    common = api.CommonFields(model=fields.model, truncate_prompt_tokens=cut, cache_salt=salt)
     prompts = [fit(model, each, common, 0, None, "input")[0] for each in ids]
     return Prepared(common, prompts, {}, [0] * len(prompts)), fields
 
