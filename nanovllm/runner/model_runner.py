@@ -303,7 +303,7 @@ class ModelRunner:
                 )
             tokens = work.buffers.tokens[: first_chunk_row + num_sample_rows - num_decode_rows]
             padding = slice(num_decode_rows, first_chunk_row)
-            if pools and logits is not None:
+            if pools and logits is not None and num_sample_rows:
                 rows = logits[: len(tokens)]
                 scores = self.option_sampler.hand_out(torch.cat((rows[: padding.start], rows[padding.stop :])))
             self.io.receive(tokens, padding, scores)
