@@ -118,8 +118,7 @@ class AsyncLLM:
     ) -> "np.ndarray":
         """Embedding of a prompt, float32 [dimensions]; see LLM.embed."""
         pooling = pooling_of(self.llm.model_config, dimensions)
-        before = pooling.prompt(prompt_name)
-        given = before + prompt if isinstance(prompt, str) else prompt
+        given = pooling.prompt(prompt_name) + prompt if isinstance(prompt, str) else prompt
         [last] = [delta async for delta in self.generate(given, SamplingParams(max_tokens=0))]
         return stacked([last.pooled], dimensions, pooling)[0]
 

@@ -145,8 +145,7 @@ class Pooling:
         """The text to put before a text. Raises ValueError for a name that is not there."""
         name = self.default_prompt if name is None else name
         if name is not None and name not in self.prompts:
-            known = ", ".join(map(repr, self.prompts))
-            refuse("prompt_name", name, f"one of {known}" if known else "absent: the model has no prompts")
+            refuse("prompt_name", name, f"one of the model's prompts: {', '.join(map(repr, self.prompts)) or 'none'}")
         return "" if name is None else self.prompts[name]
 
 

@@ -55,7 +55,7 @@ def test_embeddings_are_those_of_transformers(embedder: Path, expected: np.ndarr
         cut = expected[:, :24] / np.linalg.norm(expected[:, :24], axis=1, keepdims=True)
         np.testing.assert_allclose(few, cut, atol=1e-5)
         assert (llm.embed("Rome", prompt_name="query") == llm.embed(QUERY + "Rome")).all()
-        with pytest.raises(ValueError, match="prompt_name='title': must be one of 'query', 'document'"):
+        with pytest.raises(ValueError, match=r"prompt_name='title': .* model's prompts: 'query', 'document'"):
             llm.embed("Rome", prompt_name="title")
         with pytest.raises(ValueError, match=r"dimensions=193: must be an integer in 1\.\.192"):
             llm.embed("Rome", dimensions=193)
@@ -85,7 +85,7 @@ def test_a_decoder_that_was_saved_alone_embeds_on_request(tmp_path: Path, expect
         (tmp_path / name).unlink()
     with start(tmp_path, runner="pooling") as llm:
         np.testing.assert_allclose(llm.embed(TEXTS, use_tqdm=False), expected, atol=2e-6)
-        with pytest.raises(ValueError, match="prompt_name='query': must be absent: the model has no prompts"):
+        with pytest.raises(ValueError, match="prompt_name='query': must be one of the model's prompts: none"):
             llm.embed("Rome", prompt_name="query")
 
 

@@ -95,7 +95,7 @@ def test_forms_of_the_input_and_the_answer(client: httpx.Client, vectors: np.nda
         ({"input": "x", "dimensions": 193}, "dimensions", "dimensions=193: must be in 1..192"),
         ({"input": "x", "dimensions": 0}, "dimensions", "must be int >= 1"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "one of 'float', 'base64'"),
-        ({"input": "x", "prompt_name": "title"}, "prompt_name", "one of 'query', 'document'"),
+        ({"input": "x", "prompt_name": "title"}, "prompt_name", "prompts: 'query', 'document'"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -105,7 +105,7 @@ def test_a_mistake_is_named(client: httpx.Client, body: dict[str, Any], param: s
     assert answer.status_code == 400 and error["param"] == param and message in error["message"], error
 
 
-def test_an_answer_is_bounded_and_needs_a_key(embedder: Server, client: httpx.Client) -> None:
+def test_embeddings_need_a_key_and_are_counted(embedder: Server, client: httpx.Client) -> None:
     with embedder.client() as stranger:
         assert stranger.post(EMBEDDINGS, json={"input": "x"}).status_code == 401
     before = embedder.metric("vllm:prompt_tokens_total")

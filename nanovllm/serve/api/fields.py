@@ -197,7 +197,6 @@ class EmbeddingFields(Fields, kw_only=True):
 
 
 class _JudgedFields(Fields, kw_only=True):
-    meaningless = frozenset(("user", "request_id"))
     instruction: NotEmpty | None = None
     cache_salt: Salt | None = None
 
