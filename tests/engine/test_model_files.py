@@ -89,6 +89,15 @@ def test_a_mistake_in_an_option_or_in_the_configuration_is_found_there_too(
     assert hub.fetched == ["config.json"]
 
 
+def test_a_pooling_is_judged_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
+    files = {"config.json": SMALL, "modules.json": modules, "1_Pooling/config.json": {"pooling_mode": "mean"}}
+    hub = Hub(tmp_path, {**files, "model.safetensors": 1}, monkeypatch)
+    with pytest.raises(ValueError, match=r"1_Pooling/config.json: pooling_mode=.*mean"):
+        resolve_model_folder(EngineConfig("owner/name"))
+    assert sorted(hub.fetched) == sorted(files)
+
+
 def test_a_refusal_takes_no_torch(tmp_path: Path) -> None:
     config = {**SMALL, "kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
