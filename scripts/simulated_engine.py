@@ -59,7 +59,7 @@ class Simulator:
         self._shift = options.get("shift", 1)
         stamps = os.open(options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
         limits = {name: options.get(name, most) for name, most in (("max_model_len", 1 << 20), ("max_num_seqs", 4096))}
-        info = {**limits, "vocab_size": 1024, "eos_token_ids": [END]}
+        info = {**limits, "runner": "generate", "vocab_size": 1024, "eos_token_ids": [END]}
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
         self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))

@@ -83,7 +83,7 @@ def test_prompt_cache_is_seen_and_salted(served: httpx.Client) -> None:
 
 
 def test_paths_and_methods(client: httpx.Client) -> None:
-    for path in ("/nothing", "/v1", "/v1/embeddings", "/v1/chat", "/v1/load_lora_adapter", "/sleep"):
+    for path in ("/nothing", "/v1", "/v1/images", "/v1/chat", "/v1/load_lora_adapter", "/sleep"):
         for answer in (client.get(path), client.post(path, json={})):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url"), path
     refused = client.get(CHAT)
