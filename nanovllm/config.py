@@ -49,7 +49,7 @@ _BOUNDS: dict[str, Bound] = {
     "load_format": one_of("auto", "dummy"),
     "model_impl": one_of("auto", "native", "transformers"),
     "runner": one_of("auto", "generate", "pooling"),
-    "quantization": one_of("fp8", "int4"),
+    "quantization": one_of("fp8", "int4", "mxfp4"),
     "lm_head_dtype": one_of("auto", "fp8"),
     "exact_bits": one_of("batch", "tp"),
     "hf_overrides": (lambda value: isinstance(value, dict), "a dict of config.json entries"),
@@ -150,7 +150,8 @@ class EngineConfig:
     """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
     of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
-    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits. None: as the checkpoint has them."""
+    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts of
+    gpt-oss alone. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"
     """"fp8": round an untied output head to e4m3 while it loads. "auto": the model's dtype."""
     exact_bits: str | None = None
