@@ -16,9 +16,13 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_RECURRENT = {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)}
-"""Parts of the mixer "delta"; its gates are never quantised."""
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
+_RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
+    "delta": {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)},
+    "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
+    "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
+}
+"""Those of other mixers. Gates of delta nets are never quantised."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""
@@ -173,8 +177,9 @@ class _Named:
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
-        own = _RECURRENT.get(part, modules) if spec.mixer == "delta" else modules
-        if spec.mlp == "dense" or part in ("qkv", "o"):
+        own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        of_mixer = part in ("qkv", "o")
+        if (spec.mixer != "none") if of_mixer else spec.mlp == "dense":
             yield part, [f"{layer}.{module}" for module in own]
     if spec.mlp == "moe" and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
