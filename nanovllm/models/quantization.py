@@ -104,8 +104,41 @@ def _read_gptq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     for name in ("desc_act", "lm_head"):
         _option(raw.get(name, False), name, False)
     layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
-    _require_absent(raw, "dynamic", "modules_in_block_to_quantize")
-    return Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True), []
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+        refuse("quantization_config: dynamic", dynamic, "an object of patterns that begin with '-:'")
+    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic]
+    found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
+    return found, wide + _beside_named(raw)
+
+
+def _beside_named(raw: dict[str, Any]) -> list[str]:
+    """What is not quantised where modules_in_block_to_quantize names the modules of a layer that are."""
+    named = raw.get("modules_in_block_to_quantize") or []
+    lists = [one if isinstance(one, list) else [one] for one in named] if isinstance(named, list) else [[named]]
+    flat = [name for names in lists for name in names]
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in flat):
+        refuse("quantization_config: modules_in_block_to_quantize", named, "a list of names, or of lists of them")
+    return [rf"re:(?:.*\.)?layers\.\d+\.(?!(?:{'|'.join(map(re.escape, flat))})$)"] if flat else []
+
+
+_AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""AutoRound's packing_format -> the layout of others that it is; its own has the zeros as they are."""
+
+
+def _read_auto_round(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "auto-round"."""
+    _option(raw.get("bits"), "bits", 4)
+    _option(raw.get("data_type", "int"), "data_type", "int")
+    _option(raw.get("act_bits", 16), "act_bits", 16, None)
+    layout = _AUTO_ROUND[_option(raw.get("packing_format", "auto_round"), "packing_format", *_AUTO_ROUND)]
+    others = raw.get("extra_config") or {}
+    if not isinstance(others, dict) or not all(isinstance(one, dict) for one in others.values()):
+        refuse("quantization_config: extra_config", others, "an object of objects")
+    for name, one in others.items():
+        _option(one.get("bits"), f"extra_config: {name}: bits", 16)
+    found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
+    return found, [*others, *_beside_named(raw)]
 
 
 def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
@@ -129,7 +162,7 @@ def _read_mxfp4(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
 
 METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization, list[str]]]] = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq,
-    "mxfp4": _read_mxfp4,
+    "auto-round": _read_auto_round, "mxfp4": _read_mxfp4,
 }  # fmt: skip
 """Readers of a quantization_config by its quant_method: each returns how the weights are held, and the names of modules
 that are not quantised."""
