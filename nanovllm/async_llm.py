@@ -6,8 +6,9 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
+from nanovllm.engine.embeddings import pooling_of, stacked
 from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import EngineAsleep, WeightsIncomplete
@@ -16,6 +17,9 @@ from nanovllm.logprobs import LogprobsList
 from nanovllm.outputs import StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stops import VisibleText
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -40,6 +44,8 @@ class TextDelta:
     """See StepOutput.stop_reason."""
     logprobs: LogprobsList | None = field(default=None, repr=False)
     """Log-probabilities of token_ids, if the request asks for them."""
+    pooled: "np.ndarray | None" = field(default=None, repr=False)
+    """See StepOutput.pooled."""
 
 
 class AsyncLLM:
@@ -106,6 +112,15 @@ class AsyncLLM:
         async with aclosing(self.generate(await self._in_thread(rendered), params)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def embed(
+        self, prompt: GivenPrompt, dimensions: int | None = None, prompt_name: str | None = None
+    ) -> "np.ndarray":
+        """Embedding of a prompt, float32 [dimensions]; see LLM.embed."""
+        pooling = pooling_of(self.llm.model_config, dimensions)
+        given = pooling.prompt(prompt_name) + prompt if isinstance(prompt, str) else prompt
+        [last] = [delta async for delta in self.generate(given, SamplingParams(max_tokens=0))]
+        return stacked([last.pooled], dimensions, pooling)[0]
 
     async def close(self) -> None:
         """Ends the engine; requests that are unfinished raise RuntimeError. Harmless when called again."""
@@ -208,7 +223,7 @@ class AsyncLLM:
                 pieces.append(text.end(last, gained.finish_reason or "abort", gained.stop_reason))
         return TextDelta(
             "".join(pieces), ids, gained.index, gained.finished, gained.finish_reason, gained.stop_reason,
-            gained.logprobs,
+            gained.logprobs, gained.pooled,
         )  # fmt: skip
 
 

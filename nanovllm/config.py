@@ -50,7 +50,8 @@ _BOUNDS: dict[str, Bound] = {
     "seed": integer(0, 2**63 - 1),
     "load_format": one_of("auto", "dummy"),
     "model_impl": one_of("auto", "native", "transformers"),
-    "quantization": one_of("fp8", "int4"),
+    "runner": one_of("auto", "generate", "pooling"),
+    "quantization": one_of("fp8", "int4", "mxfp4"),
     "lm_head_dtype": one_of("auto", "fp8"),
     "exact_bits": one_of("batch", "tp"),
     "hf_overrides": (lambda value: isinstance(value, dict), "a dict of config.json entries"),
@@ -66,6 +67,7 @@ _BOUNDS: dict[str, Bound] = {
     "gpu_memory_utilization": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
     "num_kvcache_blocks": integer(1),
     "num_state_lines": integer(1),
+    "state_dtype": one_of("float32", "bfloat16"),
     "kvcache_block_size": integer(16),
     "cpu_kvcache_gib": _POSITIVE,
     "kv_cache_dtype": one_of("auto", "fp8"),
@@ -147,8 +149,12 @@ class EngineConfig:
     model_impl: str = "auto"
     """"native": our layers; "transformers": its own module, slower, on one rank. Without CUDA graphs, over our KV
     cache. "auto": native where there is one."""
+    runner: str = "auto"
+    """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
+    of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
-    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits. None: as the checkpoint has them."""
+    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts of
+    gpt-oss alone. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"
     """"fp8": round an untied output head to e4m3 while it loads. "auto": the model's dtype."""
     exact_bits: str | None = None
@@ -186,6 +192,8 @@ class EngineConfig:
     num_state_lines: int | None = None
     """Number of states of recurrent layers: of running rows, and kept for later ones. Default: three for two of
     max_num_seqs, as far as 60 % of the memory is left to KV blocks. No more rows run at once."""
+    state_dtype: str = "float32"
+    """Dtype of the states of recurrent layers between steps: "float32", or "bfloat16", half as large."""
     num_kvcache_blocks: int | None = None
     """Number of KV blocks. Default: as many as fit, the minimum over ranks."""
     kvcache_block_size: int | None = None

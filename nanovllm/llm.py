@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids
 from nanovllm.engine.prompt import Prompt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
 
-class LLM:
+class LLM(Embedding):
     """A model served on one or several ranks, all started and ended by this object.
 
     Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.

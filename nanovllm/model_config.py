@@ -5,8 +5,10 @@ its names there.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from nanovllm.errors import refuse
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, as `layer_types` in config.json names them; also the names of their rope tables."""
@@ -129,6 +131,25 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class Pooling:
+    """Making of one vector from a text: the final hidden state of its last token."""
+
+    normalizes: bool = True
+    """Whether vectors have length 1."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Texts by name that a caller may put before a text."""
+    default_prompt: str | None = None
+    """Name of the one that stands there unless the caller names another."""
+
+    def prompt(self, name: str | None) -> str:
+        """The text to put before a text. Raises ValueError for a name that is not there."""
+        name = self.default_prompt if name is None else name
+        if name is not None and name not in self.prompts:
+            refuse("prompt_name", name, f"one of the model's prompts: {', '.join(map(repr, self.prompts)) or 'none'}")
+        return "" if name is None else self.prompts[name]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, as config.json describes it. Counts are of the whole model, not of one rank."""
 
@@ -149,6 +170,8 @@ class ModelConfig:
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text: the configuration's, and in an engine the tokenizer's as well."""
+    state_dtype: str = "float32"
+    """Dtype of recurrent layers' states (EngineConfig.state_dtype)."""
     head_precision: Quantization | None = None
     """Quantisation of an output head that is not tied to the embedding; None: the model's dtype."""
 
@@ -208,6 +231,9 @@ class ModelConfig:
     """cap * tanh(logits / cap), after the multiplier."""
 
     moe: MoEConfig | None = None
+
+    pooling: Pooling | None = None
+    """Pooling of a model of embeddings, whose output head is left out; None: it generates text."""
 
     wrapper: str | None = None
     """The architecture of the checkpoint where this one is its language model (models/wrappers.py)."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm.logprobs import KeptIds, LogprobRows, LogprobsList
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -71,6 +74,8 @@ class StepOutput(_ByName):
     """The stop string or the id of stop_token_ids that ended it; for "abort", why where there is a reason to give."""
     logprobs: LogprobsList | None = field(default=None, repr=False)
     """Log-probabilities of new_token_ids, if the request asks for them."""
+    pooled: "np.ndarray | None" = field(default=None, repr=False)
+    """Embedding of the prompt, float32 [hidden]; with `finished`, of a model of embeddings."""
 
 
 @dataclass
@@ -90,6 +95,8 @@ class Ending:
     """Log-probabilities of the prompt, with completion 0 of a request that asks for them."""
     weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
     """See CompletionOutput.weight_versions."""
+    pooled: "np.ndarray | None" = field(default=None, repr=False)
+    """Embedding of the prompt, float32 [hidden], of a model of embeddings."""
 
 
 @dataclass
@@ -149,6 +156,7 @@ class StepColumns:
             if entry in self.endings:
                 ending = self.endings[entry]
                 output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
+                output.pooled = ending.pooled
             if entry in self.logprobs:
                 rows, last = self.logprobs[entry]
                 output.logprobs = rows.view(range(last + 1 - len(output.new_token_ids), last + 1))
@@ -204,6 +212,8 @@ class RequestOutput(_ByName):
     finished: bool = field(default=True)
     prompt_logprobs: LogprobsList | None = None
     """Log-probabilities by prompt position, None for the first token; only if the request asks for them."""
+    pooled: "np.ndarray | None" = field(default=None, repr=False)
+    """Embedding of the prompt, float32 [hidden], of a model of embeddings; None where it was aborted."""
 
     @property
     def text(self) -> str:

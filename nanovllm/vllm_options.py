@@ -12,6 +12,7 @@ from nanovllm.errors import shown
 RENAMED = {
     "block_size": "kvcache_block_size",
     "enable_sleep_mode": "enable_sleep",
+    "mamba_ssm_cache_dtype": "state_dtype",
     "num_gpu_blocks_override": "num_kvcache_blocks",
 }
 """Options by another name."""
@@ -49,11 +50,10 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "pipeline_parallel_size": (("1",), "use tensor_parallel_size, and data_parallel_size for replicas"),
     "rope_scaling": ((), "use hf_overrides={'rope_scaling': ...}"),
     "rope_theta": ((), "use hf_overrides={'rope_theta': ...}"),
-    "runner": (("auto", "generate"), "models generate text"),
     "scheduling_policy": (("fcfs",), "there are no priorities"),
     "structured_outputs_config": ((), "llguidance compiles grammars and has no options"),
     "swap_space": (("0",), "KV is never swapped to the host; preempted requests are recomputed"),
-    "task": (("auto", "generate"), "models generate text"),
+    "task": (("auto", "generate"), "use runner"),
     "tokenizer_mode": (("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
     "tokenizer_revision": ((), "the tokenizer has the model's revision; tokenizer=FOLDER replaces it"),
     "trust_remote_code": (

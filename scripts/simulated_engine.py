@@ -1,11 +1,12 @@
 """An engine without a model, for bench_front.py, bench_bounds.py, bench_replicas.py and the tests of the server.
 
-Run by a front in place of nanovllm.host.program. Its options: {"text": ids that every row gains in turn, "shift": ids
-that each row begins later than the one before, "rate": steps a second, 0 for as many as it can, "rows": of a step,
-"stamps": a file to which it adds the moment (time.monotonic(), a double) at which it sends each step}, and limits of
-EngineConfig. Where the text has the end token, rows end there.
+Run by a front in place of nanovllm.host.program. Its options, also as JSON in SIMULATED_ENGINE: {"text": ids that every
+row gains in turn, "shift": ids that each row begins later than the one before, "rate": steps a second, 0 for as many as
+it can, "rows": of a step, "stamps": a file to which it adds the moment (time.monotonic(), a double) at which it sends
+each step}, and limits of EngineConfig. Where the text has the end token, rows end there.
 """
 
+import json
 import os
 import socket
 import struct
@@ -34,7 +35,7 @@ class _Row:
         self.at = (self.at + 1) % len(self.text)
         self.left -= 1
         token = self.text[self.at]
-        return token, "stop" if self.ends and token == END else "" if self.left else "length"
+        return token, "stop" if self.ends and token == END else "" if self.left > 0 else "length"
 
 
 class Simulator:
@@ -53,12 +54,12 @@ class Simulator:
         while start is None:
             start = self._intake.next(1.0)
         assert isinstance(start, wire.Start)
-        options = start.options
+        options = json.loads(os.environ.get("SIMULATED_ENGINE", "{}")) | start.options
         self._text, rate, self._most = options["text"], options["rate"], options.get("rows", 1 << 30)
         self._shift = options.get("shift", 1)
         stamps = os.open(options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
         limits = {name: options.get(name, most) for name, most in (("max_model_len", 1 << 20), ("max_num_seqs", 4096))}
-        info = {**limits, "vocab_size": 1024, "eos_token_ids": [END]}
+        info = {**limits, "runner": "generate", "vocab_size": 1024, "eos_token_ids": [END]}
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
         self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))

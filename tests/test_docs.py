@@ -137,10 +137,11 @@ def test_recipes_send_json_and_quote_what_plan_prints(capsys: pytest.CaptureFixt
     assert len(requests) >= 10
     for body in requests:
         assert json.loads(body)["messages"]
-    arguments = re.search(r"\$ nanovllm (plan .*)", page)
-    assert arguments and main(shlex.split(arguments[1])) == 0
-    quoted = page.partition(f"{arguments[0]}\n")[2].partition("\n\nThe same")[0]
-    assert [line[4:] for line in quoted.splitlines()] == capsys.readouterr().out.splitlines()
+    plans = re.findall(r"\$ nanovllm (plan .*)\n((?:    .*\n|\n(?=    ))+)", page)
+    assert len(plans) >= 2
+    for arguments, quoted in plans:
+        assert main(shlex.split(arguments)) == 0
+        assert [line[4:] for line in quoted.splitlines()] == capsys.readouterr().out.splitlines()
 
 
 @by_page

@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
+from nanovllm.engine.embeddings import finished
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
@@ -36,6 +39,7 @@ class EngineLoop:
         self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState
     ) -> None:
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
+        self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step
         )
@@ -145,6 +149,9 @@ class EngineLoop:
         tokens, scores = self.executor.collect()
         plan, sampling = self._launched.popleft()
         num_drafted = tokens.pop() if self.executor.tokens_per_step > 1 else None
+        if scores is not None and scores.pooled is not None:
+            self._take_pooled(plan, scores.pooled)
+            scores = None
         gained = self.scheduler.apply(plan, tokens, num_drafted)
         scored: dict[Sequence, int] = {}
         if scores is not None:
@@ -175,6 +182,12 @@ class EngineLoop:
                 ended[seq] = entry  # the last of its tokens
         for seq, entry in ended.items():
             columns.endings[entry] = self._end(seq, now)
+
+    def _take_pooled(self, plan: StepPlan, rows: np.ndarray) -> None:
+        """Gives the rows that this step ends their embeddings. `rows`: float32 [sample rows, hidden]."""
+        assert self._pooling is not None
+        for seq, row in zip(plan.seqs, rows, strict=False):
+            seq.pooled = finished(row, self._pooling)
 
     def _end(self, seq: Sequence, now: float) -> Ending:
         seq.metrics.finished_time = now

@@ -59,6 +59,8 @@ class RequestBook:
 
     def check(self, prompt: Prompt, params: SamplingParams, output_token_ids: Iterable[int] = ()) -> None:
         """Raises ValueError naming what is wrong with a request, and the bound."""
+        if self.model_config.pooling is not None and (params.max_tokens != 0 or not params.is_plain):
+            raise ValueError("runner='pooling': the engine computes embeddings (LLM.embed) and generates no text")
         token_ids, limit = prompt.token_ids, self.max_total_tokens
         length = len(token_ids)
         if length == 0:
@@ -216,7 +218,7 @@ class RequestBook:
         return RequestOutput(
             request_id, first.prompt.text, first.prompt.token_ids, [self.completion(seq) for seq in seqs],
             num_cached_tokens=first.ending.num_cached_tokens, metrics=first.ending.metrics,
-            prompt_logprobs=first.ending.prompt_logprobs,
+            prompt_logprobs=first.ending.prompt_logprobs, pooled=first.ending.pooled,
         )  # fmt: skip
 
     def completion(self, seq: Sequence) -> CompletionOutput:

@@ -114,8 +114,7 @@ class Scheduler:
         """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
         must have been launched."""
         self._publish_last_plan()
-        lines = self.memory.lines
-        if lines is not None:
+        if (lines := self.memory.lines) is not None:
             lines.begin_step()
         plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
@@ -407,8 +406,7 @@ class Scheduler:
         self.memory.release(seq)
         self.lookahead.note_released(seq)
         self._free_slots.append(seq.slot)
-        seq.slot = -1
-        seq.last_token_on_device = False
+        seq.slot, seq.last_token_on_device = -1, False
 
     def check_integrity(self) -> None:
         """Asserts that queues, lengths, slots and blocks agree. For tests and idle moments."""

@@ -13,6 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.step import NO_LINE, SlotConstants
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from nanovllm.engine.sampling.row import SamplingRow
 
 
@@ -122,6 +124,8 @@ class Sequence:
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
     memory: RowPages = field(default_factory=RowPages, init=False)
     prefix: RowPrefix = field(default_factory=RowPrefix, init=False)
+    pooled: "np.ndarray | None" = field(default=None, init=False)
+    """Final hidden state of the last token, float32 [hidden], of a model of embeddings (Ending.pooled)."""
     version_starts: VersionStarts = field(default_factory=list, init=False)
     """Versions of the weights that the output's tokens come from."""
 
@@ -197,7 +201,7 @@ class Sequence:
         self.status = SequenceStatus.FINISHED
         self.ending = Ending(
             reason, why, self.num_prompt_tokens, self.num_prompt_cached_tokens or 0, self.num_output_tokens,
-            self.metrics, None if rows is None else rows.view(), self.weight_versions,
+            self.metrics, None if rows is None else rows.view(), self.weight_versions, self.pooled,
         )  # fmt: skip
 
     def _drop_output(self) -> None:

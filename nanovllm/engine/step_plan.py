@@ -36,7 +36,7 @@ class StepPlan:
     keeps: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within)."""
     lines: list[list[int]] = field(default_factory=list)
-    """Where rows have memory of fixed size, by row: lines to read, to write, to keep, and tokens before that."""
+    """Lines of rows with memory of fixed size, by row: to read, to write, to keep, and tokens before that."""
     new_slots: list[Sequence] = field(default_factory=list)
     """Rows that take a slot in this step, for which the packed step has a slot record."""
     host_token_ids: list[int] = field(default_factory=list)

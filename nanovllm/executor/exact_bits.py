@@ -29,7 +29,7 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple
     for option in ("kv_cache_dtype", "lm_head_dtype"):
         if getattr(config, option) != "auto":
             refuse(option, getattr(config, option), "'auto'" + where)
-    if any(layer.quantization is not None for layer in model.layers):
+    if any(layer.quantization is not None and layer.quantization.method != "mxfp4" for layer in model.layers):
         refuse("model", config.model, "a checkpoint that is not quantised" + where)
     for name in ("fused_kernels", "gemm_kernels"):
         if not config.uses(name):

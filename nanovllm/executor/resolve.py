@@ -42,12 +42,15 @@ def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         dtype = model.torch_dtype if is_cuda else "float32"
         if dtype in ("float32", "float64") and is_cuda:
             dtype = "bfloat16"
+    if config.runner == "pooling" and model.pooling is None:
+        raise ValueError("runner='pooling': must be 'auto' or 'generate' for a live module")
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len={config.max_model_len}: must be at most max_position_embeddings={longest}")
     settled = replace(
         config,
         dtype=dtype,
+        runner="generate" if model.pooling is None else "pooling",
         # Where ranks share a GPU the host sums norms over all heads, which no graph can hold.
         enforce_eager=config.enforce_eager or (config.share_gpus and model.qk_norm == "width"),
         max_model_len=config.max_model_len or model.usual_context,
@@ -64,6 +67,8 @@ def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         return
     if model.implementation == "transformers":
         refuse("model_impl", config.model_impl, "of a model that our layers have with speculative_config")
+    if model.pooling is not None:
+        refuse("speculative_config", config.speculative_config, "None for a model that embeds")
     if config.attention_backend == "flex":
         refuse("attention_backend", config.attention_backend, "another with speculative_config")
 

@@ -282,7 +282,8 @@ class EngineHost:
                 continue
             last = token if token >= 0 else None
             versions = ending.weight_versions if any(version for version, *_ in ending.weight_versions) else []
-            frame.finishes.append(wire.Finish(row, last, ending.reason, ending.stop_reason, versions))
+            pooled = None if ending.pooled is None else ending.pooled.tobytes()
+            frame.finishes.append(wire.Finish(row, last, ending.reason, ending.stop_reason, versions, pooled))
             if engine.book.knows(request_id) and engine.book.is_finished(request_id):  # the last of n reports it
                 if request_id in self._prompts_due:
                     self._send_prompt(request_id, frame)

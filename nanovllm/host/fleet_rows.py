@@ -126,6 +126,8 @@ class FleetRows:
         del self._live[seq.number]
         self._plain.pop(seq.number, None)
         self.num_finished[end.reason] += 1
+        if end.pooled is not None:
+            seq.pooled = np.frombuffer(end.pooled, np.float32)
         seq.end(end.reason, end.stop_reason)
         assert seq.ending is not None
         columns.endings[entry] = seq.ending

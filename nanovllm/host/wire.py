@@ -154,6 +154,8 @@ class Finish(msgspec.Struct, array_like=True):
     stop_reason: int | str | None
     weight_versions: list[tuple[int, int, int]] = []
     """See CompletionOutput.weight_versions; empty if all tokens are of version 0."""
+    pooled: bytes | None = None
+    """Embedding of the prompt, float32, of a model of embeddings."""
 
 
 class Done(msgspec.Struct, array_like=True):

@@ -10,6 +10,7 @@ from nanovllm.kernels.plan.plan import Planner
 from nanovllm.kernels.plan.product import Around
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.matrix import DenseMatrix, Weight
+from nanovllm.layers.mxfp4 import MXFP4Matrix
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import Piece
@@ -41,8 +42,9 @@ class LayerContext:
         if precision is None:
             return DenseMatrix(rows, columns, pieces, self.dtype, self.device, stack)
         if precision.method == "int4":
-            assert not stack, "models/quantization.py refuses 4-bit experts"
-            return Int4Matrix(precision, rows, columns, self.dtype, self.device)
+            return Int4Matrix(precision, rows, columns, self.dtype, self.device, stack)
+        if precision.method == "mxfp4":
+            return MXFP4Matrix(stack, rows, columns, self.device)
         return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.plan.product import Around
-from nanovllm.kernels.recurrent.delta import DeltaSizes, DeltaWeights
+from nanovllm.kernels.recurrent.delta import DeltaWeights
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
 from nanovllm.layers.context import Call, ModelContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
@@ -71,7 +72,8 @@ class GatedDeltaNet(WeightedModule):
         self.A_log, self.dt_bias = (parameter(heads.local_heads, dtype=torch.float32, device=device) for _ in range(2))
         self.norm, self.eps = parameter(net.value_dim, dtype=dtype, device=device), context.config.norm_eps
         self.memory = (
-            Slot((heads.local_heads, net.key_dim, net.value_dim)), Slot((net.width - 1, sizes.channels), dtype)
+            Slot((heads.local_heads, net.key_dim, net.value_dim), getattr(torch, context.config.state_dtype)),
+            Slot((net.width - 1, sizes.channels), dtype),
         )  # fmt: skip
 
     def bind(self, *memory: torch.Tensor) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 
 from nanovllm.kernels.gemm import int4, int4_row
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, Int4Weight
+from nanovllm.kernels.moe import linear as experts
+from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.plan.config import INT4
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers.step import Call
@@ -30,11 +32,13 @@ class Int4Matrix(nn.Module):
     has_static_inputs = False
 
     def __init__(
-        self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, quantization: Quantization, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
+        stack: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """stack: see FP8Matrix."""
         super().__init__()
         self.quantization, self.group = quantization, min(quantization.group, SPAN)
-        held = Int4Weight.empty(rows, columns, self.group, quantization.has_zeros, dtype, device)
+        held = Int4Weight.empty(rows, columns, self.group, quantization.has_zeros, dtype, device, stack)
         self.words = nn.Parameter(held.words, requires_grad=False)
         self.groups = nn.Parameter(held.groups, requires_grad=False)
         self.rows, self.columns = rows, columns
@@ -42,14 +46,18 @@ class Int4Matrix(nn.Module):
     def for_kernel(self) -> Int4Weight:
         return Int4Weight(self.words, self.groups, self.group, self.quantization.has_zeros, self.columns)
 
+    def of_experts(self) -> PackedExperts:
+        return PackedExperts(self.words, self.groups, INT4, self.group, self.quantization.has_zeros, self.columns)
+
     def checkpoint_weights(
-        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None
     ) -> Iterator[CheckpointWeight]:
         """Checkpoint tensors of the module `path`, a matrix of this shape of which `cuts` are kept; along columns they
-        begin at multiples of 128."""
+        begin at multiples of 128. expert: its number, if there are several."""
         rows, columns = shape
-        scales, zeros = self.groups.unbind(-1)
-        parts = [("weight", self.words.transpose(0, 1), SPAN), (SCALES, scales.T, self.group)]
+        words, groups = (held if expert is None else held[expert] for held in (self.words, self.groups))
+        scales, zeros = groups.unbind(-1)
+        parts = [("weight", words.transpose(0, 1), SPAN), (SCALES, scales.T, self.group)]
         if self.quantization.has_zeros:
             parts.append((ZEROS, zeros.T, self.group))
         for name, held, each in parts:
@@ -60,6 +68,8 @@ class Int4Matrix(nn.Module):
 
     def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
         """See Weight."""
+        if self.words.dim() == 4:
+            return experts.linear(x, self.of_experts(), launch.config, call.routing, **call.around(launch))
         linear: Any = int4_row.linear if launch.config.is_skinny else int4.linear
         return linear(x, self.for_kernel(), launch.config, **call.around(launch))
 

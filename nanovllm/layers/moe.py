@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.fp8 import few_experts
+from nanovllm.kernels.fp8.reference import BLOCK
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.router import router_logits
@@ -24,6 +25,7 @@ from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import Operation, part_of, product_of
 from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.mlp import MLP
+from nanovllm.layers.mxfp4 import MXFP4Matrix, stacked_weights
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
@@ -80,7 +82,7 @@ class MoE(WeightedModule):
         how, device = spec.precision("experts"), context.planner.rules.device
         if how is not None and how.method == "fp8" and device.is_cuda and not device.has_tma:
             raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
-        self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how))
+        self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how, group.size))
         count = config.num_experts
         gate, up, down = self.pieces
         of_gate_up = context.matrix(how, 2 * self.size, hidden_size, (gate, up), (count,))
@@ -164,8 +166,10 @@ class MoE(WeightedModule):
 
 def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
     """Whether kernels for a few tokens compute what is around these experts."""
-    if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
+    if isinstance(gate_up, DenseMatrix):
         return True
+    if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
+        return False
     return device.has_tma and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
 
 
@@ -199,17 +203,29 @@ def _stacked(
     yield CheckpointWeight(f"{prefix}.{down_name}", (count, hidden, size), shards, may_be_turned=may_be_turned)
 
 
+def _pairs_of(moe: MoE) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Views [experts, I, 2, ...] of gates and ups, a gate beside its up, without padding."""
+    return lambda held: moe.gate_and_up(held).transpose(1, 2)
+
+
 def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """"experts.gate_up_proj" [experts, hidden, 2 I], whose columns are gate, up, gate, up, ..., "experts.down_proj"
-    [experts, I, hidden], and their biases."""
+    [experts, I, hidden], or what layers/mxfp4.py has of them, and their biases."""
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.hidden_size
-    pairs = moe.gate_and_up(moe.gate_up.matrix.weight).permute(0, 3, 2, 1)
-    shards = (Shard(pairs, 2, 2 * moe.begin),)
-    yield CheckpointWeight(f"{prefix}.experts.gate_up_proj", (count, hidden, 2 * size), shards)
-    shards = (Shard(moe.down.matrix.weight[:, :, : moe.valid].transpose(1, 2), 1, moe.begin),)
-    yield CheckpointWeight(f"{prefix}.experts.down_proj", (count, size, hidden), shards)
+    gate_up: Any = moe.gate_up.matrix
+    down: Any = moe.down.matrix
+    if isinstance(gate_up, MXFP4Matrix):
+        path, held = f"{prefix}.experts.gate_up_proj", gate_up.rows_of_blocks()
+        yield from stacked_weights(path, 2 * size, hidden, 1, 2 * moe.begin, [*map(_pairs_of(moe), held)])
+        path, held, end = f"{prefix}.experts.down_proj", down.rows_of_blocks(), -(-moe.valid // BLOCK)
+        yield from stacked_weights(path, hidden, size, 2, moe.begin // BLOCK, [part[:, :, :end] for part in held])
+    else:
+        shards = (Shard(_pairs_of(moe)(gate_up.weight).movedim(3, 1), 2, 2 * moe.begin),)
+        yield CheckpointWeight(f"{prefix}.experts.gate_up_proj", (count, hidden, 2 * size), shards)
+        shards = (Shard(down.weight[:, :, : moe.valid].transpose(1, 2), 1, moe.begin),)
+        yield CheckpointWeight(f"{prefix}.experts.down_proj", (count, size, hidden), shards)
     if moe.gate_up_bias is not None and moe.down_bias is not None:
-        shards = (Shard(moe.gate_and_up(moe.gate_up_bias).transpose(1, 2), 1, 2 * moe.begin),)
+        shards = (Shard(_pairs_of(moe)(moe.gate_up_bias), 1, 2 * moe.begin),)
         yield CheckpointWeight(f"{prefix}.experts.gate_up_proj_bias", (count, 2 * size), shards)
         yield whole(f"{prefix}.experts.down_proj_bias", moe.down_bias)
 

@@ -20,10 +20,11 @@ _ALIGNMENT = 8
 """Elements; what our kernels ask of the inputs of a layer."""
 
 
-def column_multiple(quantization: Quantization | None) -> int:
+def column_multiple(quantization: Quantization | None, ranks: int = 0) -> int:
     """Multiple that a rank's share of a layer's inputs must be: ranks that cut within a group of columns would round
-    otherwise."""
-    return _ALIGNMENT if quantization is None else BLOCK
+    otherwise. One rank cuts nothing, and weights of 4 bits pad their columns themselves."""
+    is_whole = ranks == 1 and quantization is not None and quantization.method != "fp8"
+    return _ALIGNMENT if quantization is None or is_whole else BLOCK
 
 
 def has_measured_inputs(quantization: Quantization | None) -> bool:

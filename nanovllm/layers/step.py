@@ -25,13 +25,13 @@ class ForwardStep:
     backend: AttentionBackend
     """Attends for all layers; it was prepared for `attention`."""
     lines: Lines | None = None
-    """Where rows have their memory of fixed size; None: layers have none."""
+    """Lines of rows with memory of fixed size; None: layers have none."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
 
     @property
     def rows(self) -> StepRows:
-        """What layers with memory of fixed size know of the step's rows."""
+        """The step's rows as layers with memory of fixed size know them."""
         assert self.lines is not None
         attention = self.attention
         return StepRows(attention.cu_seqlens_q, attention.num_decode_rows, attention.num_tokens, self.lines)

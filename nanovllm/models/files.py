@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.errors import refuse, short
 
-CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json")
+CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json", "modules.json", "*/config.json")
 TEXTS = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHTS = ("*.safetensors",)
 _TWICE = ("*/*.safetensors", "consolidated*.safetensors")

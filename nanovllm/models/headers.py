@@ -10,8 +10,7 @@ from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSourc
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_checkpoint
 from nanovllm.models.files import weight_files
-from nanovllm.models.int4_tensors import reader_for
-from nanovllm.models.mxfp4 import widened
+from nanovllm.models.packed_tensors import reader_for
 from nanovllm.models.registry import names_of
 
 _META = torch.device("meta")
@@ -57,7 +56,7 @@ def check_headers(
 ) -> None:
     """Raises ValueError as loading into `weights` does for names that are missing or surplus, and for shapes and types
     that are not those of the configuration. dtype: the model's."""
-    found: dict[str, TensorSource] = widened(dict(names_of(model).select(headers.items())), _META)
+    found: dict[str, TensorSource] = dict(names_of(model).select(headers.items()))
     reader = reader_for(model, weights, dtype, _META)
     if reader is not None:
         found = dict(reader.read(found.items(), wide=False))

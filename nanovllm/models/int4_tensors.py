@@ -20,7 +20,7 @@ from nanovllm.kernels.gemm import int4
 from nanovllm.kernels.gemm.int4 import SPAN, WORDS, ZERO
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.model_config import Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places at which AWQ puts each of eight numbers in an int32."""
@@ -98,14 +98,6 @@ def _quantized(
 def _lazy(shape: torch.Size, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> DerivedTensor:
     """A small tensor that is computed as a whole when it is asked for."""
     return DerivedTensor(shape, dtype, lambda dim, start, length: make().narrow(dim, start, length))
-
-
-def reader_for(
-    config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
-) -> "Int4Reader | None":
-    """Reader for a model with layers in 4 bits; None where there are none."""
-    made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
-    return Int4Reader(weights, made, dtype, device) if made is not None and made.method == "int4" else None
 
 
 class Int4Reader:

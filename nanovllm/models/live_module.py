@@ -48,6 +48,8 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
     if not hasattr(config, "to_json_string"):
         refuse("module", type(module).__name__, "a transformers model with its config")
     raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
+    if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        raw["quantization_config"] = None  # the module's experts were widened; packed ones have other names
     generation = json.loads(generation.to_json_string()) if generation else {}
     found = parse_config(raw, generation, overrides=overrides)
     if any(layer.quantization is not None for layer in found.layers):

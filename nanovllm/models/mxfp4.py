@@ -1,64 +1,105 @@
-"""MXFP4 weights (OCP Microscaling Formats, version 1.0, section 5.4), widened when they are loaded.
+"""A checkpoint's MXFP4 experts in the form that layers/mxfp4.py takes, kept packed.
 
-A checkpoint holds a matrix [rows, columns] as `..._blocks` uint8 [rows, columns / 32, 16], two 4-bit numbers (1 bit of
-sign, 2 of exponent, 1 of mantissa) in a byte, the lower half first, and `..._scales` uint8 [rows, columns / 32], powers
-of two with bias 127 on 32 numbers each. bfloat16 holds every product exactly.
+A checkpoint holds a stack of matrices [experts, rows, columns] as `..._blocks` uint8 [experts, rows, columns / 32, 16],
+two 4-bit numbers (1 bit of sign, 2 of exponent, 1 of mantissa) in a byte, the lower half first, and `..._scales` uint8
+[experts, rows, columns / 32], powers of two with bias 127 on 32 numbers each. Wide, it has the matrices transposed,
+[experts, columns, rows], without an end of the name. Each tensor is translated in the range that is asked for, one
+expert at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.nn.functional as F
 
-from nanovllm.layers.weights import DerivedTensor, TensorSource
+from nanovllm.kernels.gemm.int4 import SPAN
+from nanovllm.kernels.moe.packed import E2M1_GROUP, MOST_EXPONENT, quantize, scales_of, words_of
+from nanovllm.layers.mxfp4 import BLOCKS, SCALES
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
+from nanovllm.model_config import ModelConfig
 
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_GROUP = 32
-_BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-def _widened(blocks: TensorSource, scales: TensorSource, device: torch.device) -> DerivedTensor:
-    """blocks [experts, rows, columns / 32, 16] and scales as bfloat16 [experts, columns, rows]: transposed, as gpt-oss
-    has experts that are not quantised. What is narrowed to is widened on `device`."""
-
-    def wide(dim: int, start: int, length: int) -> torch.Tensor:
-        """A range of blocks and scales: [experts, columns, rows]."""
-        return _product(blocks.narrow(dim, start, length), scales.narrow(dim, start, length), device).transpose(1, 2)
-
-    def narrow(dim: int, start: int, length: int) -> torch.Tensor:
-        if dim != 1:
-            return wide(1 if dim == 2 else dim, start, length)
-        first, end = start // _GROUP, -(-(start + length) // _GROUP)
-        return wide(2, first, end - first).narrow(1, start - first * _GROUP, length)
-
-    experts, rows, groups, _ = blocks.shape
-    return DerivedTensor(torch.Size((experts, groups * _GROUP, rows)), torch.bfloat16, narrow)
+_EACH = SPAN // E2M1_GROUP
+"""Groups of a block."""
 
 
-def _product(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """bfloat16 [experts, rows, columns] on `device`."""
-    values = torch.tensor([*_POSITIVE, *(-x for x in _POSITIVE)], dtype=torch.bfloat16, device=device)
-    out = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16, device=device)
-    for expert, each in enumerate(out):  # one by one, since indices take several times the bytes of what they pick
-        pairs, exponents = blocks[expert].to(device), scales[expert].to(device, torch.int32) - 127
-        numbers = values[torch.stack([pairs & 15, pairs >> 4], dim=-1).int()]
-        torch.ldexp(numbers, exponents[..., None, None], out=each)
-    return out.flatten(2)
+class MXFP4Reader:
+    """Translation of a checkpoint's tensors for a model that holds its experts in MXFP4."""
 
+    def __init__(self, weights: Iterable[CheckpointWeight], config: ModelConfig, device: torch.device) -> None:
+        assert config.moe is not None
+        self.device = device
+        made = next(spec.quantization for spec in config.layers if spec.quantization is not None)
+        self._while_loading = made.while_loading
+        self._held = {weight.name: weight for weight in weights if weight.name.endswith((BLOCKS, SCALES))}
+        self._columns = {"gate_up_proj": config.hidden_size, "down_proj": config.moe.intermediate_size}
 
-def widened(tensors: Mapping[str, TensorSource], device: torch.device) -> dict[str, TensorSource]:
-    """The tensors of a checkpoint with one in place of each pair of blocks and scales. Raises ValueError for other
-    tensors of bytes."""
-    found: dict[str, TensorSource] = {}
-    for name, tensor in tensors.items():
-        base = name.removesuffix(_BLOCKS)
-        scales = tensors.get(base + _SCALES)
-        if base != name and scales is not None and tensor.shape == (*scales.shape, _GROUP // 2):
-            for part, held in ((_BLOCKS, tensor), (_SCALES, scales)):
-                if held.dtype != torch.uint8:
-                    raise ValueError(f"weight {base + part!r} has type {held.dtype}: must be {torch.uint8} (MXFP4)")
-            found[base] = _widened(tensor, scales, device)
-        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
-            if tensor.dtype == torch.uint8:
-                raise ValueError(f"weight {name!r} has type U8 and is no part of an MXFP4 tensor")
-            found[name] = tensor
-    return found
+    def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
+        """A checkpoint's (name, tensor) pairs by the names of `weights`. wide: stacks in a wide type are quantised;
+        else they raise ValueError, as do other types, shapes, and exponents that are too large."""
+        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+
+    def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+        if name in self._held:
+            yield name, self._packed(name, tensor)
+        elif name + BLOCKS in self._held:
+            if not (wide or self._while_loading) or not tensor.dtype.is_floating_point:
+                found = f"has type {tensor.dtype}, and quantization_config says MXFP4"
+                raise ValueError(f"weight {name!r} {found}: must be {name}{BLOCKS} and {name}{SCALES}")
+            yield from self._quantized(name, tensor)
+        else:
+            yield name, tensor
+
+    def _packed(self, name: str, tensor: TensorSource) -> DerivedTensor:
+        held, is_words = self._held[name], name.endswith(BLOCKS)
+        columns = self._columns[name.rpartition(".")[2].removesuffix(BLOCKS).removesuffix(SCALES)]
+        wanted = (*held.shape[:2], -(-columns // E2M1_GROUP), *((E2M1_GROUP // 2,) if is_words else ()))
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"weight {name!r} has type {tensor.dtype}: must be {torch.uint8} (MXFP4)")
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the configuration needs {wanted}")
+
+        def exponents(part: torch.Tensor) -> torch.Tensor:
+            if part.device.type != "meta" and int(part.max()) > MOST_EXPONENT:
+                found = f"holds the exponent {int(part.max())}"
+                raise ValueError(f"weight {name!r} {found}: must be at most {MOST_EXPONENT} (weights up to 12)")
+            return scales_of(part)
+
+        if not is_words and isinstance(tensor, torch.Tensor):
+            exponents(tensor)  # before anything is replaced
+
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            each = _EACH if dim == 2 else 1
+            stop = min(tensor.shape[dim], each * (start + length))
+            part = tensor.narrow(dim, each * start, stop - each * start)
+            return self._by_expert(part, words_of if is_words else exponents)
+
+        return DerivedTensor(torch.Size(held.shape), torch.int16 if is_words else torch.int32, narrow)
+
+    def _quantized(self, name: str, tensor: TensorSource) -> Iterator[tuple[str, TensorSource]]:
+        count, rows = self._held[name + BLOCKS].shape[:2]
+        wanted = (count, self._columns[name.rpartition(".")[2]], rows)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}, the configuration needs {wanted}")
+        for index, end in enumerate((BLOCKS, SCALES)):
+
+            def packed(part: torch.Tensor, index: int = index) -> torch.Tensor:
+                columns = part.T
+                found = quantize(F.pad(columns, (0, -columns.shape[1] % E2M1_GROUP)))
+                return (words_of, scales_of)[index](found[index])
+
+            def narrow(dim: int, start: int, length: int, packed: Callable[..., torch.Tensor] = packed) -> torch.Tensor:
+                first, stop = start, start + length
+                if dim == 2:
+                    first, stop = SPAN * start, min(wanted[1], SPAN * stop)
+                return self._by_expert(tensor.narrow((0, 2, 1)[dim], first, stop - first), packed)
+
+            held = self._held[name + end]
+            yield name + end, DerivedTensor(torch.Size(held.shape), (torch.int16, torch.int32)[index], narrow)
+
+    def _by_expert(self, part: torch.Tensor, packed: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`packed` of each expert's part, on the device."""
+        first = packed(part[0].to(self.device))
+        out = first.new_empty(len(part), *first.shape)
+        for index, each in enumerate(part):
+            out[index] = first if index == 0 else packed(each.to(self.device))
+        return out

@@ -40,6 +40,8 @@ class CheckpointNames:
     """Beginnings, without what is stripped, of those that are."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Canonical parts that follow each other -> the checkpoint's, before `parts`."""
+    may_lack: str = ""
+    """Beginning that the checkpoint's names have or lack, all of them."""
 
     def of(self, name: str) -> str:
         """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
@@ -69,6 +71,7 @@ class CheckpointNames:
         if name.startswith(self.skipped) or name.endswith(_COMPUTED):
             return None
         name = name.replace(self.stripped, "") if self.stripped else name
+        name = name if name.startswith(self.may_lack) else self.may_lack + name
         module, _, last = name.rpartition(".")
         name = f"{module}.{_SCALES[last]}" if last in _SCALES else name
         return name if name.startswith(self.only) else None

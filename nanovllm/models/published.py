@@ -43,6 +43,13 @@ def _llama(layers: int, hidden: int, intermediate: int, factor: float, tied: boo
     return _shape("Llama", layers, hidden, intermediate, 32, 8, 128256, 131072, eos, **more)
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    more: dict[str, Any] = {"num_local_experts": experts, "num_experts_per_tok": 4, "head_dim": 64}
+    more |= {"sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5}
+    more |= {"quantization_config": {"quant_method": "mxfp4"}}
+    return _shape("GptOss", layers, 2880, 2880, 64, 8, 201088, 131072, 200002, **more)
+
+
 PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
@@ -66,9 +73,7 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),
-    "gpt-oss-20b": _shape(
-        "GptOss", 24, 2880, 2880, 64, 8, 201088, 131072, 200002, head_dim=64, num_local_experts=32,
-        num_experts_per_tok=4, sliding_window=128, rms_norm_eps=1e-5, attention_bias=True,
-    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip
 """Contents of config.json by the model's name."""

@@ -17,7 +17,7 @@ PARTS = {
     "down": ("mlp.down_proj",),
 }
 _RECURRENT = {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)}
-"""Those of the mixer "delta"; its gates are never quantised."""
+"""Parts of the mixer "delta"; its gates are never quantised."""
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
@@ -118,18 +118,17 @@ def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: A
     return Quantization("int4", layout="compressed-tensors", group=group, has_zeros=not symmetric)
 
 
-def _read_mxfp4(raw: dict[str, Any]) -> tuple[None, list[str]]:
-    """quant_method "mxfp4", of gpt-oss: what the files hold packed is widened when it is loaded (models/mxfp4.py), so
-    all is wide, whatever is named."""
-    return None, raw.get("modules_to_not_convert") or []
+def _read_mxfp4(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "mxfp4", of gpt-oss: of experts alone."""
+    return Quantization("mxfp4"), raw.get("modules_to_not_convert") or []
 
 
-METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization | None, list[str]]]] = {
+METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization, list[str]]]] = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
 }  # fmt: skip
-"""Readers of a quantization_config by its quant_method: each returns how the weights are held (None: wide), and the
-names of modules that are not quantised."""
+"""Readers of a quantization_config by its quant_method: each returns how the weights are held, and the names of modules
+that are not quantised."""
 
 
 def read_quantization(
@@ -146,9 +145,8 @@ def read_quantization(
     if not isinstance(raw, dict) or raw.get("quant_method", "mxfp4" if has_mxfp4 else None) not in known:
         refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, known)))
     found, names = METHODS[raw.get("quant_method", "mxfp4")](raw)
-    if wanted is not None and (found is None or wanted != found.method):
-        bound = "None" if found is None else f"None or {found.method!r}"
-        refuse("quantization", wanted, f"{bound}, as the checkpoint has it")
+    if wanted is not None and wanted != found.method:
+        refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         refuse("quantization_config: modules that are not converted", names, "a list of names")
     return found, names
@@ -193,7 +191,7 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     moe, layers = fields.get("moe"), []
     named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
     for index, spec in enumerate(fields["layers"]):
-        wide = set()
+        wide = {*PARTS, "shared_gate_up", "shared_down"} if found.method == "mxfp4" else set()
         for part, modules in _modules(f"model.layers.{index}", spec, moe):
             spelt = {spelling.module(module) for module in modules}
             skipped = [module for module in sorted(spelt) if module in named]
@@ -209,8 +207,10 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
     """`found` for a model's layers; raises ValueError where they cannot be quantised so. Scales that are made while
     loading are those of blocks, which the library multiplies fastest, if a checkpoint's rows are in our order."""
     moe = fields.get("moe")
-    if moe is not None and found.method == "int4":
-        raise ValueError("quantization='int4': not with a mixture of experts")
+    if found.method == "mxfp4":
+        if moe is None or moe.layout != "transposed":
+            refuse("quantization", "mxfp4", "of a model whose experts lie as gpt-oss has them")
+        return found
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")

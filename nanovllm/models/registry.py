@@ -29,6 +29,7 @@ from nanovllm.models.files import (
 )
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
+from nanovllm.models.pooling import read_pooling
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.quantization import quantized_layers, read_quantization, settled
 from nanovllm.models.unserved import refuse_unserved, takes_more_than_text, unserved_parts
@@ -88,8 +89,19 @@ def parse_config(
 
 
 def names_of(config: ModelConfig) -> CheckpointNames:
-    """Spelling of the layers' tensors in the checkpoint of a model of ours."""
-    return wrapped(family(config.architecture).names, config.wrapper)
+    """Spelling of the layers' tensors in the checkpoint of a model of ours. One without a head may hold the tensors of
+    the decoder alone, by their names in there."""
+    names = wrapped(family(config.architecture).names, config.wrapper)
+    if config.pooling is None:
+        return names
+    return replace(names, may_lack=f"{names.of('model')}.", skipped=(*names.skipped, names.of("lm_head")))
+
+
+def with_head(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a decoder that was saved without its head, as that of the model with it."""
+    named = raw.get("architectures")
+    whole = [name.removesuffix("Model") + "ForCausalLM" for name in named] if isinstance(named, list) else []
+    return {**raw, "architectures": whole} if whole and whole[0] in FAMILIES else raw
 
 
 def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -115,16 +127,27 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         raw = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
+    pooling = read_pooling(folder, config.runner)
+    if pooling is not None:
+        raw = with_head(raw)
     if _is_for_transformers(raw, config):
         if config.quantization is not None:
             refuse("quantization", config.quantization, "None where transformers computes the model (model_impl)")
+        if pooling is not None:
+            refuse("runner", "pooling", "'generate' where transformers computes the model (model_impl)")
         from nanovllm.models.transformers_model import read_transformers_config
 
         found = read_transformers_config(raw, generation, _rope_spelt_as_in(raw, config.hf_overrides))
     else:
         found = parse_config(raw, generation, config.quantization, config.hf_overrides)
+    if pooling is not None:  # the head is not needed
+        found = replace(found, pooling=pooling, tie_word_embeddings=True)
     if config.lm_head_dtype != "auto":
         found = replace(found, head_precision=_head_precision(found))
+    if config.state_dtype != "float32":
+        if all(layer.mixer == "attention" for layer in found.layers):
+            refuse("state_dtype", config.state_dtype, "'float32' for a model without recurrent layers")
+        found = replace(found, state_dtype=config.state_dtype)
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found
 

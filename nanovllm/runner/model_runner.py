@@ -204,7 +204,8 @@ class ModelRunner:
             self._progress()
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
-        sampler_bytes = option_bytes(self.model_config.vocab_size, self.group.size, config.most_places, self.dtype)
+        ids = 0 if self.model_config.pooling else self.model_config.vocab_size
+        sampler_bytes = option_bytes(ids, self.group.size, config.most_places, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
@@ -286,6 +287,7 @@ class ModelRunner:
         keep_hidden = section is not None and section.size("targets") > 0
         work, graphs, shape, scores = self.work, self.graphs, None, None
         speculates = self.config.speculative_config is not None
+        pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
                 shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
@@ -294,7 +296,7 @@ class ModelRunner:
             if graphs is not None and shape is not None:
                 graphs.replay(shape)
                 first_chunk_row, hidden = shape.decode_rows, None
-                logits = None if section is None else work.captured_logits[shape].tensor()
+                logits = work.captured_logits[shape].tensor() if section is not None or pools else None
             else:
                 first_chunk_row = num_decode_rows
                 logits, hidden = work.run_exact(step, packed, keep_hidden)
@@ -309,6 +311,9 @@ class ModelRunner:
                 work.draft(counts.num_decode_rows, places, first_chunk_row, counts.num_sample_rows)
             tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
+            if pools and logits is not None and num_sample_rows:
+                rows = logits[: len(tokens)]
+                scores = self.option_sampler.hand_out(torch.cat((rows[: padding.start], rows[padding.stop :])))
             self.io.receive(tokens, padding, scores)
 
     # -- the rest -----------------------------------------------------------------------------------------------

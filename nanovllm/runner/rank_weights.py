@@ -10,10 +10,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.layers.weights import TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
-from nanovllm.models.int4_tensors import reader_for
 from nanovllm.models.live_module import LiveModule
-from nanovllm.models.mxfp4 import widened
 from nanovllm.models.names import CheckpointNames
+from nanovllm.models.packed_tensors import reader_for
 from nanovllm.models.registry import names_of
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.memory_probe import MemoryProbe
@@ -49,7 +48,7 @@ class RankWeights:
             sleepable.adopt("weights", model)
             memory.release_cached()
         self.all = list(model.checkpoint_weights())
-        self._int4_reader = reader_for(model_config, self.all, self._dtype, self._device)
+        self._packed_reader = reader_for(model_config, self.all, self._dtype, self._device)
 
     @torch.inference_mode()
     def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
@@ -70,7 +69,7 @@ class RankWeights:
 
     def _new_update(self, partial: bool) -> WeightUpdate:
         tied = self._model_config.tie_word_embeddings
-        return WeightUpdate(self.all, tied, self._spelling, partial, self._int4_reader)
+        return WeightUpdate(self.all, tied, self._spelling, partial, self._packed_reader)
 
     def check_all(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError unless these are all weights, each of a shape and type that can be loaded. Writes
@@ -88,10 +87,10 @@ class RankWeights:
         return tensors
 
     def _tensors_of(self, folder: Path, wide: bool = True, option: str = "model") -> dict[str, TensorSource]:
-        """wide: see Int4Reader.read."""
-        tensors = widened(dict(self._spelling.select(open_checkpoint(folder, option).items())), self._device)
-        if self._int4_reader is not None:
-            tensors = dict(self._int4_reader.read(tensors.items(), wide))
+        """wide: see PackedReader.read."""
+        tensors: dict[str, TensorSource] = dict(self._spelling.select(open_checkpoint(folder, option).items()))
+        if self._packed_reader is not None:
+            tensors = dict(self._packed_reader.read(tensors.items(), wide))
         check_names(self.all, tensors, self._model_config.tie_word_embeddings)
         return tensors
 

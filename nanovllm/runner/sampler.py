@@ -104,6 +104,14 @@ class OptionSampler:
             )
         return None
 
+    def hand_out(self, hidden: torch.Tensor) -> StepScores | None:
+        """Sends the final hidden states [rows, hidden] of rows that end to the host, as float32; on rank 0."""
+        if self._group.rank != 0:
+            return None
+        words = self._download("pooled", hidden.float().view(torch.int32))
+        assert words is not None
+        return StepScores([], [], None, words.view(np.float32))
+
     def _sample(
         self, section: Section, raw: torch.Tensor, raw_rows: torch.Tensor, buffers: StepBuffers, state: DeviceState
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:  # fmt: skip

@@ -37,8 +37,9 @@ class StepWork:
         self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
+        self._has_head = context.config.pooling is None
         self.captured_logits: dict[StepShape, LogitsView] = {}
-        """Logits that the graph of each shape leaves behind, from which it has sampled."""
+        """Logits that the graph of each shape leaves behind, from which it has sampled; or what stands for them."""
 
     def allocate(
         self, max_rows: int, max_tokens: int, num_tables: int, num_lines: int, ids: torch.Tensor | None = None
@@ -58,7 +59,8 @@ class StepWork:
         """Any step, eagerly, at its exact size: int32 words, as `step` on the device and as `packed` on the host.
 
         Returns the logits of the rows that drew [rows, this rank's ids], None where none did, and with `keep_hidden`
-        the final hidden states of all tokens [T, hidden], else None.
+        the final hidden states of all tokens [T, hidden], else None. A model without a head draws nothing: the final
+        hidden states of those rows [rows, hidden] stand for their logits.
         """
         counts = StepCounts.of(packed).on_device(int(packed[PLACES_WORD]))
         buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
@@ -131,6 +133,8 @@ class StepWork:
             hidden, kept = wanted_rows(hidden, sampled), hidden
         if num_sample_rows == 0:
             return None, kept
+        if not self._has_head:
+            return hidden, kept
         row_slot = buffers.row_slot[:num_sample_rows]
         logits = self._model.logits(hidden)
         tokens, state, vocab_size = buffers.tokens[:num_sample_rows], self.state, self._vocab_size

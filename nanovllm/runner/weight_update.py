@@ -9,8 +9,8 @@ import torch
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, Scales, Shard, TensorSource
 from nanovllm.models.checkpoint import DTYPES
-from nanovllm.models.int4_tensors import Int4Reader
 from nanovllm.models.names import CheckpointNames
+from nanovllm.models.packed_tensors import PackedReader
 from nanovllm.transfer.shared import FarTensor
 
 
@@ -44,11 +44,11 @@ class WeightUpdate:
 
     def __init__(
         self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames, partial: bool = False,
-        int4_reader: Int4Reader | None = None,
+        packed_reader: PackedReader | None = None,
     ) -> None:  # fmt: skip
-        """spelling: of the names that come. partial: some may not come. int4_reader: what translates 4-bit matrices and
-        those that are to be."""
-        self._int4_reader = int4_reader
+        """spelling: of the names that come. partial: some may not come. packed_reader: what translates 4-bit matrices
+        and those that are to be."""
+        self._packed_reader = packed_reader
         self._partial = partial
         self._spelling = spelling
         self._awaited = {weight.name: weight for weight in weights}
@@ -76,7 +76,7 @@ class WeightUpdate:
 
     def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
         pairs: list[tuple[str, TensorSource]] = list(self._spelling.select(tensors))
-        return pairs if self._int4_reader is None else self._int4_reader.read(pairs)
+        return pairs if self._packed_reader is None else self._packed_reader.read(pairs)
 
     def _held_as(self, name: str) -> set[torch.dtype]:
         return {shard.target.dtype for shard in self._awaited[name].shards}

@@ -53,6 +53,8 @@ MASK_IDS = 4 << 20
 """Ids in the sampling masks of one answer."""
 ECHO_TEXT, ECHO_IDS = 32 << 20, 4 << 20
 """Characters, and token ids, of prompts that one answer repeats."""
+INPUTS, EMBEDDINGS = 2048, 4 << 20
+"""Texts that embeddings are asked of at once, and numbers of all these embeddings."""
 TOOL_CALLS = 128
 """Maximum tool calls of one message."""
 MESSAGES = 65536

@@ -19,7 +19,7 @@ class Completion:
     __slots__ = (
         *("request", "row", "index", "prompt_index", "text", "push", "pieces", "num_tokens", "ids", "lines", "prefix"),
         *("finish_reason", "stop_reason", "last_time", "has_begun", "num_sent", "num_cached_tokens"),
-        *("reader", "state", "weight_versions", "kept"),
+        *("reader", "state", "weight_versions", "kept", "pooled"),
     )
 
     def __init__(self, request: "Request", index: int, prompt_index: int, text: VisibleText) -> None:
@@ -42,6 +42,8 @@ class Completion:
         """Versions of the weights, once it has ended: see wire.Finish."""
         self.kept: list[bytes] = []
         """Ids that each token was sampled from, if they were asked for (wire.Step)."""
+        self.pooled: bytes | None = None
+        """Embedding of its prompt, float32, of a model of embeddings."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last_time = 0.0
@@ -62,7 +64,7 @@ class Completion:
                 self.ids.append(token)
         self.pieces.append(self.text.end(token, end.reason, end.stop_reason))
         self.finish_reason, self.stop_reason = end.reason, end.stop_reason
-        self.weight_versions = end.weight_versions
+        self.weight_versions, self.pooled = end.weight_versions, end.pooled
 
 
 class Request:

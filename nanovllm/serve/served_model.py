@@ -14,6 +14,11 @@ from nanovllm.text.no_tokenizer import NoTokenizer
 
 ANY_NAME = "*"
 """Served name that stands for all."""
+_OTHER_RUNNER = {
+    "generate": "this server computes embeddings (--runner pooling) and generates no text; use /v1/embeddings",
+    "pooling": "this server generates text; start it with --runner pooling for embeddings",
+}
+"""Refusals of an endpoint, by the runner that it needs."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -65,6 +70,11 @@ class ServedModel:
         """Raises ApiError (400) under skip_tokenizer_init."""
         if self.options.skip_tokenizer_init:
             raise bad_request("skip_tokenizer_init: the server has no tokenizer")
+
+    def require_runner(self, runner: str) -> None:
+        """Raises ApiError (400) where the engines run the model otherwise; "": any way will do."""
+        if runner and self.info.get("runner", runner) != runner:
+            raise ApiError(400, _OTHER_RUNNER[runner], "wrong_runner")
 
     def check_name(self, name: Any) -> None:
         """Raises ApiError (404) where a request asks for another model."""

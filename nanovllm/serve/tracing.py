@@ -60,7 +60,7 @@ class RequestTracer:
 def _attributes(request: Request, model_name: str, now: float) -> dict[str, Any]:
     output, params = request.num_output_tokens, request.params
     found = {
-        "gen_ai.operation.name": "text_completion" if request.id_prefix == "cmpl-" else "chat",
+        "gen_ai.operation.name": {"cmpl-": "text_completion", "embd-": "embeddings"}.get(request.id_prefix, "chat"),
         "gen_ai.provider.name": "nanovllm",
         "gen_ai.request.id": request.id,
         "gen_ai.request.model": request.model,

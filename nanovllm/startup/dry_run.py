@@ -29,8 +29,9 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_state(runner.state_memory.size(1))
         try:
-            local_ids = runner.model.lm_head.weight.shape[0]
-            runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
+            if runner.model_config.pooling is None:
+                local_ids = runner.model.lm_head.weight.shape[0]
+                runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             with runner.model.few_layers():
                 if runner.no_graphs_because is None:
                     for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 
 from nanovllm.errors import require_unicode
 from nanovllm.text.detokenizer import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from nanovllm.text.reranking import Reranker
 from nanovllm.text.template import ChatTemplate, Messages
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -145,6 +146,11 @@ class CheckpointTokenizer:
     def longest_token(self) -> int:
         """Bytes of the longest token: a text of more than n times as many has more than n tokens."""
         return max(len(token.encode()) for token in self.backend_tokenizer.get_vocab())
+
+    @cached_property
+    def reranker(self) -> Reranker:
+        """Judge of documents. Raises ValueError as Reranker does."""
+        return Reranker(self)
 
     # --- chats
 

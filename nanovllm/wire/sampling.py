@@ -62,9 +62,12 @@ class StepScores:
     """Log-probability tables of prompt targets: of those that want few likeliest ids, and of those that want many."""
     kept: np.ndarray | None
     """[rows, mask_words]: bits of the ids that could be sampled."""
+    pooled: np.ndarray | None = None
+    """float32 [rows, hidden]: final hidden states of the step's first rows, of a model without a head."""
 
     def copy(self) -> "StepScores":
-        return StepScores([*map(_copied, self.scored)], [*map(_copied, self.prompt)], _copied(self.kept))
+        tables = [*map(_copied, self.scored)], [*map(_copied, self.prompt)], _copied(self.kept)
+        return StepScores(*tables, _copied(self.pooled))
 
 
 def _copied(table: np.ndarray | None) -> np.ndarray | None:

@@ -62,7 +62,7 @@ def moe(setup: Setup) -> Iterator[Line]:
         raise ValueError(f"--model {setup.options.model}: must have experts, as Qwen3-30B-A3B has")
     for rows in setup.rows(ROWS, (1, 3)):
         case = Experts(setup, experts, hidden, rows)
-        gate_up, down = expert_tiles(rows * experts.top_k, experts.num_experts, setup.dtype.itemsize)
+        gate_up, down = expert_tiles(rows * experts.top_k, experts.num_experts, str(setup.dtype).removeprefix("torch."))
         labels = {"rows": rows, "experts_read": int((case.routing(1 << 30).tiles[:, 0] >= 0).sum())}
         call = partial(case.route, down.block_m)
         yield compare(setup, Point({"what": "route", **labels}, {"engine": call}, tolerance=1e-5))

@@ -155,7 +155,7 @@ class FakeDevice:
         return columns, prompt_tokens
 
     def _state(self, line: int) -> tuple[int, int] | None:
-        """What a row that reads this line begins with; the empty text may be of any weights."""
+        """State with which a row that reads this line begins; the empty text may be of any weights."""
         return (self.weights_version, ROOT) if line == NO_LINE else self.lines[line]
 
     def _check_lines(self, lines: list[list[int]]) -> None:

@@ -34,7 +34,7 @@ UNSERVED = {
     "FalconH1ForCausalLM": ({"mamba_d_state": 256}, "has recurrent layers"),
     "Llama4ForCausalLM": ({"layer_types": ["chunked_attention"]}, "has attention in chunks"),
     "T5ForConditionalGeneration": ({"is_encoder_decoder": True}, "has an encoder"),
-    "Qwen3_5MoeForConditionalGeneration": (
+    "NobodysHybridForConditionalGeneration": (
         {"vision_config": {"depth": 2}, "text_config": {"layer_types": ["linear_attention"]}},
         "has recurrent layers",
     ),
@@ -87,6 +87,15 @@ def test_a_mistake_in_an_option_or_in_the_configuration_is_found_there_too(
     with pytest.raises(ValueError, match=r"^tensor_parallel_size=4: must be a divisor of num_attention_heads=6$"):
         resolve_model_folder(EngineConfig("owner/name", tensor_parallel_size=4))
     assert hub.fetched == ["config.json"]
+
+
+def test_a_pooling_is_judged_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
+    files = {"config.json": SMALL, "modules.json": modules, "1_Pooling/config.json": {"pooling_mode": "mean"}}
+    hub = Hub(tmp_path, {**files, "model.safetensors": 1}, monkeypatch)
+    with pytest.raises(ValueError, match=r"1_Pooling/config.json: pooling_mode=.*mean"):
+        resolve_model_folder(EngineConfig("owner/name"))
+    assert sorted(hub.fetched) == sorted(files)
 
 
 def test_a_refusal_takes_no_torch(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.mxfp4 import widened
 from nanovllm.models.registry import parse_config, read_model_config
 
 CPU = torch.device("cpu")
@@ -225,13 +224,6 @@ def test_a_bad_tensor_is_named(folder: Path, case: str) -> None:
     name, change, said, ranks = BAD_TENSORS[case]
     spoil(folder, name, change)
     expect_refusal(folder, ValueError, name, *said, tensor_parallel_size=ranks)
-
-
-def test_parts_of_an_mxfp4_tensor_are_bytes() -> None:
-    """Scales that were saved as numbers, and not as exponents, would be cut to integers."""
-    parts = {"e_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8), "e_scales": torch.ones(2, 4, 1)}
-    with pytest.raises(ValueError, match=r"^weight 'e_scales' has type torch\.float32: must be torch\.uint8"):
-        widened(parts, torch.device("cpu"))
 
 
 def test_nothing_is_cast_to_e4m3_without_scales() -> None:

@@ -14,8 +14,11 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
 from nanovllm.kernels.gemm.int4 import Int4Weight
-from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig, streaming
-from nanovllm.kernels.plan.rules import int4_config, int4_row_config
+from nanovllm.kernels.moe import packed
+from nanovllm.kernels.moe.packed import PackedExperts
+from nanovllm.kernels.moe.routing import Routing
+from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming
+from nanovllm.kernels.plan.rules import expert_tiles, int4_config, int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
@@ -67,6 +70,31 @@ def compile_int4(rows: int, group: int, has_zeros: bool) -> None:
 def test_tiles_of_4_bits(case: tuple[int, int, bool]) -> None:
     """The operand comes from memory as it lies there."""
     run_alone(compile_int4, *case)
+
+
+def compile_packed(code: str, group: int, has_zeros: bool, choices: int) -> None:
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert "ldmatrix" in ptx and "wgmma" in ptx
+
+    launch_dependently(packed)
+    compile_only(check, PTX=True)
+    routing = Routing(empty(choices, 1, dtype=torch.float32), *(torch.zeros(choices, 3, dtype=torch.int32),) * 2, 1)
+    for config, gated in zip(expert_tiles(choices, 32, MXFP4), (True, False), strict=True):
+        words = empty(32, 23, 5760, 32, dtype=torch.int16)
+        scales = empty(32, 23, 5760, dtype=torch.int32)
+        if code == "int4":
+            scales = empty(32, 23 * 128 // group if group else 1, 5760, 2)
+        weight = PackedExperts(words, scales, code, group, has_zeros, 2880)
+        out, bias = empty(1, choices, 2880 if gated else 5760), empty(32, 5760)
+        packed.multiply(empty(choices, 2880), weight, routing, config, bias, out, gated, (1.702, 7.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [("e2m1", 32, False), ("int4", 128, False), ("int4", 32, True)])
+@pytest.mark.parametrize("choices", [4, 100, 700, 1 << 14])
+def test_tiles_of_experts_of_4_bits(code: tuple[str, int, bool], choices: int) -> None:
+    """The operand comes from memory as it lies there, and sums stay in registers."""
+    run_alone(compile_packed, *code, choices)
 
 
 def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:

@@ -19,7 +19,7 @@ from nanovllm.kernels.gemm import skinny, stream, tile
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.rules import FEW_ROUTER, FEW_TOKENS, expert_tiles
 from nanovllm.kernels.pointwise.embedding import embed_shard
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
@@ -116,7 +116,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     weight = fp8 if in_fp8 else rand
     gate_up, down = weight(EXPERTS, 2 * WIDTH, HIDDEN, seed=6), weight(EXPERTS, HIDDEN, WIDTH, seed=7)
     router_tiles = GemmConfig("tile", 16, 16 if rows <= 16 else 64, 128, 4, split_k=4)
-    first, second = expert_tiles(rows * OPTIONS.top_k, EXPERTS, 1 if in_fp8 else 2)
+    first, second = expert_tiles(rows * OPTIONS.top_k, EXPERTS, FP8 if in_fp8 else "bfloat16")
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm(), out_dtype=torch.float32)

@@ -21,7 +21,7 @@ from nanovllm.kernels.moe.experts import (
 )
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import Routing, TopK, max_tiles, route, route_reference
-from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.config import FP8, INT4, MXFP4, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.rules import expert_tiles
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
@@ -198,6 +198,6 @@ def test_combining_is_that_of_the_twin(gated: bool) -> None:
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (32, 4), (8, 2), (60, 4)])
 def test_both_gemms_of_a_layer_have_tiles_of_equal_rows(num_experts: int, top_k: int) -> None:
     for tokens in (1, 2, 16, 64, 256, 1024, 4096):
-        for item_size in (2, 4):
-            gate_up, down = expert_tiles(tokens * top_k, num_experts, item_size)
+        for dtype in ("bfloat16", "float32", FP8, INT4, MXFP4):
+            gate_up, down = expert_tiles(tokens * top_k, num_experts, dtype)
             assert gate_up.block_m == down.block_m

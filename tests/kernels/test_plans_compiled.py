@@ -17,8 +17,9 @@ from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
+from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.kernels.plan.config import FP8, INT4
+from nanovllm.kernels.plan.config import FP8, INT4, PACKED
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
@@ -69,12 +70,20 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
 
+def empty_packed(count: int, n: int, k: int) -> PackedExperts:
+    """Experts of gpt-oss in MXFP4, whatever their number; others in int4, in groups of 128."""
+    words = empty(count, -(-k // 128), n, 32, dtype=torch.int16)
+    if k == 2880:
+        return PackedExperts(words, empty(*words.shape[:3], dtype=torch.int32), "e2m1", 32, False, k)
+    return PackedExperts(words, empty(*words.shape[:3], 2), "int4", 128, False, k)
+
+
 def choose(one: Product, rows: int, launch: Launch) -> None:
     """Launches a kernel of experts; of a mixture that is not plain it is gpt-oss's, with biases and a clamped
     activation."""
     assert one.choice is not None
     (count, top_k, dtype, is_plain), gated = one.choice, launch.gate
-    weight = (empty_fp8 if dtype == FP8 else empty)(count, one.n, one.k)
+    weight = (empty_fp8 if dtype == FP8 else empty_packed if dtype in PACKED else empty)(count, one.n, one.k)
     logits, options = empty(1, rows, count, dtype=torch.float32), TopK(count, top_k)
     activation = ExpertActivation() if is_plain else ExpertActivation(7.0, 1.702)
     biases = (None, None) if is_plain else (empty(count, one.n), empty(count, one.n))
@@ -120,7 +129,7 @@ def compile_plans(
 DENSE = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3.1-8B",
          "Llama-3.2-1B", "Qwen2.5-7B", "Gemma-2-9B")  # fmt: skip
 MIXTURES = ("Qwen3-30B-A3B", "gpt-oss-20b")
-"""Mixtures of which the second is not plain, and not served in FP8."""
+"""Mixtures of which the second is not plain, is in MXFP4, and not served in others."""
 DEVICES = ["H200", "H100", "B200", "A100", "L40S", "5090"]
 
 
@@ -139,7 +148,7 @@ def test_every_dense_models_plan_compiles(device: str, quantization: str | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_mixtures_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanovllm.kernels.recurrent.conv import causal_conv, causal_conv_reference
-from nanovllm.kernels.recurrent.delta import DeltaSizes, DeltaWeights, gated_delta_rule, gated_delta_rule_reference
+from nanovllm.kernels.recurrent.delta import DeltaWeights, gated_delta_rule, gated_delta_rule_reference
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
 from nanovllm.kernels.recurrent.rows import Lines, StepRows
 
 NUM_LINES = 12

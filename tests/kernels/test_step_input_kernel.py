@@ -100,7 +100,7 @@ def random_step(
 def random_state(
     max_num_seqs: int, device: torch.device, num_tables: int = 1, num_drafts: int = 0, num_ids: int = 10**6
 ) -> DeviceState:
-    """With many rows the layers have memory of fixed size, or rows have drafts: of some slots fewer than num_drafts."""
+    """A state of the device; with many rows, its layers have memory of fixed size, or rows have drafts: of some slots fewer than num_drafts."""
     ids = torch.randint(num_ids, (NUM_BLOCKS, BLOCK_SIZE), dtype=torch.int32, device=device) if num_drafts else None
     lines = 1000 if max_num_seqs > 8 and not num_drafts else 0
     state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, lines, num_drafts, ids)

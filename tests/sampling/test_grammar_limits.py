@@ -27,6 +27,12 @@ def test_no_text_takes_more_than_its_length(piece: str) -> None:
     assert time.thread_time() - begin < 1.0  # 0.02 s; by its square, minutes
 
 
+def test_schemas_that_are_no_json_are_counted_and_others_are_not() -> None:
+    check_text("grammar", "start: " + "%json {} " * 1000 + "%json { " * 500)
+    with pytest.raises(ValueError, match="it has 501 schemas that are no JSON, at most 500"):
+        check_text("grammar", "start: " + "%json { " * 501)
+
+
 def test_rules_are_counted_however_they_are_written() -> None:
     heads = ["start:", "  a :", "?b:", "!c[capture]:", 'd [capture, stop="x"] :', "\ne-1.f:"]
     rules = "\n".join(f'{head} "x"' for head in heads)

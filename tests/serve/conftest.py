@@ -1,16 +1,34 @@
-"""Servers started by the real command, on the demo checkpoint and the CPU."""
+"""Servers of tests: one in this process, over an engine without a model, for what needs no real text; others started by
+the real command, on the demo checkpoint and the CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from front import InProcess, ready_front
 from parsing import MODELS, Model
 from serving import Server, ready_server, server  # noqa: F401
 
+from nanovllm.serve import limits
+
+
+@pytest.fixture(scope="session")
+def front() -> Iterator[InProcess]:
+    with ready_front() as started:
+        yield started
+        assert "Traceback" not in started.log
+
 
 @pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
+def client(front: InProcess) -> Iterator[httpx.Client]:
+    with front.client() as opened:
+        yield opened
+
+
+@pytest.fixture
+def served(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
+    """A client of a server with a real engine."""
     with server.client() as opened:
         yield opened
 
@@ -35,12 +53,18 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with keys that waits two seconds where others wait ten or sixty."""
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    """A server with keys."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("from-file\n")
-    arguments = ("--api-key", "sesame", "--api-key", f"@{keys}")
-    limits = {"BODIES_BYTES": 40 << 20, "HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
-    folder, environment = tmp_path_factory.mktemp("impatient"), {"NANOVLLM_API_KEY": "from-environment"}
-    with ready_server(folder, *arguments, env=environment, limits=limits) as started:
+    with ready_front("--api-key", "sesame", "--api-key", f"@{keys}", NANOVLLM_API_KEY="from-environment") as started:
         yield started
+
+
+@pytest.fixture
+def impatient(keyed: InProcess, monkeypatch: pytest.MonkeyPatch) -> InProcess:
+    """The same, and it waits two seconds where others wait ten or sixty."""
+    shorter = {"BODIES_BYTES": 40 << 20, "HEADER_SECONDS": 2.0, "BODY_SECONDS": 2.0, "SLOW_SECONDS": 1.0}
+    for name, value in shorter.items():
+        monkeypatch.setattr(limits, name, value)
+    return keyed

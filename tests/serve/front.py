@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import simulated_engine
-from serving import ANSWER, DEMO, ENGINE, Served
+from serving import DEMO, ENGINE, Served, simulated_options
 from system import PATIENCE
 
 from nanovllm.cli import serve
@@ -25,15 +25,10 @@ from nanovllm.serve.front import Front
 from nanovllm.serve.http.app import App
 from nanovllm.serve.http.server import HttpServer, run_loop
 from nanovllm.serve.lifecycle import bind
-from nanovllm.text.checkpoint import CheckpointTokenizer
-
-SIMULATED = {"rate": 1000, "shift": 0, "max_model_len": 2048}
-"""Options of the engine: see simulated_engine.py."""
 
 
 class InProcess(Served):
-    """A server that runs in a thread. Its engine answers each prompt with ANSWER, over and over if the end is
-    ignored."""
+    """A server that runs in a thread, and its engine in another."""
 
     def __init__(self, url: str, lines: io.StringIO) -> None:
         self._url, self._lines = url, lines
@@ -53,10 +48,12 @@ def ready_front(*arguments: str, **environment: str) -> Iterator[InProcess]:
     command = [str(DEMO), "--served-model-name", "demo", "--port", "0", *ENGINE, *arguments]
     with patch.dict(os.environ, environment):
         model, engine, options = serve.parse(serve.make_parser(), command)
-    engine |= SIMULATED | {"text": [*CheckpointTokenizer(DEMO).encode(ANSWER), simulated_engine.END]}
+    engine |= simulated_options()
     is_ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def live() -> int:
+        thread = threading.get_ident()
+        handler.addFilter(lambda record: record.thread == thread)  # those of others log to the same logger
         with patch.object(handle, "_start_process", _start_thread):
             front = Front(model, options, FleetHandles(model, engine))
         routes = ROUTES | ADMIN_ROUTES if options.admin_api_keys else ROUTES
@@ -92,7 +89,7 @@ def ready_front(*arguments: str, **environment: str) -> Iterator[InProcess]:
 
 
 def _start_thread(module: str, link: socket.socket) -> Any:
-    """In place of an engine's process."""
+    """Runs an engine in a thread of this process; returns what stands for its process."""
     thread = threading.Thread(target=simulated_engine.simulate, args=(link,), daemon=True)
     thread.start()
     return Mock(wait=thread.join, poll=lambda: None if thread.is_alive() else 0)

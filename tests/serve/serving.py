@@ -19,9 +19,12 @@ from typing import Any
 
 import httpx
 import pytest
+import simulated_engine
 from programs import end_with_test_run
 from prometheus_client.parser import text_string_to_metric_families
 from system import PATIENCE, wait_for
+
+from nanovllm.text.checkpoint import CheckpointTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
@@ -61,6 +64,12 @@ def _children(process: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def simulated_options() -> dict[str, Any]:
+    """Options of simulated_engine.py: it answers each prompt with ANSWER, over and over if the end is ignored."""
+    text = [*CheckpointTokenizer(DEMO).encode(ANSWER), simulated_engine.END]
+    return {"text": text, "rate": 500, "shift": 0, "max_model_len": 2048}
+
+
 class Served(ABC):
     """A server that answers, in whichever process."""
 
@@ -71,7 +80,7 @@ class Served(ABC):
     @property
     @abstractmethod
     def log(self) -> str:
-        """All that it has logged."""
+        """Lines that it has logged."""
 
     @property
     def port(self) -> int:
@@ -129,10 +138,16 @@ class Server(Served):
         limits: dict[str, Any] | None = None,
         first: str = "",
         output: int | None = None,
+        simulated: bool = False,
     ) -> None:
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
         values, so that a test need not wait as long. `first`: what the process runs before it takes them over.
-        `output`: descriptor that it writes to and that is closed here, by default a file."""
+        `output`: descriptor that it writes to and that is closed here, by default a file. `simulated`: its engine is a
+        process without a model, which is ready at once."""
+        if simulated:
+            limits = {"nanovllm.host.handle:MODULE": "simulated_engine", **(limits or {})}
+            more = {"SIMULATED_ENGINE": json.dumps(simulated_options()), "PYTHONPATH": str(ROOT / "scripts")}
+            env = more | (env or {})
         self.log_file = folder / "server.log"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--served-model-name", "demo", "--port", "0"]
         if limits:
@@ -140,8 +155,9 @@ class Server(Served):
             patches = "; ".join(f"setattr(import_module({m!r}), {name!r}, {value!r})" for (m, name), value in named)
             code = f"import sys; from importlib import import_module; {patches}; from nanovllm.cli.main import main"
             command[1:3] = ["-c", f"{first}{code}; sys.exit(main())"]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **(env or {})}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env["PYTHONPATH"]]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         self.began = time.monotonic()
         with open(self.log_file if output is None else output, "wb") as log:
             self.process = subprocess.Popen(

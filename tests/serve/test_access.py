@@ -10,7 +10,8 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from serving import ASK, CHAT, JSON, MESSAGES, OPENING, Server, ready_server, refusal, streamed
+from front import InProcess
+from serving import ASK, CHAT, JSON, MESSAGES, OPENING, ready_server, refusal, streamed
 
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.access import Access
@@ -24,7 +25,7 @@ OWN_HOSTS = (
 OTHER_HOSTS = ("rebound.example", "a.example:80", "localhost.example", "local.example.", "1.2.3.4.example", "")
 
 
-def test_each_key_opens_and_none_is_logged(impatient: Server) -> None:
+def test_each_key_opens_and_none_is_logged(impatient: InProcess) -> None:
     for key in KEYS:
         with impatient.client(key) as client:
             assert client.post(CHAT, json=ASK).status_code == 200
@@ -37,7 +38,7 @@ def test_each_key_opens_and_none_is_logged(impatient: Server) -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/tokenize", "/load", "/v1/nothing", "//v1/models", "/health/../v1/models"]
 )
-def test_no_way_past_the_key(impatient: Server, path: str, value: str | None) -> None:
+def test_no_way_past_the_key(impatient: InProcess, path: str, value: str | None) -> None:
     key = b"" if value is None else b"authorization: " + value.encode() + b"\r\n"
     for host in (b"a", b"a/health", b"a/health?x="):
         request = b"GET %s HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n%s\r\n" % (path.encode(), host, key)
@@ -45,7 +46,7 @@ def test_no_way_past_the_key(impatient: Server, path: str, value: str | None) ->
         assert (status, error["code"]) == (401, "invalid_api_key")
 
 
-def test_refused_before_the_body_is_read(impatient: Server) -> None:
+def test_refused_before_the_body_is_read(impatient: InProcess) -> None:
     """In the form of the endpoint, and once: another answer, to a body that never comes, would be taken for another
     request's."""
     error = httpx.post(impatient.url + MESSAGES, json={}).json()
@@ -59,7 +60,7 @@ def test_refused_before_the_body_is_read(impatient: Server) -> None:
     assert b"HTTP/1.1" not in rest
 
 
-def test_open_paths(impatient: Server) -> None:
+def test_open_paths(impatient: InProcess) -> None:
     for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/"):
         assert httpx.get(impatient.url + path).status_code == 200, path
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from front import InProcess
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, GENERATE, MESSAGES, RESPONSES, Server, events, streamed, user
 from system import wait_for
@@ -62,27 +63,27 @@ def test_usage_of_a_stream(client: httpx.Client) -> None:
         assert chunks[-1]["choices"] == []
 
 
-def test_refused_streams_have_a_status(client: httpx.Client) -> None:
+def test_refused_streams_have_a_status(served: httpx.Client) -> None:
     """Also where only the engine finds out what is wrong."""
     for name, value in (
         ("top_logprobs", 21), ("top_p", 2), ("structured_outputs", {"regex": "("}), ("logit_bias", {"5000": 1}),
     ):  # fmt: skip
-        answer = client.post(CHAT, json=ASK | {"logprobs": True, "stream": True, name: value})
+        answer = served.post(CHAT, json=ASK | {"logprobs": True, "stream": True, name: value})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-def test_prompt_cache_is_seen_and_salted(client: httpx.Client) -> None:
+def test_prompt_cache_is_seen_and_salted(served: httpx.Client) -> None:
     body = {"prompt": "the cat and the dog " * 20, "max_tokens": 1, "cache_salt": "one"}
     cached = []
     for salt in ("one", "one", "two"):
-        usage = client.post(COMPLETIONS, json=body | {"cache_salt": salt}).json()["usage"]
+        usage = served.post(COMPLETIONS, json=body | {"cache_salt": salt}).json()["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == cached[2] == 0
     assert cached[1] > 0
 
 
 def test_paths_and_methods(client: httpx.Client) -> None:
-    for path in ("/nothing", "/v1", "/v1/embeddings", "/v1/chat", "/v1/load_lora_adapter", "/sleep"):
+    for path in ("/nothing", "/v1", "/v1/images", "/v1/chat", "/v1/load_lora_adapter", "/sleep"):
         for answer in (client.get(path), client.post(path, json={})):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url"), path
     refused = client.get(CHAT)
@@ -113,9 +114,9 @@ def test_truncated_prompts(client: httpx.Client) -> None:
         assert answer.json()["usage"]["prompt_tokens"] == length
 
 
-def test_tokens_as_ids(client: httpx.Client) -> None:
+def test_tokens_as_ids(served: httpx.Client) -> None:
     body = {"prompt": "3 + 4 =", "max_tokens": 2, "logprobs": 1, "temperature": 0, "return_token_ids": True}
-    choice = client.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
+    choice = served.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert choice["stop_reason"] is choice["prompt_logprobs"] is None
 
@@ -136,14 +137,14 @@ def test_ids_of_prompts_in_streams(client: httpx.Client) -> None:
             assert len(ids) == len(choice["token_ids"])
 
 
-def test_prompt_logprobs(client: httpx.Client, llm: LLM) -> None:
+def test_prompt_logprobs(served: httpx.Client, llm: LLM) -> None:
     """As the library has them."""
     body = {"prompt": "3 + 4 = 7", "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}
-    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
+    choice = served.post(COMPLETIONS, json=body).json()["choices"][0]
     [output] = llm.generate([body["prompt"]], SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False)
     assert choice["prompt_token_ids"] == output.prompt_token_ids
-    ids = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
-    chat = client.post(CHAT, json=ASK | {"prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 1}).json()
+    ids = served.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
+    chat = served.post(CHAT, json=ASK | {"prompt_logprobs": 2, "return_token_ids": True, "max_tokens": 1}).json()
     assert chat["prompt_token_ids"] == ids and len(chat["prompt_logprobs"]) == len(ids)
     assert all(str(token) in line for token, line in zip(ids[1:], chat["prompt_logprobs"][1:], strict=True))
     assert output.prompt_logprobs is not None
@@ -174,13 +175,13 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, dict[str, lis
     ids=str,
 )  # fmt: skip
 def test_echo_with_logprobs_streamed_as_unstreamed(
-    client: httpx.Client, more: dict[str, Any], unstreamed: dict[str, Any]
+    served: httpx.Client, more: dict[str, Any], unstreamed: dict[str, Any]
 ) -> None:
     prompts = ["1 2 3 4 5", "\U0001f600 é: the capital of France is"]
     body = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 3, "temperature": 0} | more
-    whole = client.post(COMPLETIONS, json=body | unstreamed)
+    whole = served.post(COMPLETIONS, json=body | unstreamed)
     assert whole.status_code == 200, whole.text
-    chunks = streamed(client, COMPLETIONS, body)
+    chunks = streamed(served, COMPLETIONS, body)
     for index, choice in enumerate(whole.json()["choices"]):
         text, logprobs = joined(chunks, index)
         assert (text, logprobs["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
@@ -195,24 +196,24 @@ def test_echo_with_logprobs_streamed_as_unstreamed(
             assert text == prompts[index // 2] and whole.json()["usage"]["completion_tokens"] == 0
 
 
-def test_a_prompt_as_long_as_the_context_can_be_scored(client: httpx.Client) -> None:
+def test_a_prompt_as_long_as_the_context_can_be_scored(served: httpx.Client) -> None:
     body = {"prompt": [5, 6] * 1024, "echo": True, "logprobs": 0}
-    assert client.post(COMPLETIONS, json=body | {"max_tokens": 1}).status_code == 400
-    choice = client.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()["choices"][0]
+    assert served.post(COMPLETIONS, json=body | {"max_tokens": 1}).status_code == 400
+    choice = served.post(COMPLETIONS, json=body | {"max_tokens": 0}).json()["choices"][0]
     assert len(choice["logprobs"]["tokens"]) == 2048
 
 
 @pytest.mark.parametrize("num_likeliest", [0, 2])
-def test_tokens_in_tokens_out(client: httpx.Client, num_likeliest: int) -> None:
+def test_tokens_in_tokens_out(served: httpx.Client, num_likeliest: int) -> None:
     """As completions have them, streamed or not, and under the id that was asked for."""
-    prompt = client.post("/tokenize", json={"prompt": "1 2 3 4 5"}).json()["tokens"]
+    prompt = served.post("/tokenize", json={"prompt": "1 2 3 4 5"}).json()["tokens"]
     params = {"n": 2, "temperature": 1.2, "seed": 4, "max_tokens": 12, "logprobs_mode": "processed"}
     params["logprobs"] = num_likeliest
     body = {"token_ids": prompt, "sampling_params": params, "request_id": "my-id", "return_token_ids": True}
-    whole = client.post(GENERATE, json=body).json()
-    wanted = client.post(COMPLETIONS, json={"prompt": prompt, "return_token_ids": True} | params).json()
+    whole = served.post(GENERATE, json=body).json()
+    wanted = served.post(COMPLETIONS, json={"prompt": prompt, "return_token_ids": True} | params).json()
     assert whole["request_id"] == "my-id" and whole["prompt_token_ids"] == prompt
-    chunks = [choice for chunk in streamed(client, GENERATE, body) for choice in chunk["choices"]]
+    chunks = [choice for chunk in streamed(served, GENERATE, body) for choice in chunk["choices"]]
     for index, (choice, other) in enumerate(zip(whole["choices"], wanted["choices"], strict=True)):
         assert choice["token_ids"] == other["token_ids"] and choice["finish_reason"] == other["finish_reason"]
         own = [chunk for chunk in chunks if chunk["index"] == index]
@@ -229,12 +230,12 @@ def test_tokens_in_tokens_out(client: httpx.Client, num_likeliest: int) -> None:
         assert choice["weight_versions"] == own[-1]["weight_versions"] == spans
 
 
-def test_sampling_masks(client: httpx.Client, llm: LLM) -> None:
+def test_sampling_masks(served: httpx.Client, llm: LLM) -> None:
     """The ids that each token was sampled from, as the library has them."""
     constraint = {"regex": "[a-z ]{9,}"}
     fields: dict[str, Any] = {"n": 2, "seed": 1, "top_k": 3, "max_tokens": 5, "temperature": 1.5, "sampling_mask": True}
     body = {"token_ids": [5, 6, 7], "sampling_params": fields | {"structured_outputs": constraint}}
-    choices = client.post(GENERATE, json=body).json()["choices"]
+    choices = served.post(GENERATE, json=body).json()["choices"]
     params = SamplingParams(**fields, structured_outputs=StructuredOutput(**constraint))
     [output] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     for choice, wanted in zip(choices, output.outputs, strict=True):
@@ -274,20 +275,20 @@ def test_unknown_fields_are_named(client: httpx.Client, path: str, body: dict[st
     assert "x-ignored-fields" not in client.post(path, json=body).headers
 
 
-def test_a_response_says_how_its_text_was_sampled(client: httpx.Client) -> None:
+def test_a_response_says_how_its_text_was_sampled(served: httpx.Client) -> None:
     """Its sampling fields are those of a chat, and log-probabilities come where they are included."""
     more = {"seed": 5, "temperature": 1.5, "top_p": 0.9, "stop": ["is"], "ignore_eos": True}
-    chat = client.post(CHAT, json=ASK | more | {"logprobs": True, "top_logprobs": 2, "max_tokens": 12}).json()
+    chat = served.post(CHAT, json=ASK | more | {"logprobs": True, "top_logprobs": 2, "max_tokens": 12}).json()
     asked = {"input": ASK["messages"], "max_output_tokens": 12, "top_logprobs": 2}
     body = asked | more | {"include": ["message.output_text.logprobs"]}
-    answer = client.post(RESPONSES, json=body).json()
+    answer = served.post(RESPONSES, json=body).json()
     [part] = answer["output"][0]["content"]
     [choice] = chat["choices"]
     assert part["text"] == choice["message"]["content"]
     assert [one["token"] for one in part["logprobs"]] == [one["token"] for one in choice["logprobs"]["content"]]
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
     assert (answer["temperature"], answer["top_p"], answer["top_logprobs"]) == (1.5, 0.9, 2)
-    with client.stream("POST", RESPONSES, json=body | {"stream": True}) as response:
+    with served.stream("POST", RESPONSES, json=body | {"stream": True}) as response:
         lines = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
     told = [entry for event in lines if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
     [done] = [event for event in lines if event["type"] == "response.output_text.done"]
@@ -295,16 +296,16 @@ def test_a_response_says_how_its_text_was_sampled(client: httpx.Client) -> None:
     assert told == done["logprobs"][: len(told)] and told
 
 
-def test_the_form_of_a_message_and_of_a_response(client: httpx.Client) -> None:
+def test_the_form_of_a_message_and_of_a_response(served: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "f", "schema": schema}
     body: dict[str, Any] = {"messages": user("a"), "max_tokens": 40, "output_config": {"format": form}}
-    message = client.post(MESSAGES, json=body).json()
+    message = served.post(MESSAGES, json=body).json()
     assert json.loads(message["content"][0]["text"]) == {"a": "x"}
     for wanted, text in (
         ({"text": {"format": form}}, '{"a":"x"}'), ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
     ):  # fmt: skip
-        answer = client.post(RESPONSES, json={"input": "a", "max_output_tokens": 40} | wanted).json()
+        answer = served.post(RESPONSES, json={"input": "a", "max_output_tokens": 40} | wanted).json()
         assert re.sub(r"\s", "", answer["output"][0]["content"][0]["text"]) == text
 
 
@@ -314,20 +315,20 @@ def test_request_ids(client: httpx.Client) -> None:
         assert (answer.headers["x-request-id"] == given) == is_taken
 
 
-def test_continued_message(client: httpx.Client) -> None:
+def test_continued_message(served: httpx.Client) -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "The capital of"}]
-    answer = client.post(CHAT, json=ASK | {"messages": messages, "continue_final_message": True})
+    answer = served.post(CHAT, json=ASK | {"messages": messages, "continue_final_message": True})
     assert answer.json()["choices"][0]["message"]["content"] == " Italy is Rome."
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert client.post(CHAT, json=ASK | {"messages": messages} | both).status_code == 400
+    assert served.post(CHAT, json=ASK | {"messages": messages} | both).status_code == 400
 
 
-def test_tokens_are_counted_as_they_come(server: Server, client: httpx.Client) -> None:
+def test_tokens_are_counted_as_they_come(server: Server, served: httpx.Client) -> None:
     """Not only when a request has ended: rates of a long one would be nothing, and then a peak."""
     wait_for(lambda: server.num_running() == 0, "rest")
     before = server.metric("vllm:generation_tokens_total")
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with client.stream("POST", COMPLETIONS, json=body) as stream:
+    with served.stream("POST", COMPLETIONS, json=body) as stream:
         for _ in stream.iter_lines():
             running = server.num_running()
             if server.metric("vllm:generation_tokens_total") > before + 2:
@@ -337,7 +338,7 @@ def test_tokens_are_counted_as_they_come(server: Server, client: httpx.Client) -
     assert server.metric("vllm:generation_tokens_total") > before + 2, "a counter never goes back"
 
 
-def test_metrics(server: Server, client: httpx.Client) -> None:
+def test_metrics(front: InProcess, client: httpx.Client) -> None:
     found = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     series = [(sample.name, *sorted(sample.labels.items())) for family in found.values() for sample in family.samples]
     assert len(series) == len(set(series)), "a series is there twice"
@@ -365,20 +366,20 @@ def test_metrics(server: Server, client: httpx.Client) -> None:
     ids=["chat", "several prompts"],
 )  # fmt: skip
 def test_what_is_counted_of_a_request(
-    server: Server, client: httpx.Client, path: str, body: dict[str, Any], gains: dict[str, int]
+    server: Server, served: httpx.Client, path: str, body: dict[str, Any], gains: dict[str, int]
 ) -> None:
     wait_for(lambda: server.num_running() == 0, "rest")
     before = {name: server.metric(f"vllm:{name}") for name in gains}
-    client.post(path, json=body)
+    served.post(path, json=body)
     assert {name: server.metric(f"vllm:{name}") - before[name] for name in gains} == gains
 
 
-def test_log(server: Server, client: httpx.Client) -> None:
+def test_log(front: InProcess, client: httpx.Client) -> None:
     """A line a request, and none of what it said."""
     secret = "a very secret word"
     identity = client.post(CHAT, json={"messages": user(secret), "max_tokens": 2}).json()["id"]
-    [line] = wait_for(lambda: [line for line in server.log.splitlines() if identity in line], "the request's line")
+    [line] = wait_for(lambda: [line for line in front.log.splitlines() if identity in line], "the request's line")
     assert "2 out" in line and "length" in line
-    assert secret not in server.log
+    assert secret not in front.log
 
 

@@ -81,9 +81,9 @@ def test_in_a_crowd(server: Server, expected: list[Texts], how: Any) -> None:
         assert one == wanted, request
 
 
-def test_several_prompts_answer_as_each_alone(client: httpx.Client, expected: list[Texts]) -> None:
+def test_several_prompts_answer_as_each_alone(served: httpx.Client, expected: list[Texts]) -> None:
     same = [number for number, request in enumerate(random_requests()) if request["temperature"] == 0][:6]
     prompts = [random_requests()[number]["prompt"] for number in same]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 8}
-    together = [text for text, *_ in ask(client, body)]
-    assert together == [ask(client, body | {"prompt": prompt})[0][0] for prompt in prompts]
+    together = [text for text, *_ in ask(served, body)]
+    assert together == [ask(served, body | {"prompt": prompt})[0][0] for prompt in prompts]

@@ -18,6 +18,7 @@ from unittest.mock import AsyncMock, MagicMock, patch
 
 import httpx
 import pytest
+from front import InProcess
 from serving import ASK, CHAT, COMPLETIONS, DEMO, JSON, OPENING, Server, refusal
 from system import wait_for
 
@@ -46,14 +47,14 @@ from nanovllm.serve.text_pool import TextPool
     ],
     ids=["a header of 5 MB", "1,000 headers", "a header's name without end", "a long path", "a query without end"],
 )
-def test_headers_too_large(server: Server, client: httpx.Client, head: bytes, answer: tuple[int, str]) -> None:
-    status, error = refusal(server.send(head))
+def test_headers_too_large(front: InProcess, client: httpx.Client, head: bytes, answer: tuple[int, str]) -> None:
+    status, error = refusal(front.send(head))
     assert (status, error["code"]) == answer
     assert client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("start", [b"", OPENING, OPENING + b"x: "], ids=["nothing", "half", "half a header"])
-def test_half_a_request_for_ever(impatient: Server, start: bytes) -> None:
+def test_half_a_request_for_ever(impatient: InProcess, start: bytes) -> None:
     """Bytes now and then do not make the wait longer."""
     assert impatient.send(start, seconds=60) == b""
     with impatient.connect() as connection:
@@ -64,7 +65,7 @@ def test_half_a_request_for_ever(impatient: Server, start: bytes) -> None:
                 time.sleep(0.2)
 
 
-def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server) -> None:
+def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: InProcess) -> None:
     with impatient.connect() as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = HTTPResponse(connection)
@@ -74,19 +75,19 @@ def test_an_idle_connection_that_sends_an_empty_line_is_closed(impatient: Server
         assert connection.recv(1) == b""
 
 
-def test_body_too_large(server: Server, client: httpx.Client) -> None:
+def test_body_too_large(front: InProcess, client: httpx.Client) -> None:
     """Refused as soon as it is known: by its length, or when too much of it has come."""
-    status, error = refusal(server.send(OPENING + b"content-length: 60000000\r\n\r\n"))
+    status, error = refusal(front.send(OPENING + b"content-length: 60000000\r\n\r\n"))
     assert (status, error["code"]) == (413, "body_too_large")
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     trailer = b"0\r\nx: " + b" " * (1 << 20)  # without an end
     for pieces in ([chunk] * 60, [trailer] + [b" " * (1 << 20)] * 80):
-        status, error = refusal(server.send(OPENING + b"transfer-encoding: chunked\r\n\r\n", *pieces))
+        status, error = refusal(front.send(OPENING + b"transfer-encoding: chunked\r\n\r\n", *pieces))
         assert (status, error["code"]) == (413, "body_too_large")
     assert client.get("/health").status_code == 200
 
 
-def test_bodies_too_large_together(impatient: Server) -> None:
+def test_bodies_too_large_together(impatient: InProcess) -> None:
     """Clients that never end what they send do not fill the memory, and others are served: those with large bodies when
     these have left."""
     key = {"authorization": "Bearer sesame"}
@@ -109,13 +110,13 @@ def test_bodies_too_large_together(impatient: Server) -> None:
         assert httpx.post(impatient.url + COMPLETIONS, content=body, headers=key | JSON).status_code == 200
 
 
-def test_slow_body(impatient: Server) -> None:
+def test_slow_body(impatient: InProcess) -> None:
     head = OPENING + b"authorization: Bearer sesame\r\ncontent-length: 100\r\n\r\n{"
     status, error = refusal(impatient.send(head))
     assert (status, error["code"]) == (408, "request_timeout")
 
 
-def test_unread_answers(impatient: Server) -> None:
+def test_unread_answers(impatient: InProcess) -> None:
     """A client that asks on and reads nothing is let go, whatever it asks for."""
 
     let_go = partial(impatient.metric, "vllm:slow_clients_closed_total")
@@ -136,24 +137,24 @@ def test_unread_answers(impatient: Server) -> None:
             connection.sendall(b"GET")
 
 
-def test_a_short_pipeline_is_answered_in_order(server: Server) -> None:
+def test_a_short_pipeline_is_answered_in_order(front: InProcess) -> None:
     paths = [b"/health", b"/version", b"/v1/models", b"/nothing"] * 7
     asked = b"".join(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    found = re.findall(rb"HTTP/1.1 (\d+)", server.send(asked + last))
+    found = re.findall(rb"HTTP/1.1 (\d+)", front.send(asked + last))
     assert found == [b"200", b"200", b"200", b"404"] * 7 + [b"200"]
 
 
-def test_a_stream_for_http_1_0_is_not_cut_into_chunks(server: Server) -> None:
+def test_a_stream_for_http_1_0_is_not_cut_into_chunks(front: InProcess) -> None:
     """As proxies speak it, nginx by default."""
     body = json.dumps(ASK | {"stream": True}).encode()
     request = OPENING.replace(b"1.1", b"1.0") + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    head, _, rest = server.send(request).partition(b"\r\n\r\n")
+    head, _, rest = front.send(request).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and b"connection: close" in head
     assert rest.endswith(b"data: [DONE]\n\n") and all(line.startswith(b"data: ") for line in rest.split(b"\n\n")[:-1])
 
 
-def test_trailers_and_upgrades_are_passed_over(server: Server) -> None:
+def test_trailers_and_upgrades_are_passed_over(front: InProcess) -> None:
     """Java's client offers HTTP/2 with each request, whatever was asked before on its connection."""
     first = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     body = json.dumps(ASK | {"user": "a" * 100_000}).encode()
@@ -161,7 +162,7 @@ def test_trailers_and_upgrades_are_passed_over(server: Server) -> None:
     chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nx-checksum: 5\r\n\r\n" % (len(body), body)
     length = b"content-length: %d\r\n\r\n%b" % (len(body), body)
     for rest in (b"connection: close\r\n" + chunked, upgrade + length):
-        assert server.send(first + OPENING + rest).count(b"HTTP/1.1 200") == 2
+        assert front.send(first + OPENING + rest).count(b"HTTP/1.1 200") == 2
 
 
 def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
@@ -191,8 +192,8 @@ def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01 hello", b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost"], ids=str)
-def test_what_is_no_request_is_refused(server: Server, sent: bytes) -> None:
-    status, error = refusal(server.send(sent + b"\r\n\r\n"))
+def test_what_is_no_request_is_refused(front: InProcess, sent: bytes) -> None:
+    status, error = refusal(front.send(sent + b"\r\n\r\n"))
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
@@ -241,9 +242,9 @@ def test_a_long_text_is_written_in_the_pool() -> None:
         assert in_thread.called == is_long
 
 
-def test_metrics_show_no_paths_and_no_process(server: Server, client: httpx.Client) -> None:
+def test_metrics_show_no_paths_and_no_process(server: Server, served: httpx.Client) -> None:
     """They need no key."""
-    text = client.get("/metrics").text
+    text = served.get("/metrics").text
     assert "cache_config_info" in text
     assert str(DEMO.parent) not in text and f'="{server.engines[0]}"' not in text
     assert "pid" not in text
@@ -259,7 +260,7 @@ def test_metrics_name_a_folder_without_those_above_it(tmp_path: Path) -> None:
         assert f'model_name="{name}"' in shown and "private" not in shown
 
 
-def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:
+def test_2000_connections_at_once(server: Server, served: httpx.Client) -> None:
     def num_open() -> int:
         return sum(len(os.listdir(f"/proc/{process}/fd")) for process in (server.process.pid, server.engines[0]))
 
@@ -271,7 +272,7 @@ def test_2000_connections_at_once(server: Server, client: httpx.Client) -> None:
         for _ in range(2000):
             stack.enter_context(server.connect())
         assert set(pool.map(ask, range(40))) == {200}
-    assert client.get("/health").status_code == 200
+    assert served.get("/health").status_code == 200
     wait_for(lambda: num_open() <= before + 5, "end of the connections")
 
 

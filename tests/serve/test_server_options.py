@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, Server, events, ready_server, streamed, user
+from front import InProcess, ready_front
+from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server, streamed, user
 from system import wait_for
 
 from nanovllm.serve.errors import ApiError
@@ -20,18 +21,18 @@ ORIGIN = "https://page.example"
 
 
 @pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def configured() -> Iterator[InProcess]:
     names = ("--served-model-name", "a", "owner/b", "c%41")
     key, origin = ("--api-key", "k"), ("--allowed-origins", ORIGIN)
     templates = ("--trust-request-chat-template", "--log-prompts", "--strict-fields")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
     options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8", "--root-path", "/llm/")
-    with ready_server(tmp_path_factory.mktemp("configured"), *options) as server:
+    with ready_front(*options) as server:
         yield server
 
 
 @pytest.fixture
-def client(configured: Server) -> Iterator[httpx.Client]:
+def client(configured: InProcess) -> Iterator[httpx.Client]:
     with configured.client("k") as opened:
         yield opened
 
@@ -56,7 +57,7 @@ def test_a_name_that_stands_for_all() -> None:
             model.check_name("claude-haiku-4-5-20251001")
 
 
-def test_paths_below_a_prefix(configured: Server, client: httpx.Client) -> None:
+def test_paths_below_a_prefix(configured: InProcess, client: httpx.Client) -> None:
     """--root-path: as a proxy sends them that strips its prefix, and as one that does not."""
     for path in ("/v1/models", "/v1/models/owner/b", "/"):
         assert client.get("/llm" + path).content == client.get(path).content
@@ -66,7 +67,7 @@ def test_paths_below_a_prefix(configured: Server, client: httpx.Client) -> None:
     assert httpx.get(configured.url + "/llm/v1/models").status_code == 401
 
 
-def test_allowed_origin(configured: Server, client: httpx.Client) -> None:
+def test_allowed_origin(configured: InProcess, client: httpx.Client) -> None:
     asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
     answer = httpx.options(configured.url + CHAT, headers=asked)
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
@@ -77,7 +78,7 @@ def test_allowed_origin(configured: Server, client: httpx.Client) -> None:
         assert list(events(stream))
 
 
-def test_template_of_a_request(configured: Server, client: httpx.Client) -> None:
+def test_template_of_a_request(configured: InProcess, client: httpx.Client) -> None:
     body = {"messages": user("hello"), "chat_template": "{{ messages[0].content }}, world"}
     ids = client.post("/tokenize", json=body).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hello, world"}

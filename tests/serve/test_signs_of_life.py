@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from front import InProcess
 from serving import ANSWER, CHAT, MESSAGES, QUESTION, RESPONSES, Server, ready_server, user
 
 LIMITS = {"PING_SECONDS": 0.5, "BEGIN_SECONDS": 0.1}
@@ -69,30 +70,29 @@ def test_chunks_that_tell_their_usage_know_the_cached_tokens(paused: Server) -> 
         assert usages[0] > 0 and len({*usages}) == 1
 
 
-def test_references_to_items_of_the_last_answer_are_taken(paused: Server) -> None:
-    with paused.client() as client:
-        first = client.post(RESPONSES, json=ASKED | {"stream": False}).json()
-        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-        again = {"input": [{"role": "user", "content": QUESTION}, reference, {"role": "user", "content": "And now?"}]}
-        answer = client.post(RESPONSES, json=again)
-        assert answer.is_success and "x-ignored-fields" not in answer.headers
-        shown = [*user(QUESTION), {"role": "assistant", "content": ANSWER}, *user("And now?")]
-        count = client.post("/v1/responses/input_tokens", json=again).json()
-        assert count == {"object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"]}
-        assert client.post("/tokenize", json={"messages": shown}).json()["count"] == count["input_tokens"]
-        unstored = client.post(RESPONSES, json=ASKED | {"stream": False, "store": False}).json()
-        again["input"][1]["id"] = unstored["output"][0]["id"]
-        assert client.post(RESPONSES, json=again).headers["x-ignored-fields"] == "input.item_reference"
+def test_references_to_items_of_the_last_answer_are_taken(client: httpx.Client) -> None:
+    first = client.post(RESPONSES, json=ASKED | {"stream": False}).json()
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    again = {"input": [{"role": "user", "content": QUESTION}, reference, {"role": "user", "content": "And now?"}]}
+    answer = client.post(RESPONSES, json=again)
+    assert answer.is_success and "x-ignored-fields" not in answer.headers
+    shown = [*user(QUESTION), {"role": "assistant", "content": ANSWER}, *user("And now?")]
+    count = client.post("/v1/responses/input_tokens", json=again).json()
+    assert count == {"object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"]}
+    assert client.post("/tokenize", json={"messages": shown}).json()["count"] == count["input_tokens"]
+    unstored = client.post(RESPONSES, json=ASKED | {"stream": False, "store": False}).json()
+    again["input"][1]["id"] = unstored["output"][0]["id"]
+    assert client.post(RESPONSES, json=again).headers["x-ignored-fields"] == "input.item_reference"
 
 
-def test_what_anthropics_clients_look_for(paused: Server) -> None:
+def test_what_anthropics_clients_look_for(front: InProcess) -> None:
     """The list of models in their form, and a header with the request's id."""
-    found = httpx.get(paused.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    found = httpx.get(front.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     [entry] = found["data"]
     assert (entry["type"], entry["id"], entry["display_name"]) == ("model", "demo", "demo")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["created_at"])
     assert (found["has_more"], found["first_id"], found["last_id"]) == (False, "demo", "demo")
     for path in (MESSAGES, "/v1/messages/count_tokens"):
         for body in ({"messages": user("a"), "max_tokens": 1}, {}):
-            headers = httpx.post(paused.url + path, json=body).headers
+            headers = httpx.post(front.url + path, json=body).headers
             assert headers["request-id"] == headers["x-request-id"]

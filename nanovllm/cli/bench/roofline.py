@@ -76,7 +76,9 @@ def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
     """Bytes of one weight of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
     if held is None:
         return element_bytes
-    return 1.0 if held.method == "fp8" else 0.5 + (2 / held.group if held.group else 0)
+    if held.method == "mxfp4":
+        return 0.5 + 1 / 32
+    return 1.0 if held.method == "fp8" else 0.5 + (4 / min(held.group, 128) if held.group else 0)
 
 
 def _is_fp8(held: Quantization | None) -> bool:

@@ -20,7 +20,7 @@ JSON_BLANKS = r"(\n {0,16}|[ ])"
 """Blanks between JSON's tokens: nothing, a blank, or a line break and an indentation. Without a bound a model can go on
 with blanks for ever."""
 MAX_RULES = 500
-"""Definitions of a JSON schema; rules of a grammar."""
+"""Definitions of a JSON schema; rules of a grammar; schemas within it that are no JSON."""
 MAX_PROPERTIES = 1000
 """Maximum properties of all objects of a JSON schema together."""
 MAX_DEPTH = 128
@@ -64,10 +64,13 @@ def schemas_of(kind: str, text: str) -> list[tuple[int, int, Any]]:
 
 def _inline_schemas(grammar: str) -> list[tuple[int, int, Any]]:
     schemas = []
+    num_broken = 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # made in time that grows with the text before it, whose lines it counts
+            num_broken += 1
+            _check_count("schemas that are no JSON", num_broken, MAX_RULES)
             continue
         schemas.append((found.end(), end, schema))
     return schemas

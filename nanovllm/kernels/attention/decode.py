@@ -131,15 +131,11 @@ def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_s
                   G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
                   FIXED: tl.constexpr):
     """Stores a chunk's result: where it is its row's only one, the row's."""
-    if FIXED:
-        m, sums, acc = state[1]
-        total = tl.max(sums, 1)
-    else:
-        m, sums, acc = state[0], state[1], state[2]
-        if E4M3:
-            sums = tl.trans(sums)
-            acc = tl.join(tl.trans(acc), tl.trans(state[3])).reshape(acc.shape[1], 2 * acc.shape[0])
-        total = tl.sum(sums, 1)
+    m, sums, acc = state[1] if FIXED else state
+    if E4M3:
+        sums = tl.trans(sums)
+        acc = tl.join(tl.trans(acc[0]), tl.trans(acc[1])).reshape(acc[0].shape[1], 2 * acc[0].shape[0])
+    total = tl.max(sums, 1) if FIXED else tl.sum(sums, 1)
     heads = tl.arange(0, acc.shape[0])
     dims = tl.arange(0, acc.shape[1])
     mask = (heads < G)[:, None] & (dims < D)[None, :]
@@ -164,16 +160,16 @@ def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_s
 @triton.jit
 def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr, E4M3: tl.constexpr,
                FIXED: tl.constexpr):
-    """The state of a chunk before its first tile; see _attend, attend_e4m3 and fixed_order.py's."""
+    """The state of a chunk before its first tile: maximum, sums and unnormalised output, as _attend or attend_e4m3 has
+    them; FIXED: two such, of the present chunk and of those before (attend_in_order)."""
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     if FIXED:
         state = (empty(BLOCK_H, DIMS), empty(BLOCK_H, DIMS))
+    elif E4M3:
+        zeros = tl.zeros([DIMS, BLOCK_H], tl.float32)
+        state = (m, tl.zeros([BLOCK_N, BLOCK_H], tl.float32), (zeros, zeros))
     else:
-        m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        if E4M3:
-            zeros = tl.zeros([DIMS, BLOCK_H], tl.float32)
-            state = (m, tl.zeros([BLOCK_N, BLOCK_H], tl.float32), zeros, zeros)
-        else:
-            state = (m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32))
+        state = (m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32))
     return state
 
 

@@ -68,9 +68,10 @@ def _widened_pairs(pairs, DTYPE: tl.constexpr):
 def attend_e4m3(q, k, v_pairs, scales, state, scale_log2, visible, CAP: tl.constexpr):
     """One tile of online softmax, as decode's _attend, keys first: a product of the tensor cores is 16 high and 8 wide,
     and few heads share a key. q [H, D]; k e4m3 [N, D]; v_pairs int16 [N, D / 2]; scales: of load_scales; visible bool
-    [N]. state: running maximum of score + e, m [H]; sums [N, H] of 2 ** (score - m); even and odd [D / 2, H]: the
-    unnormalised output's dimensions."""
-    m, sums, even, odd = state
+    [N]. state: running maximum of score + e, m [H]; sums [N, H] of 2 ** (score - m); the even and the odd dimensions
+    [D / 2, H] of the unnormalised output."""
+    m, sums, acc = state
+    even, odd = acc
     scores = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * (key_scales(scales) * scale_log2)[:, None]
     if CAP is not None:
         scores = soft_cap(scores, CAP)
@@ -84,4 +85,4 @@ def attend_e4m3(q, k, v_pairs, scales, state, scale_log2, visible, CAP: tl.const
     v_even, v_odd = _widened_pairs(v_pairs, q.dtype)
     even = tl.dot(tl.trans(v_even), p, even * alpha, input_precision="ieee")
     odd = tl.dot(tl.trans(v_odd), p, odd * alpha, input_precision="ieee")
-    return m_new, sums, even, odd
+    return m_new, sums, (even, odd)

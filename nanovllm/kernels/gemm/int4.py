@@ -48,14 +48,16 @@ class Int4Weight:
 
     @classmethod
     def empty(
-        cls, n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device
-    ) -> "Int4Weight":
-        """Weight of zeros."""
+        cls, n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device,
+        stack: tuple[int, ...] = (),
+    ) -> "Int4Weight":  # fmt: skip
+        """Weight of zeros; stack: dimensions in front of it."""
         check_group(group)
         blocks = -(-k // SPAN)
-        groups = torch.zeros(-(-blocks * SPAN // group) if group else 1, n, 2, dtype=dtype, device=device)
+        groups = torch.zeros(*stack, -(-blocks * SPAN // group) if group else 1, n, 2, dtype=dtype, device=device)
         groups[..., 1] = ZERO
-        return cls(torch.zeros(blocks, n, WORDS, dtype=torch.int16, device=device), groups, group, has_zeros, k)
+        words = torch.zeros(*stack, blocks, n, WORDS, dtype=torch.int16, device=device)
+        return cls(words, groups, group, has_zeros, k)
 
     @property
     def n(self) -> int:

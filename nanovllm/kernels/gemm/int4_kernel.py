@@ -63,7 +63,7 @@ def _offset(dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.constexpr):
+def side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.constexpr):
     """The columns [part * SUB, (part + 1) * SUB) of a block, [BLOCK_N, SUB]: no thread gives another anything."""
     if SUB == 32:
         return planes[part]
@@ -76,7 +76,7 @@ def _side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
-def _scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
+def scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
     """Scale of one group of the weight rows at `at`, and the unpacked number that stands for 0. A pair of 16 bits each
     is read as one number of 32, the least that a pipelined copy takes."""
     if dtype == tl.float32:
@@ -155,13 +155,13 @@ def int4_gemm_kernel(
         planes = unpacked(words, dtype, PTX)
         for part in tl.static_range(SPAN // SUB):
             group = 0 if GROUP == 0 else block * (SPAN // SUB) + part
-            scale, zero = _scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
+            scale, zero = scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
             cols = block * SPAN + part * SUB + tl.arange(0, SUB)
             x_live = (row < rows)[:, None]
             if not EVEN_K:
                 x_live = x_live & (cols < k)[None, :]
             x = tl.load(x_ptr + row[:, None] * k + cols[None, :], mask=x_live, other=0.0)
-            numbers = _side_by_side(planes, part, SUB, BLOCK_N) - zero
+            numbers = side_by_side(planes, part, SUB, BLOCK_N) - zero
             sums = tl.dot(numbers, tl.trans(x), input_precision="ieee")
             acc += scale.to(tl.float32) * sums
 
@@ -232,7 +232,7 @@ def int4_widen_kernel(
             group_at = w_rows
         else:
             group_at = (block * SPAN + plane * WORDS) // GROUP * n + w_rows
-        scale, zero = _scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
+        scale, zero = scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
         cols = block * SPAN + plane * WORDS + word
         at = local.to(tl.int64)[:, None] * k + cols[None, :]
         tl.store(out_ptr + at, (planes[plane] - zero) * scale, mask=live[:, None] & (cols < k)[None, :])

@@ -53,7 +53,7 @@ def _enter_part(
 
 
 @triton.jit
-def _tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
+def tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
     """(expert, first position, end) of the program's rows; expert < 0: it has none. GATED: routing has ended."""
     if PDL and GATED:
         # Not before: what routing wrote may then be read by the next kernel as soon as that starts.
@@ -65,7 +65,7 @@ def _tile_of_rows(TILES, GATED: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _enter_tile(
+def enter_tile(
     w_ptr, first_row, end_row, k, ORDER, first_position, end,
     GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def _finish(
 
 
 @triton.jit
-def _result(
+def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def _store_sums(
 
 
 @triton.jit
-def _store_by_choice(
+def store_by_choice(
     acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out,
     TOP_K: tl.constexpr, GATED: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -246,13 +246,13 @@ def tile_kernel(
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
     else:
-        expert, first_row, end_position = _tile_of_rows(TILES, GATED, PDL)
+        expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
             return
         first_col = tl.program_id(0) * BLOCK_N
         base = expert * (n_out * 2 if GATED else n_out)
         first_w, end_w = base + first_col, base + n_out
-        position, live, choice = _enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
+        position, live, choice = enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
                                              BLOCK_N, PREFETCH, PDL)  # fmt: skip
         row = choice // TOP_K if GATED else position
         x_ptrs = X + row.to(tl.int64)[:, None] * k
@@ -272,13 +272,13 @@ def tile_kernel(
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
-    acc = _result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
+    acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
         cols_out = cols_out if X_SCALE is None else first_col + tl.arange(0, BLOCK_N)
-        _store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
+        store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
 
 
 def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:

@@ -20,12 +20,17 @@ from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm import tile
+from nanovllm.kernels.moe import packed
+from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 
 PREFETCH_BYTES = 32 << 10
 """Bytes of a program's weights to bring into L2 while the kernel before still runs."""
+
+
+ExpertWeight = Tensor | FP8Weight | PackedExperts
 
 
 @dataclass(frozen=True)
@@ -37,31 +42,38 @@ class ExpertActivation:
     alpha: float = 1.0
 
 
+def _rows_of(weight: ExpertWeight) -> int:
+    return weight.n if isinstance(weight, PackedExperts) else values_of(weight).shape[1]
+
+
 def expert_gate_up(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
+    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
     k, I] in routing's order."""
-    out = x.new_empty(routing.order.shape[0], values_of(weight).shape[1] // 2)
+    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // 2)
     return _launch(x, weight, routing, config, bias, out, True, activation)
 
 
 def expert_down(
-    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
+    h: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
     times its weight, by slot: a token's result is the sum over k."""
-    out = h.new_empty(routing.top_k, routing.num_tokens, values_of(weight).shape[1], dtype=out_dtype)
+    out = h.new_empty(routing.top_k, routing.num_tokens, _rows_of(weight), dtype=out_dtype)
     return _launch(h, weight, routing, config, bias, out, False, ExpertActivation())
 
 
 def _launch(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
+    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
     gated: bool, activation: ExpertActivation,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
+    if isinstance(weight, PackedExperts):
+        limits = (activation.alpha, activation.limit)
+        return packed.multiply(x, weight, routing, config, bias, out, gated, limits)
     values, x_scale = values_of(weight), None
     k, span, tma = values.shape[2], config.block_k, Device.of(x.device).has_tma
     if isinstance(weight, FP8Weight):
@@ -91,8 +103,10 @@ def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
     return [(expert, first, end) for expert, (first, end) in found.items()]
 
 
-def _products(x: Tensor, weight: Tensor | FP8Weight, expert: int) -> Tensor:
+def _products(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
     """x times the weights of one expert, in float32."""
+    if isinstance(weight, PackedExperts):
+        return x.float() @ weight.widened(expert).T
     if isinstance(weight, Tensor):
         return x.float() @ weight[expert].float().T
     own = weight._replace(values=weight.values[expert], scale=weight.scale[expert])
@@ -100,11 +114,11 @@ def _products(x: Tensor, weight: Tensor | FP8Weight, expert: int) -> Tensor:
 
 
 def expert_gate_up_reference(
-    x: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
+    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
-    out = x.new_empty(routing.order.shape[0], values_of(weight).shape[1] // 2)
+    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // 2)
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in experts_of(routing):
         y = _products(x[tokens[first:end]], weight, expert)
@@ -120,11 +134,11 @@ def expert_gate_up_reference(
 
 
 def expert_down_reference(
-    h: Tensor, weight: Tensor | FP8Weight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
+    h: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_down`."""
-    shape = (routing.num_tokens, routing.top_k, values_of(weight).shape[1])
+    shape = (routing.num_tokens, routing.top_k, _rows_of(weight))
     out = h.new_empty(shape, dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
     for expert, first, end in experts_of(routing):

@@ -9,7 +9,7 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.moe import few_rows
-from nanovllm.kernels.moe.experts import ExpertActivation
+from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
@@ -30,7 +30,7 @@ class Routed(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: Tensor | FP8Weight, config: GemmConfig, routed: Routed | None, *, gated: bool,
+    x: Tensor, weight: ExpertWeight, config: GemmConfig, routed: Routed | None, *, gated: bool,
     norm: Norm | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes

@@ -21,8 +21,9 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that are not quantised, by torch's names, and their bytes."""
 WIDE = tuple(ITEM_SIZES)
 FP8 = "float8_e4m3fn"
-INT4 = "int4"
-"""Dtype, in this table, of weights of 4 bits (int4.py)."""
+INT4, MXFP4 = "int4", "mxfp4"
+PACKED = (INT4, MXFP4)
+"""Dtypes, in this table, of weights of 4 bits: gemm/int4.py, and of experts moe/packed.py."""
 
 ANY_ROWS = 1 << 40
 SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512

@@ -218,15 +218,15 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     (count, top_k, dtype, is_plain), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     chained = around.is_chained and rows <= (1 if dtype == FP8 else FEW_TOKENS)
-    few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain and not one_order
+    few = rules.is_fused and rows <= FEW_TOKENS and dtype in ITEM_SIZES and item_size == 2 and is_plain
+    few &= not one_order
     if chained or few:
         of_experts = (FP8_FEW_EXPERTS if dtype == FP8 else FEW_EXPERTS)[0 if is_gated else 1]
         config = of_experts if product.is_of_experts else FEW_ROUTER
         return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
-    item_size = 1 if dtype == FP8 else item_size
-    config = expert_tiles(rows * top_k, count, item_size, rules.device.shared_bytes)[0 if is_gated else 1]
+    config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
     if not (rules.is_fused and rules.device.is_cuda):
         config = replace(config, kernel="twin")
     rounds_parts = not is_gated and (rows > TILE_ROWS or one_order)

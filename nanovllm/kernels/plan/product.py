@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, KINDS, Gemm
+from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, KINDS, MXFP4, Gemm
 
 
 class Around(NamedTuple):
@@ -109,4 +109,4 @@ class Product:
     @property
     def num_bytes(self) -> int:
         """Bytes of one weight [n, k]."""
-        return self.n * self.k * {FP8: 2, INT4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
+        return self.n * self.k * {FP8: 2, INT4: 1, MXFP4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2

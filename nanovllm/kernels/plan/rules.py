@@ -5,8 +5,11 @@ from dataclasses import replace
 from math import inf
 
 from nanovllm.kernels.plan.config import (
+    FP8,
     INT4_ROWS,
+    ITEM_SIZES,
     LIBRARY,
+    PACKED,
     SCRATCH_FLOATS,
     SHARED_BYTES,
     SUMMED,
@@ -114,25 +117,34 @@ _FP8_EXPERT_TILES = (
     (64.0, _tiles_of(64, (64, 128, 4), (128, 128, 4))),
     (inf, _tiles_of(128, (128, 128, 3), (128, 128, 3), 8)),
 )
+_PACKED_EXPERT_TILES = (
+    (6.0, _tiles_of(16, (128, 128, 4), (128, 128, 4))),
+    (24.0, _tiles_of(32, (128, 128, 4), (128, 128, 4))),
+    (inf, _tiles_of(64, (64, 128, 3), (64, 128, 3))),
+)
 """(most choices of an expert on the average, tiles)"""
+_PACKED_ALONE = _tiles_of(16, (64, 128, 4), (64, 128, 4))
 
 
 def choice_ends(num_experts: int) -> set[int]:
     """Numbers of choices (tokens x experts of each) at which expert_tiles changes."""
-    ends = {int(most * num_experts) for tiles in (_EXPERT_TILES, _FP8_EXPERT_TILES) for most, _ in tiles[:-1]}
+    tables = (_EXPERT_TILES, _FP8_EXPERT_TILES, _PACKED_EXPERT_TILES)
+    ends = {int(most * num_experts) for tiles in tables for most, _ in tiles[:-1]}
     return ends | {_ALONE_CHOICES}
 
 
 def expert_tiles(
-    num_choices: int, num_experts: int, item_size: int = 2, most_shared: int = SHARED_BYTES
+    num_choices: int, num_experts: int, dtype: str = "bfloat16", most_shared: int = SHARED_BYTES
 ) -> ExpertTiles:
-    """Tiles for `num_choices` (tokens x experts of each) over so many experts. item_size: bytes of a weight.
-    most_shared: bytes of shared memory that a program may have."""
-    tiles = _FP8_EXPERT_TILES if item_size == 1 else _EXPERT_TILES
+    """Tiles for `num_choices` (tokens x experts of each) over so many experts. dtype: of the weights. most_shared:
+    bytes of shared memory that a program may have."""
+    tables = {FP8: (_FP8_EXPERT_TILES, None), **dict.fromkeys(PACKED, (_PACKED_EXPERT_TILES, _PACKED_ALONE))}
+    tiles, alone = tables.get(dtype, (_EXPERT_TILES, _ALONE))
     found = next(both for most, both in tiles if num_choices / num_experts <= most)
-    if item_size == 1:
-        return found
-    gate_up, down = _ALONE if num_choices <= _ALONE_CHOICES else found
+    gate_up, down = alone if alone is not None and num_choices <= _ALONE_CHOICES else found
+    if dtype not in ITEM_SIZES:
+        return gate_up, down
+    item_size = ITEM_SIZES[dtype]
     if item_size > 2:  # tiles of these bytes would not fit in shared memory
         gate_up, down = _narrower(gate_up), _narrower(down)
     if most_shared < SHARED_BYTES:

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import silu as torch_silu
 
 from nanovllm.kernels.base.activations import silu
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
 
@@ -33,11 +34,14 @@ def _move_on(
 def _conv_kernel(
     X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
     num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUT [T, C] of row first_row + program_id(1), of BLOCK_C channels, from X [T, x_stride]; the programs along axis 2
     share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on. The first UNIT channels
-    are vectors of DIM, scaled to length 1."""
+    are vectors of DIM, scaled to length 1. With PDL a row's places are read before gdc_wait, as decode attention reads
+    its own."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = first_row + tl.program_id(1)
     share = tl.program_id(2)
     start = tl.load(CU_SEQLENS + row)
@@ -47,6 +51,8 @@ def _conv_kernel(
     mask = cols < C
     read = tl.load(READ + row)
     last = LAST + tl.maximum(read, 0).to(tl.int64) * last_stride
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for begin in range(share * BLOCK_T, count, num_shares * BLOCK_T):
         tokens = begin + tl.arange(0, BLOCK_T)
         sums = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
@@ -96,6 +102,7 @@ def causal_conv(
                 x, weight, bias, last, out, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
                 share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=unit[1],
                 BLOCK_T=block_t, BLOCK_C=block_c, num_warps=2 if block_t == 1 else 4,
+                **pdl_options(x.device, block_t == 1),
             )  # fmt: skip
     return out
 

@@ -16,28 +16,11 @@ from torch.nn.functional import silu as torch_silu
 from torch.nn.functional import softplus as torch_softplus
 
 from nanovllm.kernels.base.activations import silu
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.recurrent.delta_prompt import scan_prompts
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes, scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
-
-
-class DeltaSizes(NamedTuple):
-    """Heads of this rank. Value head h has the queries and keys of key head h * key_heads // value_heads."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def unit(self) -> tuple[int, int]:
-        """causal_conv's `unit`: queries and keys."""
-        return 2 * self.key_heads * self.key_dim, self.key_dim
-
-    @property
-    def channels(self) -> int:
-        return self.unit[0] + self.value_heads * self.value_dim
 
 
 class DeltaWeights(NamedTuple):
@@ -65,9 +48,13 @@ def _gated_norm(out, z, NORM, eps, dims, V: tl.constexpr):
 @triton.jit
 def _decode_kernel(
     X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(1), value head program_id(0), whose whole state this program holds."""
+    """One token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds. With PDL
+    the state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (As decode attention
+    does, this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     keys, dims = tl.arange(0, K), tl.arange(0, V)
     x = X + row * (2 * HK * K + HV * V)
@@ -76,6 +63,8 @@ def _decode_kernel(
     write = tl.load(WRITE + row).to(tl.int64)
     places = head * K * V + keys[:, None] * V + dims[None, :]
     state = tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
     k = tl.load(x + (HK + key_head) * K + keys).to(tl.float32)
     v = tl.load(x + 2 * HK * K + head * V + dims).to(tl.float32)
@@ -120,6 +109,7 @@ def gated_delta_rule(
         _decode_kernel[(hv, decodes)](
             x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
             weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=4,
+            **pdl_options(x.device),
         )  # fmt: skip
     if rows.num_rows > decodes:
         scan_prompts(x, a, b, weights.A_log, weights.dt_bias, sizes, states, rows, out)

@@ -1,6 +1,6 @@
-"""Where the rows of a step have memory of fixed size: in lines, of which each row reads one and writes one, mostly the
-same. A row that begins reads zeros, or a line that was kept; one whose line is kept goes on in another. So nothing is
-copied or cleared (engine/lines.py)."""
+"""Lines, in which the rows of a step have memory of fixed size: each row reads one and writes one, mostly the same. A
+row that begins reads zeros, or a line that was kept; one whose line is kept goes on in another. So nothing is copied or
+cleared (engine/lines.py)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,13 +12,13 @@ class Lines(NamedTuple):
     """Lines by row, int32 [R] each. Rows of padding write a line that nobody reads."""
 
     read: torch.Tensor
-    """Where a row's memory is; -1: it is zeros."""
+    """Line that a row reads; -1: zeros."""
     write: torch.Tensor
-    """Where it goes."""
+    """Line that it writes."""
     keep: torch.Tensor
-    """Where it goes as it is after `keep_at` of the row's tokens, besides."""
+    """Line that it writes besides, as its memory is after `keep_at` of its tokens."""
     keep_at: torch.Tensor
-    """Between 1 and the number of the row's tokens in this step; 0: nothing is kept. Of decode rows it is 0."""
+    """Number of tokens, 1 to those of the row in this step; 0: nothing is kept. Of decode rows it is 0."""
 
     def halves(self, first: torch.Tensor, second: torch.Tensor) -> "tuple[Lines, Lines]":
         """Lines for a step cut in two. first, second: int [R1], [R2] tokens of the rows of each half, which are the

@@ -258,20 +258,22 @@ def check_details(vocab: int, params: dict[str, Any], prompts: list[Prompt], max
 
 
 def fit(
-    model: ServedModel, token_ids: list[int], fields: api.CommonFields, asked: int | None, k: int | None
-) -> tuple[Prompt, int]:
+    model: ServedModel, token_ids: list[int], fields: api.CommonFields, asked: int | None, k: int | None,
+    name: str = "prompt",
+) -> tuple[Prompt, int]:  # fmt: skip
     """The prompt of these ids, cut where the request says so, and the most tokens that it can be continued by. Raises
     ApiError. `k`: likeliest ids of each token that the answer names, None where it names none. If no number of tokens
-    is asked for, the most is as many as one answer may name them of."""
+    is asked for, the most is as many as one answer may name them of. `name`: of the prompt's field, unless it is a
+    chat."""
     limit = model.info["max_model_len"]
     if (keep := fields.truncate_prompt_tokens) is not None:
         token_ids = token_ids[-(limit - 1 if keep == -1 else max(1, keep)) :]
     if not token_ids:
-        raise bad_request("the prompt is empty", "prompt")
+        raise bad_request("the prompt is empty", name)
     if len(token_ids) + (asked != 0) > limit:
         more = "at least 1" if asked is None else asked
         what = f"{len(token_ids)} tokens in the prompt and asks for {more} in the completion"
-        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else "prompt", len(token_ids))
+        raise _too_long(limit, what, "messages" if isinstance(fields, api.ChatFields) else name, len(token_ids))
     room = limit - len(token_ids)
     if asked is None and k is not None and not fields.stream:
         asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))

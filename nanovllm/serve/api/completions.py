@@ -104,27 +104,31 @@ class CompletionAnswer(Answer):
 
 def _prompts(model: ServedModel, fields: api.CompletionFields) -> list[list[int]]:
     """The prompts as token ids. Raises ApiError."""
-    given = _as_list(fields.prompt)
+    given = as_list(fields.prompt)
     count = len(given) * (fields.n or 1)  # n is checked by now
     if count > limits.COMPLETIONS:
         raise bad_request(f"prompt: prompts x n is {count}, must be at most {limits.COMPLETIONS}")
+    return token_ids_of(model, given, fields.add_special_tokens is not False, "prompt")
+
+
+def token_ids_of(model: ServedModel, given: list[Any], special: bool, name: str) -> list[list[int]]:
+    """Texts and lists of token ids as the latter. Raises ApiError. `name`: of their field."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    check_characters(model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), "prompt")
+    check_characters(model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), name)
     if (total := sum(map(len, texts))) > limits.PROMPTS_TEXT:
-        raise bad_request(f"prompt: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
-    special = fields.add_special_tokens is not False
+        raise bad_request(f"{name}: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     with refusing():  # without a tokenizer
         return [
-            model.tokenizer.encode(prompt, special) if isinstance(prompt, str) else token_ids(model, prompt)
+            model.tokenizer.encode(prompt, special) if isinstance(prompt, str) else token_ids(model, prompt, name)
             for prompt in given
         ]
 
 
-def token_ids(model: ServedModel, prompt: list[int]) -> list[int]:
+def token_ids(model: ServedModel, prompt: list[int], name: str = "prompt") -> list[int]:
     """A prompt that is ids. Raises ApiError."""
     vocab = model.info["vocab_size"]
     if max(prompt) >= vocab:
-        raise bad_request(f"prompt: token ids must be in 0..{vocab - 1}")
+        raise bad_request(f"{name}: token ids must be in 0..{vocab - 1}")
     return prompt
 
 
@@ -140,7 +144,7 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     given = _prompts(model, fields)
     prompts, counts = map(list, zip(*[fit(model, ids, fields, asked, fields.logprobs) for ids in given], strict=True))
     if fields.echo:
-        prompts = [*map(partial(_with_text, model, fields), _as_list(fields.prompt), prompts)]
+        prompts = [*map(partial(_with_text, model, fields), as_list(fields.prompt), prompts)]
     check_repeats(fields, prompts)
     _check_params(params, len(prompts))
     return Prepared(fields, prompts, params, counts)
@@ -187,11 +191,11 @@ async def completions(front: Front, call: Call) -> None:
     await answer(CompletionAnswer(front, call, prepared))
 
 
-def _as_list(given: Any) -> list[Any]:
+def as_list(given: Any, name: str = "prompt") -> list[Any]:
     """One prompt or several as several. Raises ApiError."""
     if isinstance(given, str):
         return [given]
     kinds = {*map(type, given)}
     if int in kinds and len(kinds) > 1:
-        raise bad_request("prompt: must be texts, or lists of token ids")
+        raise bad_request(f"{name}: must be texts, or lists of token ids")
     return [given] if int in kinds else given

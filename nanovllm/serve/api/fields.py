@@ -27,6 +27,8 @@ Text = Annotated[str, Meta(min_length=1, max_length=bounds.MAX_TEXT)]
 Tools = Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_TOOLS)]
 Ids = Annotated[list[Count], Meta(min_length=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
+Salt = Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)]
+Texts = Annotated[list[str], Meta(min_length=1)]
 Prompts = NotEmpty | Annotated[list[NotEmpty | Ids | Count], Meta(min_length=1)]
 """Texts or token ids, one or several."""
 
@@ -97,7 +99,7 @@ class SamplingFields(Fields, kw_only=True):
     logprobs_mode: Literal["raw", "processed"] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Literal[0] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=bounds.MAX_SALT)] | None = None
+    cache_salt: Salt | None = None
     stream: bool | None = None
 
 
@@ -179,6 +181,48 @@ class GenerateFields(Fields, kw_only=True):
     priority: int | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
+
+
+class EmbeddingFields(Fields, kw_only=True):
+    """Body of /v1/embeddings."""
+
+    meaningless = frozenset(("user", "metadata", "request_id"))
+    input: Prompts
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt_name: str | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+
+
+class _JudgedFields(Fields, kw_only=True):
+    instruction: NotEmpty | None = None
+    cache_salt: Salt | None = None
+
+
+class ScoreFields(_JudgedFields, kw_only=True):
+    """Body of /v1/score."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankFields(_JudgedFields, kw_only=True):
+    """Body of /rerank, as Jina's and Cohere's clients send it."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1)]
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
 class TokenizeFields(Fields, kw_only=True):

@@ -22,6 +22,8 @@ class Operation(NamedTuple):
     """Makes the bodies of errors."""
     is_admin: bool = False
     """Whether it takes an admin key and no other."""
+    runner: str = ""
+    """Runner that the engines must have (EngineConfig.runner); "": any."""
 
 
 class App:
@@ -59,7 +61,9 @@ class App:
             if allowances := self._access.allowances(call):
                 await call.respond(b"", headers=allowances)
                 return
-            await self._operation(call, methods).handler(self._front, call)
+            operation = self._operation(call, methods)
+            self._front.model.require_runner(operation.runner)
+            await operation.handler(self._front, call)
         except ConnectionError:
             raise
         except Exception as error:

@@ -72,7 +72,7 @@ class Proxy(ThreadingHTTPServer):
             "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
         }  # fmt: skip
         field, kind = ("input_schema", "tool") if is_messages else ("parameters", "function")
-        own[0] |= {field: schema, "strict": True}
+        own[0] |= {field: schema}
         return body | {"tool_choice": {"type": kind, "name": self.tool}}
 
 

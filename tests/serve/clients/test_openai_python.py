@@ -1,10 +1,12 @@
 """openai-python, unchanged: every kind of call that chat and completions have. Needs the extra "clients"."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ANSWER, QUESTION, Server, user
+from embedders import make_embedder
+from serving import ANSWER, QUESTION, Server, ready_server, user
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -106,3 +108,17 @@ def test_errors_by_class(client: Any) -> None:
         with pytest.raises(kind) as refused:
             client.chat.completions.create(**GREEDY | {"messages": ITALY} | wrong)
         assert (refused.value.param, refused.value.code) == (param, code)
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    with ready_server(tmp_path, model=make_embedder(tmp_path / "model")) as started:
+        client = openai.OpenAI(base_url=started.url + "/v1", api_key="none", max_retries=0, timeout=60)
+        packed = client.embeddings.create(model="demo", input=["Rome", "Hello"])  # which asks for base64
+        plain = client.embeddings.create(model="demo", input=["Rome", "Hello"], encoding_format="float")
+        assert [len(one.embedding) for one in packed.data] == [192, 192]
+        for one, other in zip(packed.data, plain.data, strict=True):
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-6)
+        few = client.embeddings.create(model="demo", input="Rome", dimensions=8)
+        assert len(few.data[0].embedding) == 8 and few.usage.total_tokens == few.usage.prompt_tokens
+        with pytest.raises(openai.BadRequestError, match="--runner pooling"):
+            client.chat.completions.create(messages=ITALY, **GREEDY)

@@ -1,0 +1,54 @@
+"""Judging of documents by a generating model: the yes/no form of Qwen3-Reranker (arXiv 2506.05176). No torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {{ instruction }}\n<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>{{ '\n\n' }}"
+)
+"""The prompt that the models were trained with."""
+
+
+class Reranker:
+    """Prompts that ask whether a document fits a query, and scores from the log-probabilities of the answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: a CheckpointTokenizer. Raises ValueError where it has no single tokens for the two answers."""
+        answers = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+        if any(len(ids) != 1 for ids in answers):
+            raise ValueError("score: needs a tokenizer in which 'yes' and 'no' are one token each")
+        [self._yes], [self._no] = answers
+        self._tokenizer = tokenizer.with_template(_TEMPLATE)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Fields of SamplingParams under which a model's answer is one of the two, with log-probabilities of both among
+        themselves."""
+        sampled = {"max_tokens": 1, "temperature": 0.0, "allowed_token_ids": [self._yes, self._no], "ignore_eos": True}
+        return {**sampled, "logprobs": 2, "logprobs_mode": "processed", "detokenize": False}
+
+    def encode(self, query: str, document: str, instruction: str | None = None) -> list[int]:
+        """Token ids of the prompt; control tokens in the texts are plain text there."""
+        texts = {"query": query, "document": document, "instruction": instruction or _INSTRUCTION}
+        return self._tokenizer.encode_chat([{"role": "user", "content": ""}], chat_template_kwargs=texts)[1]
+
+    def score(self, logprobs: Mapping[int, float]) -> float:
+        """Probability of "yes", from log-probabilities by token id."""
+        return math.exp(logprobs[self._yes])
+
+
+def paired(
+    queries: str | Sequence[str], documents: str | Sequence[str], name: str = "documents"
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Each query with its document, or the only one with every document. Raises ValueError for other numbers, and names
+    the documents as `name`."""
+    left, right = ([each] if isinstance(each, str) else list(each) for each in (queries, documents))
+    left = left * len(right) if len(left) == 1 else left
+    if len(left) != len(right) or not all(isinstance(text, str) for text in (*left, *right)):
+        raise ValueError(f"{name}: {len(right)} for {len(left)} queries: must be as many texts, or for one query")
+    return list(zip(left, right, strict=True))
