@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.engine.drafting import PlaceCost
 from nanovllm.engine.embeddings import finished
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
@@ -41,7 +42,8 @@ class EngineLoop:
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
-            self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step
+            self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
+            PlaceCost.of(model_config),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""

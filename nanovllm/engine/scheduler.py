@@ -16,7 +16,7 @@ from itertools import chain
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.chunk_size import Chunk, is_partial, most_prompt_tokens
-from nanovllm.engine.drafting import Drafting
+from nanovllm.engine.drafting import Drafting, PlaceCost
 from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
@@ -31,13 +31,16 @@ from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
-    def __init__(self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
+        place_cost: PlaceCost = PlaceCost(),  # noqa: B008  (immutable)
+    ) -> None:  # fmt: skip
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
-        row gains in one step."""
+        row gains in one step. `place_cost`: see Drafting."""
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
-        self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), is_dense)
+        self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
         self._num_wide_in_flight = 0
         """Number of launched steps with several places a decode whose tokens are not read yet."""
         self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
@@ -132,7 +135,8 @@ class Scheduler:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
         seqs, starts, left, gained = plan.seqs, plan.starts, budget, 1
         num_waiting = min(len(self._free_slots), len(self.waiting))
-        plan.places = places = self.drafting.places(len(self.running), num_waiting, budget)
+        lengths = (seq.num_tokens for seq in self.running)
+        plan.places = places = self.drafting.places(len(self.running), num_waiting, budget, lengths)
         are_bounds = places > 1 or self._num_wide_in_flight > 0
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if left < places:

@@ -153,7 +153,7 @@ def test_drafts_change_nothing(name: str, drafter: str, k: int, monkeypatch: pyt
     expected, texts = without(name)
     random.seed(1)
     torch.manual_seed(1)
-    monkeypatch.setattr(drafting, "cost", lambda num_tokens, is_dense: 0.0)  # they are verified in every step
+    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)  # they are verified in every step
     prompts, given, options = SCENARIOS[name]
     drafters = {"wrong": wrong, "random": at_random, "right": right(texts), "half": right(texts, 0.5)}
     with start(k, options) as llm:

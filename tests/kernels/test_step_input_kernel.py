@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import compile_only, run_alone
 
 from nanovllm.kernels.step.drafts import (
     look_up_drafts,
@@ -100,7 +101,8 @@ def random_step(
 def random_state(
     max_num_seqs: int, device: torch.device, num_tables: int = 1, num_drafts: int = 0, num_ids: int = 10**6
 ) -> DeviceState:
-    """A state of the device; with many rows, its layers have memory of fixed size, or rows have drafts: of some slots fewer than num_drafts."""
+    """A state of the device; with many rows, its layers have memory of fixed size, or rows have drafts: of some slots
+    fewer than num_drafts."""
     ids = torch.randint(num_ids, (NUM_BLOCKS, BLOCK_SIZE), dtype=torch.int32, device=device) if num_drafts else None
     lines = 1000 if max_num_seqs > 8 and not num_drafts else 0
     state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, lines, num_drafts, ids)
@@ -343,3 +345,21 @@ def test_drafts_follow_the_newest_of_the_longest_matches() -> None:
         look_up_drafts_reference(state, out, 1, 1, 1, 1, lengths)
         assert state.drafts[0].tolist() == drafts
         assert out.tokens[1] == sum(draft >= 0 for draft in drafts)
+
+
+def compile_steps() -> None:
+    compile_only()
+    step = torch.zeros(500, dtype=torch.int32)
+    for num_drafts in (0, 1, 15):
+        ids = torch.zeros(4, BLOCK_SIZE, dtype=torch.int32) if num_drafts else None
+        state = DeviceState.allocate(16, 2, 4, "cpu", 0, num_drafts, ids)
+        out = StepBuffers.allocate(32, 64, 2, "cpu")
+        prepare_decode(step, 16, state, BLOCK_SIZE, out.narrow(8, 8))
+        expand_rows(step, 16, state, BLOCK_SIZE, out, 8)
+        for rates in (None, torch.zeros(num_drafts)) if num_drafts else ():
+            take_draws(state, out, 2, 1 + num_drafts, 9, rates)
+            look_up_drafts(state, out, 2, 1 + num_drafts, 8, 3, (1, 4), rates is not None)
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    run_alone(compile_steps)
