@@ -3,9 +3,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse, require_known
+from nanovllm.speculative import Speculation, most_places, parse_speculation
 from nanovllm.vllm_options import translated
 
 DEMO_MODEL = "demo"
@@ -61,6 +63,7 @@ _BOUNDS: dict[str, Bound] = {
     "max_long_partial_prefills": integer(1),
     "long_prefill_token_threshold": integer(0),
     "max_queued_requests": integer(1),
+    "speculative_config": (lambda value: isinstance(value, dict), "a dict such as {'method': 'ngram', ...}"),
     "gpu_memory_utilization": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
     "num_kvcache_blocks": integer(1),
     "num_state_lines": integer(1),
@@ -179,6 +182,10 @@ class EngineConfig:
     many tokens (and half of the prompt budget) in a step. Default: a quarter of max_num_batched_tokens; 0: no prompt is
     long."""
 
+    speculative_config: dict[str, Any] | None = None
+    """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
+    what followed the text's last tokens earlier in it (docs/speculation.md)."""
+
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache
     together."""
@@ -242,6 +249,8 @@ class EngineConfig:
                 object.__setattr__(self, option, str(value))
         if self.model == DEMO_MODEL and not os.path.isdir(DEMO_MODEL):
             object.__setattr__(self, "model", os.path.realpath(os.path.join(os.path.dirname(__file__), "demo_model")))
+        if self.speculative_config is not None:
+            parse_speculation(self.speculative_config)
         size = self.kvcache_block_size
         _require(size is None or size % 16 == 0, "kvcache_block_size", size, "a multiple of 16")
         if self.ray_address is not None and self.data_parallel_backend != "ray":
@@ -263,6 +272,21 @@ class EngineConfig:
     def has_front(self) -> bool:
         """Whether requests go through a front of replicas."""
         return self.data_parallel_size > 1 or self.data_parallel_backend is not None
+
+    @cached_property
+    def speculation(self) -> Speculation | None:
+        """The resolved speculative_config."""
+        return None if self.speculative_config is None else parse_speculation(self.speculative_config)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Maximum tokens that a request gains in a step."""
+        return 1 if self.speculation is None else 1 + self.speculation.num_tokens
+
+    @property
+    def most_places(self) -> int:
+        """Maximum rows of one token of a step on the device."""
+        return most_places(self.max_num_seqs, self.tokens_per_step)
 
     def uses(self, optimisation: str) -> bool:
         """Whether one of OPTIMISATIONS is in force."""

@@ -51,7 +51,6 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "rope_scaling": ((), "use hf_overrides={'rope_scaling': ...}"),
     "rope_theta": ((), "use hf_overrides={'rope_theta': ...}"),
     "scheduling_policy": (("fcfs",), "there are no priorities"),
-    "speculative_config": ((), "speculative decoding is not supported"),
     "structured_outputs_config": ((), "llguidance compiles grammars and has no options"),
     "swap_space": (("0",), "KV is never swapped to the host; preempted requests are recomputed"),
     "task": (("auto", "generate"), "use runner"),

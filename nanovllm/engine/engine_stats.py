@@ -27,3 +27,10 @@ class EngineStats:
     iteration_tokens: tuple[int, ...] = ()
     """Histogram of steps by the tokens that they computed: a bucket up to each of ITERATION_TOKENS, and one above."""
     iteration_tokens_sum: int = 0
+    spec_decode_num_drafts: int = 0
+    """Number of times that drafts of a completion were verified."""
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    """Drafted tokens that were right."""
+    spec_decode_accepted_per_pos: tuple[int, ...] = ()
+    """The same by their place after the last token."""

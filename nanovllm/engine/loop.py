@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.engine.drafting import PlaceCost
 from nanovllm.engine.embeddings import finished
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
@@ -41,7 +42,8 @@ class EngineLoop:
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
-            self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step
+            self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
+            PlaceCost.of(model_config),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
@@ -136,7 +138,7 @@ class EngineLoop:
         self.executor.launch(packed)
         self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
-        self.num_decode_tokens += plan.num_old_rows
+        self.num_decode_tokens += plan.num_old_rows * plan.places
         self.num_prefill_tokens += plan.num_prefill_tokens
         if self._trace is not None:
             self._trace.launched(plan, now)
@@ -148,10 +150,11 @@ class EngineLoop:
         """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
         tokens, scores = self.executor.collect()
         plan, sampling = self._launched.popleft()
+        num_drafted = tokens.pop() if self.executor.tokens_per_step > 1 else None
         if scores is not None and scores.pooled is not None:
             self._take_pooled(plan, scores.pooled)
             scores = None
-        gained = self.scheduler.apply(plan, tokens)
+        gained = self.scheduler.apply(plan, tokens, num_drafted)
         scored: dict[Sequence, int] = {}
         if scores is not None:
             assert sampling is not None
@@ -255,7 +258,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start. From any thread, at any time."""
         scheduler = self.scheduler
-        memory = scheduler.memory
+        memory, drafting = scheduler.memory, scheduler.drafting
         used = 1 - memory.num_free_blocks / memory.num_blocks
         if memory.lines is not None:  # those of kept states are free, as blocks of cached pages are
             used = max(used, len(scheduler.running) / min(memory.lines.count, self.config.max_num_seqs))
@@ -267,4 +270,7 @@ class EngineLoop:
             prefix_cache_hits=scheduler.num_prompt_cached_tokens, num_preemptions=scheduler.num_preemptions,
             finished=dict(self._num_finished), iteration_tokens=tuple(self._iterations),
             iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
+            spec_decode_num_drafts=drafting.num_drafts, spec_decode_num_draft_tokens=drafting.num_draft_tokens,
+            spec_decode_num_accepted_tokens=sum(drafting.accepted),
+            spec_decode_accepted_per_pos=tuple(drafting.accepted),
         )  # fmt: skip

@@ -12,16 +12,18 @@ Where a step may bring a row several tokens, its lengths are bounds until they a
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import chain
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.chunk_size import Chunk, is_partial, most_prompt_tokens
+from nanovllm.engine.drafting import Drafting, PlaceCost
 from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
+from nanovllm.speculative import most_places
 from nanovllm.wire.state import StateSize, table_width
 from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 
@@ -29,13 +31,18 @@ from nanovllm.wire.step import UPDATE_SIZE, most_block_updates
 class Scheduler:
     """Owner of the queues, of every length and of every block. A pure function of its queues: no clock, no device."""
 
-    def __init__(self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
+        place_cost: PlaceCost = PlaceCost(),  # noqa: B008  (immutable)
+    ) -> None:  # fmt: skip
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
-        row gains in one step."""
+        row gains in one step. `place_cost`: see Drafting."""
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
-        self._tokens_per_step = tokens_per_step
+        self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
+        self._num_wide_in_flight = 0
+        """Number of launched steps with several places a decode whose tokens are not read yet."""
         self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
@@ -73,7 +80,7 @@ class Scheduler:
         assert seq.status is SequenceStatus.WAITING and seq.arrival < 0, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
         if seq.sampling is None or not seq.sampling.depends_on_output:
-            seq.most_gained = self._tokens_per_step
+            seq.most_gained = self.drafting.tokens_per_step
         seq.arrival = self._num_added
         self._num_added += 1
         self.waiting.append(seq)
@@ -126,11 +133,13 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
-        seqs, starts, left = plan.seqs, plan.starts, budget
-        several, count, gained = self._tokens_per_step > 1, 1, 1
-        most = self._most_rows() if several else 1
+        seqs, starts, left, gained = plan.seqs, plan.starts, budget, 1
+        num_waiting = min(len(self._free_slots), len(self.waiting))
+        lengths = (seq.num_tokens for seq in self.running)
+        plan.places = places = self.drafting.places(len(self.running), num_waiting, budget, lengths)
+        are_bounds = places > 1 or self._num_wide_in_flight > 0
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
-            if left == 0:
+            if left < places:
                 break
             total = seq.num_tokens + seq.num_inflight_tokens
             if not seq.last_token_on_device or (
@@ -141,8 +150,8 @@ class Scheduler:
                 continue  # what it may sample next depends on a token that is not here yet
             start = seq.num_computed_tokens
             end = start + 1
-            if several:
-                (end, count), gained = seq.next_bounds(min(left, most)), seq.most_gained
+            if are_bounds:
+                end, gained = seq.next_end(places), min(seq.most_gained, places)
                 start = end - 1
             if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
@@ -150,18 +159,14 @@ class Scheduler:
             starts.append(start)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
-            left -= count
-            if count > 1:
-                seqs += repeat(seq, count - 1)
-                starts += repeat(start, count - 1)
-        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = plan.num_tokens = len(seqs)
+            if gained > 1:
+                seq.num_inflight_drafts += gained - 1
+            left -= places
+        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
+        plan.num_tokens = places * len(seqs)
         plan.counts = [1] * len(seqs)
+        self._num_wide_in_flight += places > 1
         return left
-
-    def _most_rows(self) -> int:
-        """Maximum decodes of one sequence, so that all that run and all that may begin have a row in this step."""
-        rows = len(self.running) + min(len(self._free_slots), len(self.waiting))
-        return 1 + (self.config.max_num_seqs - rows) // max(1, len(self.running))
 
     def _grow(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
         """Gives `seq` blocks for its tokens up to `end`. False: `seq` itself was preempted, being the newest."""
@@ -176,7 +181,7 @@ class Scheduler:
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> None:
         """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
         if plan.num_decode_rows:
-            num_decodes, num_waiting = plan.num_decode_rows, self.waiting.num_tokens
+            num_decodes, num_waiting = plan.num_decode_rows * plan.places, self.waiting.num_tokens
             budget = min(budget, most_prompt_tokens(self.config, self._is_dense, num_decodes, num_waiting, prompts))
         chunks, budget = self._continue_prompts(plan, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
@@ -257,7 +262,8 @@ class Scheduler:
             memory.cache.note_computing(seq)
             num_long += waiting.is_long(remaining)
             budget -= count
-            if remaining == 1 and not (seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing):
+            scores_prompt = seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing
+            if remaining == 1 and plan.places == 1 and not scores_prompt:
                 self._add_decode(plan, seq)
             else:
                 chunks.append((seq, count))
@@ -293,7 +299,7 @@ class Scheduler:
         seq.num_computed_tokens = start + count
         if not seq.num_tokens_to_compute:
             plan.num_sample_rows += 1
-            seq.num_inflight_tokens += seq.most_gained
+            seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
@@ -305,16 +311,23 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, token_ids: list[int]) -> list[tuple[Sequence, int]]:
-        """Takes in the token that each of a step's first rows gained, -1 for none; returns which sequence gained which
-        token, in order. Tokens behind the end of a sequence are dropped."""
+    def apply(
+        self, plan: StepPlan, token_ids: list[int], num_drafted: int | None = None
+    ) -> list[tuple[Sequence, int]]:
+        """Takes in the tokens that a step's first rows gained, of a decode one for each place: -1 where a draft before
+        it was wrong, -2 where there was none. num_drafted: tokens that were drafted for later. Returns which sequence
+        gained which token, in order. Tokens behind the end of a sequence are dropped."""
         if plan is self._last_plan:
             self._publish_last_plan()  # before any of its rows ends
         gained: list[tuple[Sequence, int]] = []
         rows = plan.seqs[: plan.num_sample_rows]
-        results: Iterable[tuple[Sequence, int]] = zip(rows, token_ids, strict=True)
-        if self._tokens_per_step > 1:
-            results = [result for result in results if result[1] >= 0]
+        results: Iterable[tuple[Sequence, int]] = zip(rows, token_ids, strict=plan.places == 1)
+        if plan.places > 1:
+            results = self._verified(plan, rows, token_ids)
+        elif self.drafting.tokens_per_step > 1:
+            self.drafting.note_plain()
+        if num_drafted is not None:
+            self.drafting.note_found(num_drafted, len(rows))
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in results:
@@ -339,12 +352,27 @@ class Scheduler:
                 self._finish(seq, ended.reason, ended.why)
             elif num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
-        if self._tokens_per_step > 1:
+        if plan.places > 1:
+            self._num_wide_in_flight -= 1
             counts = Counter(seq for seq, _ in gained)
-            for seq in dict.fromkeys(rows):
+            for seq in rows[: plan.num_decode_rows]:
                 if seq.status is not finished:
-                    seq.note_gained(counts[seq])
+                    seq.note_gained(counts[seq], plan.places)
         return gained
+
+    def _verified(self, plan: StepPlan, rows: list[Sequence], token_ids: list[int]) -> list[tuple[Sequence, int]]:
+        """Tokens that the rows of a step with several places gained."""
+        places, num_decodes = plan.places, plan.num_decode_rows
+        end = num_decodes * places
+        parts = [token_ids[begin : begin + places] for begin in range(0, end, places)]
+        drafted = [places - 1 - part[1:].count(-2) for part in parts]
+        gained = [[token for token in part if token >= 0] for part in parts]
+        self.drafting.note_verified(drafted, [*map(len, gained)])
+        decodes = zip(rows, gained, strict=False)
+        return [
+            *chain.from_iterable([(seq, token) for token in part] for seq, part in decodes),
+            *zip(rows[num_decodes:], token_ids[end:], strict=True),
+        ]
 
     def _publish_last_plan(self) -> None:
         """Makes what the prompts of the last launched step write available to later steps, whose tokens are known

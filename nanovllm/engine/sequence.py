@@ -112,7 +112,9 @@ class Sequence:
     most_gained: int = field(default=1, init=False)
     """Maximum tokens that one step brings."""
     num_inflight_tokens: int = field(default=0, init=False)
-    """`most_gained` for each launched step whose tokens are not read yet."""
+    """Maximum tokens that launched steps bring whose tokens are not read yet."""
+    num_inflight_drafts: int = field(default=0, init=False)
+    """Number of these that may not come: all but one of each step."""
     num_computed_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     num_prompt_cached_tokens: int | None = field(default=None, init=False)
@@ -146,7 +148,7 @@ class Sequence:
     @property
     def num_least_tokens(self) -> int:
         """Minimum tokens of the row, unless it has ended."""
-        return self.num_tokens + self.num_inflight_tokens // self.most_gained
+        return self.num_tokens + self.num_inflight_tokens - self.num_inflight_drafts
 
     @property
     def num_least_computed(self) -> int:
@@ -157,12 +159,10 @@ class Sequence:
     def num_tokens_to_compute(self) -> int:
         return self.num_tokens + self.num_inflight_tokens - self.num_computed_tokens
 
-    def next_bounds(self, budget: int) -> tuple[int, int]:
-        """Bounds of the next step of a row that decodes several tokens: the end of what it may compute, before the last
-        token of all, which needs no KV; and the number of tokens, at most `budget`."""
-        last = self.max_total_tokens - 1
-        count = min(self.most_gained, budget, last - self.num_least_computed)
-        return min(self.num_computed_tokens + count, last), count
+    def next_end(self, places: int) -> int:
+        """End of what the row may compute in its next step, of so many places: before the last token of all, which
+        needs no KV."""
+        return min(self.num_computed_tokens + min(self.most_gained, places), self.max_total_tokens - 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -182,10 +182,12 @@ class Sequence:
         """See CompletionOutput.weight_versions."""
         return version_spans(self.version_starts, self.num_output_tokens)
 
-    def note_gained(self, num_tokens: int) -> None:
-        """Notes that a step has brought `num_tokens` tokens and no more: its bound of `most_gained` no longer
+    def note_gained(self, num_tokens: int, places: int) -> None:
+        """Notes that a step of so many places has brought `num_tokens` tokens and no more: its bound no longer
         counts."""
-        self.num_inflight_tokens -= self.most_gained - num_tokens
+        bound = min(self.most_gained, places)
+        self.num_inflight_tokens -= bound - num_tokens
+        self.num_inflight_drafts -= bound - 1
         if self.last_token_on_device:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 

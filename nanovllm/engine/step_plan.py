@@ -12,14 +12,13 @@ from nanovllm.wire.step import pack_step
 class StepPlan:
     """Rows of a step, in the order of the device: decodes, prompts that finish, prompt chunks that do not.
 
-    The first two kinds, `num_sample_rows` together, gain a token each. A sequence that may gain several has as many
-    decodes, one after another; what it gains is the tokens of the first of them.
+    The first two kinds, `num_sample_rows` together, gain a token each; decodes up to `places`.
     """
 
     seqs: list[Sequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """First position that each row computes. A decode's is an upper bound, since only the device knows the position.
-    All decodes of one sequence have the same bound, and compute nothing beyond it."""
+    """First position that each row computes. A decode's is the last that it may compute, since only the device knows
+    where it begins."""
     counts: list[int] = field(default_factory=list)
     """Number of tokens that each row computes; one for a decode."""
     num_old_rows: int = 0
@@ -28,6 +27,8 @@ class StepPlan:
     """Number of all decodes: after those of num_old_rows come rows that begin with all but one token cached."""
     num_sample_rows: int = 0
     num_tokens: int = 0
+    places: int = 1
+    """Tokens that the step computes for each decode: its last, and drafts of those that follow."""
     block_updates: list[int] = field(default_factory=list)
     """Flat triples slot, index in the block table, block."""
     block_copies: list[int] = field(default_factory=list)
@@ -47,7 +48,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_old_rows
+        return self.num_tokens - self.num_old_rows * self.places
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
@@ -58,5 +59,5 @@ class StepPlan:
             slot_records=[
                 (seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens) for seq in self.new_slots
             ],
-            token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines,
+            token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines, places=self.places,
         )  # fmt: skip

@@ -51,7 +51,7 @@ class LocalExecutor:
     """The options, with no "auto" left."""
     state_size: StateSize
     """Memory that each rank has for rows: as many blocks as the rank with the fewest."""
-    tokens_per_step = 1
+    tokens_per_step: int
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, processes: WorkerProcesses, compiler: KernelCompiler | None,
@@ -77,6 +77,7 @@ class LocalExecutor:
         self.processes = processes
         try:
             self.config = resolve(config, model)
+            self.tokens_per_step = self.config.tokens_per_step
             self._start(model, compiler if self.config.device == "cuda" else None, module)
         except BaseException as error:
             self._close_ranks()

@@ -46,8 +46,9 @@ class Executor(Protocol):
         """Whether `collect` would not wait."""
 
     def collect(self) -> tuple[list[int], StepScores | None]:
-        """Waits for the oldest step not yet collected: the token that each of its first rows gained, -1 for none, and
-        what it brings beside them, if anything."""
+        """Waits for the oldest step not yet collected: the tokens that its first rows gained (Scheduler.apply), and
+        behind them, where tokens_per_step is not 1, how many were drafted for later; and what it brings beside these,
+        if anything."""
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every rank's runner, or of a part of it ("weights.refresh"); returns what they return, in

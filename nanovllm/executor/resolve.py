@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.errors import refuse
 from nanovllm.executor.exact_bits import check_exact_bits
 from nanovllm.model_config import ModelConfig
 
@@ -56,7 +57,20 @@ def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         kvcache_block_size=config.kvcache_block_size or (128 if is_cuda else 16),
     )
     check_exact_bits(settled, model, capability)
+    _check_speculation(settled, model)
     return settled
+
+
+def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what cannot go with drafts; StateMemory refuses recurrent layers."""
+    if config.speculative_config is None:
+        return
+    if model.implementation == "transformers":
+        refuse("model_impl", config.model_impl, "of a model that our layers have with speculative_config")
+    if model.pooling is not None:
+        refuse("speculative_config", config.speculative_config, "None for a model that embeds")
+    if config.attention_backend == "flex":
+        refuse("attention_backend", config.attention_backend, "another with speculative_config")
 
 
 def _shares_gpus(config: EngineConfig, count: int) -> bool:

@@ -34,6 +34,7 @@ class FleetStats:
             each.name: sum(getattr(one, each.name) for one in every) for each in fields(EngineStats) if each.type is int
         }
         buckets = [one.iteration_tokens for one in every if one.iteration_tokens]
+        accepted = [one.spec_decode_accepted_per_pos for one in every if one.spec_decode_accepted_per_pos]
         return EngineStats(**{
             **total,
             "num_running": sum(one.num_running for one in there),
@@ -43,6 +44,7 @@ class FleetStats:
                 reason: sum(one.finished.get(reason, 0) for one in every) for reason in ("stop", "length", "abort")
             },
             "iteration_tokens": tuple(map(sum, zip(*buckets, strict=True))),
+            "spec_decode_accepted_per_pos": tuple(map(sum, zip(*accepted, strict=True))),
         })  # fmt: skip
 
     def computed(self) -> tuple[int, int]:

@@ -43,5 +43,5 @@ class StepClock:
             before = self._seconds.get(size, seconds)
             self._seconds[size] = min(seconds, before + _FORGETTING * (seconds - before))
         decodes_only = plan is not None and not plan.host_token_ids
-        self._running = plan.num_decode_rows if plan is not None and decodes_only else None
+        self._running = plan.num_decode_rows * plan.places if plan is not None and decodes_only else None
         self._begin = now

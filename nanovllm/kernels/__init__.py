@@ -36,6 +36,8 @@ class Kernels:
     apply_deltas: Annotated[Callable[..., None], "step.input"]
     expand_rows: Annotated[Callable[..., None], "step.input"]
     prepare_decode: Annotated[Callable[..., None], "step.input"]
+    take_draws: Annotated[Callable[..., None], "step.drafts"]
+    look_up_drafts: Annotated[Callable[..., None], "step.drafts"]
     copy_blocks: Annotated[Callable[..., None], "step.blocks"]
     edit_logits: Annotated[Callable[..., torch.Tensor], "sampling.penalties"]
     sample_filtered: Annotated[Callable[..., torch.Tensor | None], "sampling.filters"]

@@ -169,12 +169,12 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
         check_fp8_cache(gpu.device.capability)
     else:
         kv_dtype = dtype
-    rows = config.max_num_seqs
+    places = config.most_places
     captures = not config.enforce_eager and all(mixer.can_capture for mixer in layers.mixers())
     reserved = {
-        "step": _step_bytes(layers, rules, config.max_num_batched_tokens, rows, dtype),
+        "step": _step_bytes(layers, rules, config.max_num_batched_tokens, places, dtype),
         "graphs": _graph_bytes(layers, rules, config, dtype) if captures else 0,
-        "filters": option_bytes(0 if model.pooling else model.vocab_size, config.tensor_parallel_size, rows, dtype),
+        "filters": option_bytes(0 if model.pooling else model.vocab_size, config.tensor_parallel_size, places, dtype),
     }
     by_layer = zip(layers.mixers(), counts, strict=True)
     mixers = [mixer for mixer, count in by_layer for _ in range(count)]
@@ -183,11 +183,12 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
+    block_bytes += 4 * config.kvcache_block_size * (config.speculation is not None)
     plan = RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0, rows,
-        _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes, layout, block_bytes,
-        config.kvcache_block_size, share, f"gpu_memory_utilization={config.gpu_memory_utilization}",
-        config.num_kvcache_blocks,
+        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0,
+        config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
+        layout, block_bytes, config.kvcache_block_size, share,
+        f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
     lines = lines_for(config, share - plan.used, line_bytes, bool(block_bytes))
     return replace(plan, num_lines=lines, slots=(lines + 1) * line_bytes)
@@ -217,7 +218,8 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
     width = sum(model.ropes[name].rotary_dim(head_dim) for name, head_dim in kinds)
     by_position = 4 * config.max_model_len * (width + (model.query_scaling is not None))
     tables, slots = layout.num_tables, config.max_num_seqs
-    rows, blocks = slots + MAX_PREFILL_ROWS, table_width(config.max_model_len, config.kvcache_block_size, tables)
+    rows = config.most_places + MAX_PREFILL_ROWS
+    blocks = table_width(config.max_model_len, config.kvcache_block_size, tables)
     state = DeviceState.allocate(slots, tables, blocks, "meta")
     inputs = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, tables, "meta")
     tensors = [each for held in (state, inputs) for each in vars(held).values() if isinstance(each, torch.Tensor)]
@@ -230,7 +232,7 @@ def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
     rows, halves = config.max_num_batched_tokens, 0
     if config.uses("two_batch_overlap") and config.exact_bits is None:
         halves = first_half(rows)
-    keys = config.max_num_seqs + MAX_PREFILL_ROWS
+    keys = config.most_places + MAX_PREFILL_ROWS
     layout = Layout.for_limits(config.tensor_parallel_size, model.hidden_size, dtype, rows, keys, halves)
     return layout.nbytes
 
@@ -269,5 +271,5 @@ def _token_bytes(operations: Sequence[Product], dtype: torch.dtype) -> int:
 
 def _graph_bytes(layers: DecoderForCausalLM, rules: Rules, config: EngineConfig, dtype: torch.dtype) -> int:
     """Bytes of all graphs: they share a pool, which the largest fills."""
-    [largest, *_] = captured_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-    return _step_bytes(layers, rules, sum(largest), config.max_num_seqs, dtype)
+    [largest, *_] = captured_shapes(config.most_places, config.max_num_batched_tokens)
+    return _step_bytes(layers, rules, sum(largest), config.most_places, dtype)

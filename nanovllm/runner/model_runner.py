@@ -42,7 +42,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import StepCounts, dummy_step, packed_capacity
+from nanovllm.wire.step import PLACES_WORD, StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.models.transformers_model import TransformersModel
@@ -95,7 +95,7 @@ class ModelRunner:
         self._progress()
         self.memory.count(lambda: group.peer_bytes)
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and group.size > 1:
-            rows, keys = config.max_num_batched_tokens, config.max_num_seqs + MAX_PREFILL_ROWS
+            rows, keys = config.max_num_batched_tokens, config.most_places + MAX_PREFILL_ROWS
             group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
         return group
 
@@ -142,7 +142,7 @@ class ModelRunner:
         name = config.attention_backend
         if mode is not None:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
-        types, sizes = (self.device, self.dtype, self.kv_dtype), (config.max_num_seqs, self.max_model_len)
+        types, sizes = (self.device, self.dtype, self.kv_dtype), (config.most_places, self.max_model_len)
         setup = AttentionSetup(specs, self.block_size, *types, *sizes)
         found, self.backend_reason = select_backend(name, setup)
         if mode is not None:
@@ -205,7 +205,7 @@ class ModelRunner:
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
         ids = 0 if self.model_config.pooling else self.model_config.vocab_size
-        sampler_bytes = option_bytes(ids, self.group.size, config.max_num_seqs, self.dtype)
+        sampler_bytes = option_bytes(ids, self.group.size, config.most_places, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
@@ -224,10 +224,11 @@ class ModelRunner:
         self.memory.release_cached()
         with self.io.stream_context():
             self.state_memory.allocate(size)
-            rows = config.max_num_seqs + MAX_PREFILL_ROWS
-            self.work.allocate(rows, config.max_num_batched_tokens + rows, size.num_tables, size.num_lines)
+            rows = config.most_places + MAX_PREFILL_ROWS
+            sizes = config.max_num_batched_tokens + rows, size.num_tables, size.num_lines
+            self.work.allocate(rows, *sizes, self.state_memory.ids)
             capacity = packed_capacity(size, config.max_num_seqs, config.max_num_batched_tokens)
-            self.io.allocate(capacity, rows)
+            self.io.allocate(capacity, rows + 1)  # and the number of drafted tokens
 
     def _tell_backend(self) -> None:
         """Makes attention leave L1 to weights that pass through registers, as those of one row in FP8 do."""
@@ -271,7 +272,7 @@ class ModelRunner:
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         return StepGraphs(
-            self.work.run_padded, self.config.max_num_seqs, max_tokens, self.io.stream, self._progress,
+            self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
             partial(before_capture, self.model),
         )  # fmt: skip
 
@@ -281,9 +282,11 @@ class ModelRunner:
     def launch(self, packed: np.ndarray) -> None:
         """Runs a packed step (wire/step.py); DeviceIO.collect returns its tokens, oldest step first."""
         packed, section = split_section(packed)
-        num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = StepCounts.of(packed)
+        counts, places = StepCounts.of(packed), int(packed[PLACES_WORD])
+        num_rows, num_decode_rows, num_sample_rows, num_tokens, *_ = counts.on_device(places)
         keep_hidden = section is not None and section.size("targets") > 0
         work, graphs, shape, scores = self.work, self.graphs, None, None
+        speculates = self.config.speculative_config is not None
         pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
@@ -298,10 +301,15 @@ class ModelRunner:
                 first_chunk_row = num_decode_rows
                 logits, hidden = work.run_exact(step, packed, keep_hidden)
             if section is not None:
+                if speculates and logits is not None:  # option rows that compute nothing need the id of something
+                    work.buffers.tokens[: logits.shape[0]].clamp_(min=0)
                 scores = self.option_sampler.run(
                     section, logits, first_chunk_row, num_decode_rows, work.buffers, work.state, hidden, self.model
                 )
-            tokens = work.buffers.tokens[: first_chunk_row + num_sample_rows - num_decode_rows]
+            num_results = first_chunk_row + num_sample_rows - num_decode_rows
+            if speculates:
+                work.draft(counts.num_decode_rows, places, first_chunk_row, counts.num_sample_rows)
+            tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
             if pools and logits is not None and num_sample_rows:
                 rows = logits[: len(tokens)]

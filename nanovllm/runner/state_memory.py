@@ -90,9 +90,14 @@ class StateMemory:
         self._blocks: BlockTensors | None = None
         self.slot_bytes = slot_bytes(mixers)
         """Bytes of one slot."""
+        if self.slot_bytes and config.speculation is not None:
+            refuse("speculative_config", config.speculative_config, "None for a model with recurrent layers")
         self._config, self.num_lines = config, 1 if self.slot_bytes else 0
         """Number of lines; one more is for rows of padding."""
         self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
+        self._id_bytes = torch.int32.itemsize if config.speculation is not None else 0
+        self.ids: torch.Tensor | None = None
+        """int32 [blocks, block size], where drafts are looked up: ids of the tokens in each block."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -102,7 +107,7 @@ class StateMemory:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, of whatever table."""
-        return self._block_size * self.layout.token_bytes(self._dtype)
+        return self._block_size * (self.layout.token_bytes(self._dtype) + self._id_bytes)
 
     def describe(self) -> list[dict[str, int | None]]:
         """Entries of engine_info, one for each group."""
@@ -154,7 +159,8 @@ class StateMemory:
             self._kernels.copy_blocks(step[where], self._blocks)
 
     def _bind(self, memory: torch.Tensor, num_blocks: int, num_lines: int) -> None:
-        slots, blocks = memory.tensor_split((num_lines * self.slot_bytes,))
+        ids_begin = memory.shape[0] - num_blocks * self._block_size * self._id_bytes
+        slots, blocks, ids = memory.tensor_split((num_lines * self.slot_bytes, ids_begin))
         self._lines, end = slots.view(num_lines, self.slot_bytes), 0
         lanes, places = self._lanes(blocks, num_blocks), iter(self.layout.places)
         for mixer in self._mixers:
@@ -169,6 +175,9 @@ class StateMemory:
                     own.append(replace(lanes[lane], table=table))
             mixer.bind(*own)
         parts = [part for lane in lanes for part in lane.tensors]
+        if self._id_bytes:
+            self.ids = ids.view(torch.int32).view(num_blocks, self._block_size)
+            parts.append(self.ids)
         self._blocks = BlockTensors.of(parts) if num_blocks and parts else None
 
     def _lanes(self, memory: torch.Tensor, num_blocks: int) -> list[KVCache]:

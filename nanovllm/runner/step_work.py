@@ -16,7 +16,7 @@ from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import StepCounts, row_lengths
+from nanovllm.wire.step import PLACES_WORD, StepCounts, row_lengths
 
 
 class StepWork:
@@ -34,15 +34,23 @@ class StepWork:
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
+        self._speculation = config.speculation
+        rates = None if self._speculation is None else self._speculation.rates
+        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
         self._has_head = context.config.pooling is None
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled; or what stands for them."""
 
-    def allocate(self, max_rows: int, max_tokens: int, num_tables: int, num_lines: int) -> None:
+    def allocate(
+        self, max_rows: int, max_tokens: int, num_tables: int, num_lines: int, ids: torch.Tensor | None = None
+    ) -> None:
         """The requests' state by slot, anew, and the buffers of steps of at most so many rows and tokens. num_tables:
-        block tables of a row. num_lines: of memory of fixed size."""
+        block tables of a row. num_lines: of memory of fixed size. ids: see StateMemory."""
         width = table_width(self._max_model_len, self._block_size, num_tables)
-        self.state = DeviceState.allocate(self._max_num_seqs, num_tables, width, self._device, num_lines)
+        num_drafts = 0 if self._speculation is None else self._speculation.num_tokens
+        self.state = DeviceState.allocate(
+            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids
+        )
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
 
     def run_exact(
@@ -54,7 +62,7 @@ class StepWork:
         the final hidden states of all tokens [T, hidden], else None. A model without a head draws nothing: the final
         hidden states of those rows [rows, hidden] stand for their logits.
         """
-        counts = StepCounts.of(packed)
+        counts = StepCounts.of(packed).on_device(int(packed[PLACES_WORD]))
         buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
         self._expand(step, buffers, counts.num_decode_rows)
         starts, lengths = row_lengths(packed, self._max_num_seqs)
@@ -79,6 +87,18 @@ class StepWork:
         logits, _ = self._forward(buffers, attention, num_rows)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
+
+    def draft(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
+        """After everything that draws: takes the draws of `num_decodes` decodes, `places` rows each, and drafts for all
+        `num_rows` rows that gained a token. The word behind their tokens becomes the number of drafted tokens."""
+        assert self._speculation is not None
+        decodes, end = (num_decodes, places), first_chunk_row + num_rows - num_decodes
+        self._kernels.take_draws(self.state, self.buffers, *decodes, end, self._rates)
+        if num_rows:
+            self._kernels.look_up_drafts(
+                self.state, self.buffers, *decodes, first_chunk_row, num_rows, self._speculation.lookup,
+                self._rates is not None,
+            )  # fmt: skip
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
         """Applies a packed step to the state, and expands its rows into `buffers`."""

@@ -156,6 +156,12 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, {"": number})
         for name, number in counters.items():
             yield self._family(CounterMetricFamily, name, {"": number})
+        if accepted := engine.spec_decode_accepted_per_pos:
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                number = getattr(engine, f"spec_decode_{name}")
+                yield self._family(CounterMetricFamily, f"spec_decode_{name}", {"": number})
+            by_place = {str(place): number for place, number in enumerate(accepted)}
+            yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", by_place, "position")
         yield self._family(CounterMetricFamily, "request_success", self.finished, "finished_reason")
         yield self._family(CounterMetricFamily, "admission_rejections", self.rejected, "reason")
         state = self._state()

@@ -40,6 +40,8 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                 num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
                 has_lines = bool(runner.state_memory.num_lines)
                 _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len, has_lines))
+                if config.speculation is not None:
+                    work.draft(1, config.tokens_per_step, config.tokens_per_step, 1)
         finally:
             work.captured_logits.clear()
     runner.io.synchronize()

@@ -12,7 +12,8 @@
 
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
-            8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size), 10.. reserved
+            8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size),
+            10 places of each decode, 11.. reserved
     lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
            tokens (0: no line)
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
@@ -20,9 +21,10 @@
 
 Decode rows come first, one token each. Its id is the last of the slot: that of its record, where it has one in this
 step, else the one sampled last, which only the device need know. Its position is where the slot is, again by its record
-or by the step before: `start` is the last that this can be. Where a slot may gain several tokens it has as many decode
-rows, for one position after another, all with one `start`: behind it they compute nothing. Within a step each (slot,
-index) and each slot record appears once.
+or by the step before: `start` is the last that this can be. In a step with several places each decode becomes as many
+rows of one token on the device, for one position after another: the first has the last token, the others what was
+drafted for the slot. Behind `start`, or where nothing was drafted, they compute nothing. Word 3 counts all places.
+Within a step each slot, each (slot, index) and each slot record appears once.
 """
 
 import struct
@@ -39,6 +41,7 @@ HEADER_SIZE = 16
 SECTION_WORD = 7
 COPIES_WORD = 8
 LINES_WORD = 9
+PLACES_WORD = 10
 NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2
@@ -70,6 +73,12 @@ class StepCounts(NamedTuple):
     def of(cls, packed: np.ndarray) -> "StepCounts":
         return cls(*packed[: len(cls._fields)].tolist())
 
+    def on_device(self, places: int) -> "StepCounts":
+        """With a row for each place of a decode."""
+        rows, decodes, samples, *others = self
+        more = (places - 1) * decodes
+        return StepCounts(rows + more, decodes + more, samples + more, *others)
+
 
 def most_block_updates(size: StateSize, max_num_seqs: int) -> int:
     """Block updates of one step, at most. An admitted row has its whole block table announced, hits included, so that
@@ -88,7 +97,7 @@ def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
     slot_records: Iterable[tuple[int, SlotConstants, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
-    lines: Sequence[list[int]] = (),
+    lines: Sequence[list[int]] = (), places: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """Packs a step into the int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed)
     of each row that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1."""
@@ -101,7 +110,7 @@ def pack_step(
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
     # An array takes lists in several times faster than numpy, unsigned numbers faster than signed ones (none here is
     # negative), and bytes faster still.
-    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0))
+    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0, places))
     packed.frombytes(bytes(4 * (HEADER_SIZE - len(packed))))
     padding = bytes(4 * (max_num_seqs - len(slots)))
     for column in (slots, starts, counts):
@@ -117,9 +126,13 @@ def pack_step(
 
 
 def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [R] each: the first position of each row's tokens in a packed step, and how many these are."""
+    """int32 [rows on the device] each: the first position of each row's tokens in a packed step, at most, and how many
+    these are."""
     columns = packed[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].reshape(3, max_num_seqs)
     _, starts, counts = columns[:, : int(packed[0])]
+    if (places := int(packed[PLACES_WORD])) > 1:
+        times = np.where(np.arange(len(starts)) < packed[1], places, 1)
+        starts, counts = starts.repeat(times), counts.repeat(times)
     return starts, counts
 
 

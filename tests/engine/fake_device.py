@@ -12,12 +12,11 @@ it writes what wrong drafts would have written behind the tokens that it keeps.
 
 import zlib
 from collections.abc import Callable
-from itertools import groupby
 
 import numpy as np
 
 from nanovllm.wire.state import PageGroup
-from nanovllm.wire.step import HEADER_SIZE, NO_LINE, RECORD_SIZE, block_copies, row_lines
+from nanovllm.wire.step import HEADER_SIZE, NO_LINE, PLACES_WORD, RECORD_SIZE, block_copies, row_lines
 
 VOCAB_SIZE = 16
 ROOT = 0  # the empty text
@@ -75,26 +74,21 @@ class FakeDevice:
         return tokens[::-1]
 
     def execute(self, packed: np.ndarray) -> tuple[list[int], list[int]]:
-        """Runs one step; returns the token that each of its first rows gained, -1 for none, and by slot in the order of
-        the rows the text its last position stands for."""
+        """Runs one step; returns the tokens that its first rows gained as Scheduler.apply takes them, and by row the
+        text its last position stands for."""
         assert packed.dtype == np.int32 and packed.ndim == 1
         num_rows, num_decodes, num_samples, num_tokens, _, _, max_count = packed[:7].tolist()
         assert 0 < num_rows <= self.max_num_seqs and num_decodes <= num_samples <= num_rows
         (slots, starts, counts), prompt_tokens = self._take_in(packed)
-        assert sum(counts) == num_tokens and max(counts) == max_count and min(counts) > 0
-        assert counts[:num_decodes] == [1] * num_decodes and len(prompt_tokens) == num_tokens - num_decodes
-        places = [len([*rows]) for _, rows in groupby(slots)]  # of a slot; from here on its rows are one
-        firsts = [sum(places[:row]) for row in range(len(places))]
-        assert all(len({*starts[row : row + n]}) == 1 for row, n in zip(firsts, places, strict=True))
-        slots, starts, counts = ([column[row] for row in firsts] for column in (slots, starts, counts))
-        num_decodes = sum(row < num_decodes for row in firsts)
-        num_samples -= sum(places) - len(places)
-        assert len(set(slots)) == len(slots), "rows of one slot are apart"
-        assert max(places[num_decodes:], default=1) == 1, "two chunks in one slot"
+        places = int(packed[PLACES_WORD])
+        assert sum(counts) + (places - 1) * num_decodes == num_tokens and max(counts) == max_count and min(counts) > 0
+        assert counts[:num_decodes] == [1] * num_decodes and len(prompt_tokens) == num_tokens - places * num_decodes
+        assert len(set(slots)) == len(slots), "two rows in one slot"
         for row, slot in enumerate(slots[:num_decodes]):
             end, starts[row] = starts[row] + 1, self.num_computed[slot]
-            counts[row] = max(0, min(places[row], end - starts[row]))
+            counts[row] = max(0, min(places, end - starts[row]))
             assert self._gain or counts[row] == 1
+        live = counts[:num_decodes]
         # Layer by layer, all rows write before any row reads; a row therefore must not read what another writes now.
         nodes = [self._prefix(slot, start) for slot, start in zip(slots, starts, strict=True)]
         lines = row_lines(packed).tolist() if self.lines else [[]] * len(slots)
@@ -132,7 +126,10 @@ class FakeDevice:
             self._prefix(slot, start)  # still intact after everybody's writes
         for slot, tokens in zip(slots, gained, strict=False):
             self.last_token[slot] = tokens[-1] if tokens else self.last_token[slot]
-        ids = [id for n, tokens in zip(places, gained, strict=False) for id in (tokens + [-1] * n)[:n]]
+        ids = []
+        for row, tokens in enumerate(gained):
+            wrong = live[row] - len(tokens) if row < num_decodes else 0
+            ids += [*tokens, *[-1] * wrong, *[-2] * (places - live[row] if row < num_decodes else 0)]
         return ids, nodes
 
     def _take_in(self, packed: np.ndarray) -> tuple[list[list[int]], list[int]]:
@@ -150,7 +147,7 @@ class FakeDevice:
             self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
         prompt_tokens = data[at + num_records * RECORD_SIZE :]
         if self.lines:
-            del prompt_tokens[data[3] - data[1] : data[3] - data[1] + 4 * num_rows]
+            del prompt_tokens[data[3] - data[1] : data[3] - data[1] + 4 * num_rows]  # with one place a decode
         if (where := block_copies(packed)) is not None:
             del prompt_tokens[-len(data[where]) :]
             for source, destination in zip(data[where][::2], data[where][1::2], strict=True):

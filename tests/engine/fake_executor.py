@@ -38,7 +38,9 @@ class FakeExecutor:
     def launch(self, packed: np.ndarray) -> None:
         step, section = split_section(packed)
         tokens, _ = self.device.execute(step)
-        self._results.append((tokens, None if section is None else self._scores(section, tokens)))
+        scores = None if section is None else self._scores(section, tokens)
+        drafted = [len(tokens) * (self.tokens_per_step - 1)] if self.tokens_per_step > 1 else []
+        self._results.append((tokens + drafted, scores))
 
     def _scores(self, section: Section, tokens: list[int]) -> StepScores:
         ids = np.array(tokens)[section["rows"][section["scored"]]]

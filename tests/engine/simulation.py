@@ -17,6 +17,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculative import most_places
 from nanovllm.wire.shapes import TILE
 from nanovllm.wire.state import PageGroup, StateSize, table_width
 from nanovllm.wire.step import SlotConstants, most_block_updates, packed_capacity
@@ -145,8 +146,7 @@ class Simulation:
         self._check_order_of_admission(plan)
         self._check_shared(plan)
         tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
-        last_rows = {seq: row for row, seq in enumerate(plan.seqs)}
-        for (seq, row), node in zip(last_rows.items(), nodes, strict=True):
+        for row, (seq, node) in enumerate(zip(plan.seqs, nodes, strict=True)):
             start, count = plan.starts[row], plan.counts[row]
             length = self.device.num_computed[seq.slot]
             expected = self.requests[seq.request_id].text_alone(length)
@@ -235,9 +235,12 @@ class Simulation:
         assert len(plan.block_updates) <= 3 * most_block_updates(self.size, config.max_num_seqs)
         capacity = packed_capacity(self.size, config.max_num_seqs, config.max_num_batched_tokens)
         assert len(plan.pack(config.max_num_seqs)) <= capacity
-        assert 0 < plan.num_tokens == sum(plan.counts) <= config.max_num_batched_tokens
+        num_tokens = sum(plan.counts) + (plan.places - 1) * plan.num_decode_rows
+        assert 0 < plan.num_tokens == num_tokens <= config.max_num_batched_tokens
         assert plan.num_rows <= config.max_num_seqs
-        assert len(set(plan.seqs[plan.num_decode_rows :])) == plan.num_rows - plan.num_decode_rows
+        num_places = plan.num_rows + (plan.places - 1) * plan.num_decode_rows
+        assert num_places <= most_places(config.max_num_seqs, self.scheduler.drafting.tokens_per_step)
+        assert len(set(plan.seqs)) == plan.num_rows
         assert len(self.scheduler.running) <= config.max_num_seqs
         if plan.num_old_rows:
             cap = config.max_num_prefill_tokens_with_decodes
@@ -247,13 +250,11 @@ class Simulation:
             assert plan.num_prefill_tokens <= cap
         assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows
         for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
-            is_last = plan.seqs[row + 1 : row + 2] != [seq]
-            assert start + count == seq.num_computed_tokens <= seq.num_total_tokens or not is_last
+            assert start + count == seq.num_computed_tokens <= seq.num_total_tokens
             assert seq.last_token_on_device == (row < plan.num_sample_rows)
-            if row < plan.num_sample_rows and is_last:  # computed all there was, and gained what nobody has seen yet
+            if row < plan.num_sample_rows:  # computed all there was, and gained what nobody has seen yet
                 assert seq.num_least_tokens - 1 <= start + count <= seq.num_total_tokens - 1
             assert count == 1 or row >= plan.num_decode_rows
-            assert plan.seqs.count(seq) <= seq.most_gained
             assert start + count < seq.max_total_tokens >= seq.num_least_tokens, "sampled past the end"
         half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
         assert len(half_computed) <= config.max_num_partial_prefills

@@ -54,7 +54,10 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
     constrained: list[tuple[int, SamplingRow, Matcher]] = []
     kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
-    for row, seq in enumerate(plan.seqs[: plan.num_sample_rows]):
+    sampled: Iterator[tuple[int, Row]] = enumerate(plan.seqs[: plan.num_sample_rows])
+    if plan.places > 1:
+        sampled = _drawn_rows(plan)
+    for row, seq in sampled:
         sampling = seq.sampling
         if sampling is None:
             continue
@@ -93,6 +96,15 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
     return scored, kept
 
 
+def _drawn_rows(plan: StepPlan) -> Iterator[tuple[int, Row]]:
+    """Rows on the device that may bring a token, of a step with several places a decode; and whose they are."""
+    places, num_decodes = plan.places, plan.num_decode_rows
+    for row, seq in enumerate(plan.seqs[:num_decodes]):
+        for place in range(min(places, seq.most_gained)):
+            yield row * places + place, seq
+    yield from enumerate(plan.seqs[num_decodes : plan.num_sample_rows], num_decodes * places)
+
+
 def _add_grammar_masks(builder: SectionBuilder, constrained: list[tuple[int, SamplingRow, Matcher]]) -> None:
     """constrained: the slot of each."""
     slots, rows, matchers = zip(*constrained, strict=True)
@@ -122,7 +134,7 @@ def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
 
 def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPart]]:
     parts: list[list[PromptPart]] = [[], []]
-    begin = plan.num_decode_rows
+    begin = plan.num_decode_rows * plan.places
     for row in range(plan.num_decode_rows, plan.num_rows):
         seq, start, count = plan.seqs[row], plan.starts[row], plan.counts[row]
         sampling = seq.sampling

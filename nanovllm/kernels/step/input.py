@@ -10,13 +10,14 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.wire.state import ALIGNED
-from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, NO_LINE, RECORD_SIZE, UPDATE_SIZE
+from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, NO_LINE, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
 _HEADER = tl.constexpr(HEADER_SIZE)
 _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
 _NO_LINE = tl.constexpr(NO_LINE)
+_PLACES = tl.constexpr(PLACES_WORD)
 
 
 @dataclass
@@ -35,17 +36,24 @@ class DeviceState:
     """int64 [S]"""
     num_lines: int = 0
     """Lines of memory of fixed size, after which comes one for rows of padding; 0: there are none."""
+    drafts: torch.Tensor | None = None
+    """int32 [S, k]: what may follow the last token of each slot, -1 where nothing is drafted; None: there are none.
+    Then a step that computes a decode moves its slot on; else `take_draws` does (kernels/step/drafts.py)."""
+    ids: torch.Tensor | None = None
+    """int32 [blocks, block size]: ids of the tokens in the blocks of the first table, with drafts."""
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0
-    ) -> "DeviceState":
+        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0,
+        num_drafts: int = 0, ids: torch.Tensor | None = None,
+    ) -> "DeviceState":  # fmt: skip
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
             last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             num_computed=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
-            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines,
+            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines, ids=ids,
+            drafts=torch.full((max_num_seqs, num_drafts), -1, dtype=torch.int32, device=device) if num_drafts else None,
         )  # fmt: skip
 
 
@@ -71,7 +79,7 @@ class StepBuffers:
     """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
     written where the state has lines."""
     tokens: torch.Tensor
-    """int32 [B]: that each row gained, -1 where it gained none; written by the sampler, not here."""
+    """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see look_up_drafts."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_tokens: int, num_tables: int, device: torch.device | str) -> "StepBuffers":
@@ -82,7 +90,7 @@ class StepBuffers:
         return cls(
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
             positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
-            logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows),
+            logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows + 1),
         )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
@@ -171,10 +179,16 @@ def _copy_lines(LINES, given, row, num_rows, out_row, inside, live, lines_stride
 
 
 @triton.jit
-def _own_start(NUM_COMPUTED, slot, latest, decodes):
-    """Position at which a row begins: that of its slot for a decode, but never behind `latest`, up to which it has
-    blocks."""
-    return tl.minimum(latest, tl.load(NUM_COMPUTED + slot, mask=decodes, other=1 << 30))
+def _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, latest, live):
+    """Position and token id of a decode's place, and whether it computes anything: where there is a token, and not
+    behind `latest`, up to which the row has blocks."""
+    position = tl.load(NUM_COMPUTED + slot, mask=live, other=0) + place
+    token = tl.load(LAST_TOKEN + slot, mask=live, other=-1)
+    if DRAFTS is not None:
+        draft = tl.load(DRAFTS + slot * num_drafts + place - 1, mask=live & (place > 0), other=-1)
+        token = tl.where(place == 0, token, draft)
+    live = live & (position <= latest) & (token >= 0)
+    return tl.where(live, position, 0), tl.where(live, token, 0), live
 
 
 @triton.jit
@@ -188,32 +202,43 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows", "padding_line"])
 def _expand_rows_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride, padding_line,
-    out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width, mapping_stride,
+    lines_stride, padding_line, out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr,
+    NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
     CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS int32 [out_tokens], SLOT_MAPPING int32 [NUM_TABLES, out_tokens
-    of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width] and LAST_TOKEN int32 [S]; NUM_COMPUTED int32
-    [S] goes on. Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the
-    tokens' padding. The first `decode_rows` output rows are decodes or their padding, one token each; chunks follow."""
+    of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width], LAST_TOKEN int32 [S] and, where there are
+    any, DRAFTS int32 [S, num_drafts]; NUM_COMPUTED int32 [S] goes on, for chunks alone where there are drafts. IDS: see
+    DeviceState. Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the
+    tokens' padding. The first `decode_rows` output rows are places of decodes or their padding, one token each; chunks
+    follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows = tl.load(BUFFER + 0)
     num_decode = tl.load(BUFFER + 1)
     num_sample = tl.load(BUFFER + 2)
     given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-    decodes = out_row < decode_rows
-    row = tl.where(decodes, out_row, out_row - decode_rows + num_decode)
+    decodes, place, of_decode = out_row < decode_rows, 0, out_row
+    if DRAFTS is not None:
+        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
+        place, of_decode = out_row % places, out_row // places
+    row = tl.where(decodes, of_decode, out_row - decode_rows + num_decode)
     chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
     begin = tl.where(decodes, out_row, decode_rows + chunks_before)
     live = row < tl.where(decodes, num_decode, num_rows)
     slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
     start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
     count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
-    start = _own_start(NUM_COMPUTED, slot, start, live & decodes)  # of the shares, the first alone has a decode's token
-    if share == 0:
-        tl.store(NUM_COMPUTED + slot, start + count, mask=live)
+    own_start, own_id, is_live = _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, start,
+                                               live & decodes)  # fmt: skip
+    if decodes:
+        live, start, slot, count = is_live, own_start, tl.where(is_live, slot, -1), tl.where(is_live, count, 0)
+    if share == 0:  # which alone has a decode's token
+        if DRAFTS is None:
+            tl.store(NUM_COMPUTED + slot, start + count, mask=live)
+        else:
+            tl.store(NUM_COMPUTED + slot, start + count, mask=live & (out_row >= decode_rows))
         tl.store(CU_SEQLENS + out_row, begin)
         if out_row < out_rows:
             tl.store(ROW_SLOT + out_row, slot)
@@ -234,10 +259,12 @@ def _expand_rows_kernel(
         block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0)
         cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         given_id = tl.load(given + token - decode_rows, mask=read & (out_row >= decode_rows), other=0)
-        last_id = tl.load(LAST_TOKEN + slot, mask=live & decodes, other=0)
+        token_id = tl.where(decodes, own_id, given_id)
         tl.store(POSITIONS + token, position, mask=inside)
         tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
-        tl.store(INPUT_IDS + token, tl.where(decodes, last_id, given_id), mask=inside)
+        tl.store(INPUT_IDS + token, token_id, mask=inside)
+        if IDS is not None:
+            tl.store(IDS + cache_slot, token_id, mask=read)
         _map_other_tables(SLOT_MAPPING, table, token, position, live, inside, table_width, mapping_stride, NUM_TABLES,
                           BLOCK_SIZE)  # fmt: skip
         first += tl.num_programs(1) * BLOCK
@@ -246,8 +273,9 @@ def _expand_rows_kernel(
 @triton.jit(do_not_specialize=["out_rows", "padding_line"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
-    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, table_stride, table_width, mapping_stride, lines_stride,
-    padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width,
+    mapping_stride, lines_stride, padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
     rows. One program, so that a barrier is enough between the updates and their readers."""
@@ -256,19 +284,27 @@ def _prepare_decode_kernel(
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
-    live = row < num_rows
-    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
-    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
-    start = _own_start(NUM_COMPUTED, slot, start, live)
-    tl.store(NUM_COMPUTED + slot, start + 1, mask=live)
+    place, of_decode = tl.zeros_like(row), row
+    if DRAFTS is not None:
+        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
+        place, of_decode = row % places, row // places
+    live = of_decode < num_rows
+    slot = tl.load(BUFFER + _HEADER + of_decode, mask=live, other=-1)
+    latest = tl.load(BUFFER + (_HEADER + S) + of_decode, mask=live, other=0)
+    start, token_id, live = _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, latest, live)
+    slot = tl.where(live, slot, -1)
+    if DRAFTS is None:
+        tl.store(NUM_COMPUTED + slot, start + 1, mask=live)
     table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
     block = tl.load(table + start // BLOCK_SIZE, mask=live, other=0)
-    last_id = tl.load(LAST_TOKEN + slot, mask=live, other=0)
+    cache_slot = tl.where(live, block * BLOCK_SIZE + start % BLOCK_SIZE, -1)
     tl.store(ROW_SLOT + row, slot, mask=inside)
     tl.store(CONTEXT_LENS + row, tl.where(live, start + 1, 0), mask=inside)
     tl.store(POSITIONS + row, start, mask=inside)
-    tl.store(INPUT_IDS + row, last_id, mask=inside)
-    tl.store(SLOT_MAPPING + row, tl.where(live, block * BLOCK_SIZE + start % BLOCK_SIZE, -1), mask=inside)
+    tl.store(INPUT_IDS + row, token_id, mask=inside)
+    tl.store(SLOT_MAPPING + row, cache_slot, mask=inside)
+    if IDS is not None:
+        tl.store(IDS + cache_slot, token_id, mask=live)
     tl.store(LOGITS_INDICES + row, row, mask=inside)
     tl.store(CU_SEQLENS + row, row, mask=inside)
     tl.store(CU_SEQLENS + out_rows, out_rows)
@@ -296,22 +332,27 @@ def _table_strides(state: DeviceState, out: StepBuffers) -> tuple[int, int | Non
     return table.stride(0), table.stride(1), out.slot_mapping.stride(0)
 
 
+def _drafts(state: DeviceState) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
+    """DRAFTS, IDS and num_drafts of the kernels."""
+    return state.drafts, state.ids, None if state.drafts is None else state.drafts.shape[1]
+
+
 def expand_rows(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers, decode_rows: int
 ) -> None:
     """Fills `out` for a packed step, int32 [words], whose deltas are applied: all of its rows and tokens, padding past
     the step's own.
 
-    The first `decode_rows` rows of `out` (at least as many as the step decodes) have one token each, be they padding or
-    not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0; padding
-    tokens have id 0, position 0 and cache slot -1.
+    The first `decode_rows` rows of `out` (at least as many as the places of all decodes) have one token each, be they
+    padding or not; the chunks' rows follow, then padding rows without tokens. Padding rows have slot -1 and context 0;
+    padding tokens have id 0, position 0 and cache slot -1. So do places of a decode that compute nothing.
     """
     out_rows, out_tokens = out.row_slot.shape[0], out.positions.shape[0]
     _expand_rows_kernel[(out_rows + 1, 8)](
         buffer, state.block_table, state.last_token, state.num_computed, out.row_slot, out.context_lens,
         out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices, out.lines,
-        *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out_rows, out_tokens,
-        decode_rows, S=max_num_seqs,
+        *_drafts(state), *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out_rows,
+        out_tokens, decode_rows, S=max_num_seqs,
         S_PADDED=triton.next_power_of_2(max_num_seqs), NUM_TABLES=state.block_table.shape[1],
         BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
     )  # fmt: skip
@@ -320,14 +361,14 @@ def expand_rows(
 def prepare_decode(
     buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, block_size: int, out: StepBuffers
 ) -> None:
-    """apply_deltas, then expand_rows for a packed step, int32 [words], of decode rows alone, one token each, in an
-    `out` of as many tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
+    """apply_deltas, then expand_rows for a packed step, int32 [words], of decode rows alone, in an `out` of as many
+    tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
         out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        out.lines, *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out.row_slot.shape[0],
-        S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
-        BLOCK=max(128, triton.next_power_of_2(max_num_seqs)),
+        out.lines, *_drafts(state), *_table_strides(state, out), out.lines.stride(0), state.num_lines or None,
+        out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
+        BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
@@ -354,9 +395,16 @@ def expand_rows_reference(
     """Plain twin of `expand_rows`."""
     num_rows, num_decode, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     arrays = buffer[HEADER_SIZE : HEADER_SIZE + 3 * max_num_seqs].view(3, max_num_seqs)[:, :num_rows]
-    slot, start, count = arrays.long().unbind(0)
-    start = torch.cat([start[:num_decode].minimum(state.num_computed[slot[:num_decode]]), start[num_decode:]])
-    state.num_computed[slot] = (start + count).int()
+    places = max(1, int(buffer[PLACES_WORD])) if state.drafts is not None else 1
+    times = torch.where(torch.arange(num_rows, device=buffer.device) < num_decode, places, 1)
+    slot, start, count = arrays.long().repeat_interleave(times, 1).unbind(0)
+    more = (places - 1) * num_decode
+    num_rows, num_decode, num_sample = num_rows + more, num_decode + more, num_sample + more
+    ids, begin, is_live = _decode_places_reference(state, slot[:num_decode], start[:num_decode], places)
+    start = torch.cat([begin, start[num_decode:]])
+    goes_on = torch.ones_like(slot, dtype=torch.bool)
+    goes_on[:num_decode] = is_live & (state.drafts is None)
+    state.num_computed[slot[goes_on]] = (start + count)[goes_on].int()
     shift = decode_rows - num_decode
     ends = count.cumsum(0)
     ends[num_decode:] += shift
@@ -376,14 +424,32 @@ def expand_rows_reference(
     out.positions.zero_()[token] = position.int()
     out.slot_mapping.fill_(-1)[:, token] = (block.T * block_size + position % block_size).int()
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
-    out.input_ids.zero_()[:num_decode] = state.last_token[slot[:num_decode]]
+    out.input_ids.zero_()[:num_decode] = ids
     out.input_ids[token[num_decode:]] = buffer[given : given + num_tokens - num_decode]
+    dead = (~is_live).nonzero().squeeze(1)
+    out.row_slot[dead], out.slot_mapping[:, dead] = -1, -1
+    out.context_lens[dead], out.logits_indices[dead] = 0, 0
+    if state.ids is not None:
+        is_stored = out.slot_mapping[0] >= 0
+        state.ids.view(-1)[out.slot_mapping[0][is_stored].long()] = out.input_ids[is_stored]
     if state.num_lines:
         assert buffer[LINES_WORD] == num_rows
         words = buffer[given + num_tokens - num_decode :][: 4 * num_rows].view(4, num_rows)
         padding = torch.tensor([NO_LINE, state.num_lines, NO_LINE, 0], dtype=torch.int32, device=buffer.device)
         out.lines.copy_(padding[:, None].expand_as(out.lines))
         out.lines[:, where] = words - torch.tensor([1, 1, 1, 0], dtype=torch.int32, device=buffer.device)[:, None]
+
+
+def _decode_places_reference(
+    state: DeviceState, slots: torch.Tensor, latest: torch.Tensor, places: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids and positions of the places of decodes, and which of these compute something; zeros for others."""
+    place = torch.arange(slots.shape[0], device=slots.device) % places
+    ids, positions = state.last_token[slots], state.num_computed[slots] + place
+    if state.drafts is not None:
+        ids = torch.where(place == 0, ids, state.drafts[slots, (place - 1).clamp(min=0)])
+    is_live = (ids >= 0) & (positions <= latest)
+    return ids * is_live, positions * is_live, is_live
 
 
 def prepare_decode_reference(

@@ -1,0 +1,89 @@
+"""Whether a step verifies drafts: where they are likely to bring more than their places cost."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nanovllm.model_config import ModelConfig
+
+_COSTS = ((16, 1.15), (64, 1.25), (128, 1.5), (256, 2.0))
+"""Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
+on an H200. Measured with four tokens in all; beyond 16 a guess."""
+_EXPERTS, _SMALL, _QUANTISED = 10.0, 4.0, 2.0
+"""How many times as much places cost where tokens choose experts, whose weights the step reads besides; in models
+narrower than _NARROW, whose weights are soon read; and where weights are quantised. Measured with four tokens."""
+_NARROW = 2048
+_EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
+"""Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
+verify none: so that they are tried again now and then."""
+_LEARNT = 1 / 8
+"""Weight of a step's drafts in the average of the last ones."""
+
+
+class PlaceCost(NamedTuple):
+    """What places cost in a model."""
+
+    factor: float = 1.0
+    """In places of a dense model of 8B, where texts are short."""
+    num_keys: float = 100_000
+    """Tokens whose keys and values take as long to read as the weights. Each place reads those of its row."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "PlaceCost":
+        num_keys = 6 * model.hidden_size**2 / (model.num_key_value_heads * model.layers[0].head_dim)
+        if model.moe is not None:
+            return cls(_EXPERTS, num_keys)
+        if model.hidden_size < _NARROW:
+            return cls(_SMALL, num_keys)
+        return cls(_QUANTISED if any(layer.quantization is not None for layer in model.layers) else 1.0, num_keys)
+
+
+def cost(num_rows: int, places: int, num_keys: int, of: PlaceCost) -> float:
+    """Duration of a step of so many decodes with these places each and so many tokens before them in all, in steps
+    with one place."""
+    tokens = next((factor - 1 for most, factor in _COSTS if num_rows * places <= most), float("inf"))
+    return 1 + of.factor * tokens + (places - 1) * num_keys / (of.num_keys + num_keys)
+
+
+class Drafting:
+    """Drafts that were verified, how many were right, and what follows from that. A function of counts alone, so that
+    a run can be repeated."""
+
+    def __init__(self, tokens_per_step: int, most_places: int, place_cost: PlaceCost) -> None:
+        """tokens_per_step: of a row, drafts included. most_places: maximum rows of a step on the device."""
+        self.tokens_per_step, self._most_places, self._place_cost = tokens_per_step, most_places, place_cost
+        self.num_drafts = 0
+        """Number of times that a row had drafts."""
+        self.num_draft_tokens = 0
+        self.accepted = [0] * (tokens_per_step - 1)
+        """Drafted tokens that were right, by their place after the last token."""
+        self._right, self._found = _EXPECTED, tokens_per_step - 1.0
+
+    def places(self, num_rows: int, num_waiting: int, budget: int, lengths: Iterable[int]) -> int:
+        """Places of each of at most `num_rows` decodes, of these lengths, in the next step, which has room for `budget`
+        tokens, and may begin `num_waiting` rows besides."""
+        places, num_tokens = self.tokens_per_step, self.tokens_per_step * num_rows
+        if places == 1 or num_tokens > budget or num_tokens + num_waiting > self._most_places:
+            return 1
+        expected = 1 + self._found * self._right
+        return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1
+
+    def note_found(self, num_tokens: int, num_rows: int) -> None:
+        """Notes how many tokens a step's drafter proposed for its rows."""
+        self._found = num_tokens / num_rows if num_rows else 0.0
+
+    def note_plain(self) -> None:
+        """Notes a step of decodes that verified nothing."""
+        self._right += (_EXPECTED - self._right) * _FORGOTTEN
+
+    def note_verified(self, drafted: list[int], gained: list[int]) -> None:
+        """Notes the number of drafts that each decode of a step had, and of tokens that it gained."""
+        right = 0
+        for num_drafted, num_gained in zip(drafted, gained, strict=True):
+            if num_drafted:
+                self.num_drafts += 1
+                right += max(0, num_gained - 1)
+                for place in range(num_gained - 1):
+                    self.accepted[place] += 1
+        if total := sum(drafted):
+            self.num_draft_tokens += total
+            self._right += (right / total - self._right) * _LEARNT

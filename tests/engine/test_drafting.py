@@ -1,0 +1,66 @@
+"""When steps verify drafts: a function of counts."""
+
+from nanovllm.engine.drafting import Drafting, PlaceCost, cost
+
+
+def verify(drafting: Drafting, num_right: int, found: int, rows: int = 1) -> None:
+    """A step of `rows` decodes with three drafts each, of which so many are right."""
+    drafting.note_verified([3] * rows, [1 + num_right] * rows)
+    drafting.note_found(found * rows, rows)
+
+
+def places(drafting: Drafting, rows: int = 1, waiting: int = 0, budget: int = 10_000, length: int = 100) -> int:
+    return drafting.places(rows, waiting, budget, [length] * rows)
+
+
+def test_an_engine_without_drafts_has_one_place() -> None:
+    assert places(Drafting(1, 256, PlaceCost())) == 1
+
+
+def test_a_step_verifies_where_tokens_were_found_that_are_likely_to_be_right() -> None:
+    drafting = Drafting(4, 256, PlaceCost())
+    for found, expected in ((0, 1), (3, 4), (0, 1), (1, 4)):
+        drafting.note_found(found, 1)
+        assert places(drafting) == expected
+    drafting.note_found(3, 20)  # one row of many
+    assert places(drafting, rows=20) == 1
+
+
+def test_drafts_that_are_wrong_are_left_alone_and_tried_again_now_and_then() -> None:
+    drafting, tried = Drafting(4, 256, PlaceCost()), []
+    for step in range(2000):
+        if places(drafting) > 1:
+            tried.append(step)
+            verify(drafting, 0, 3)
+        else:
+            drafting.note_plain()
+            drafting.note_found(3, 1)
+    assert len(tried) > 20 and tried[-1] > 1900
+    assert len(tried) * (cost(1, 4, 100, PlaceCost()) - 1) < 0.02 * 2000, "others pay at most 2 %"
+    while places(drafting) == 1:
+        drafting.note_plain()
+    for _ in range(4):
+        verify(drafting, 3, 3)
+    assert all(places(drafting) == 4 for _ in range(9))
+
+
+def test_no_step_has_more_rows_or_tokens_than_fit() -> None:
+    drafting = Drafting(4, 64, PlaceCost())
+    assert places(drafting, rows=16) == 4
+    assert places(drafting, rows=16, waiting=1) == places(drafting, rows=17) == places(drafting, rows=2, budget=7) == 1
+
+
+def test_more_tokens_cost_more_and_so_do_longer_texts_and_experts() -> None:
+    costs = [cost(rows, 4, 0, PlaceCost()) for rows in (1, 4, 5, 16, 32, 64, 65)]
+    assert costs == sorted(costs) and costs[-1] == float("inf")
+    assert cost(1, 4, 0, PlaceCost(factor=10.0)) > 2 > cost(1, 4, 0, PlaceCost())
+    assert cost(1, 4, 32_000, PlaceCost()) > 1.6
+    drafting = Drafting(4, 256, PlaceCost())
+    drafting.note_found(1, 1)
+    assert (places(drafting), places(drafting, length=100_000)) == (4, 1)
+
+
+def test_accepted_drafts_count_by_place() -> None:
+    drafting = Drafting(4, 256, PlaceCost())
+    drafting.note_verified([3, 3, 0, 2], [3, 1, 1, 3])
+    assert (drafting.num_drafts, drafting.num_draft_tokens, drafting.accepted) == (3, 8, [2, 2, 0])

@@ -1,0 +1,229 @@
+"""Whatever is drafted, requests get what they get without drafts: ids, texts, endings and log-probabilities."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import drafting
+from nanovllm.kernels.step.drafts import look_up_drafts_reference
+from nanovllm.kernels.step.input import DeviceState, StepBuffers
+
+PROMPTS = [
+    "The capital of France is", "1 2 3 4 5", "3 + 4 =", "Monday, Tuesday,", "The opposite of hot is",
+    "Once upon a time", "def gcd(a, b):", "one two one two one",
+]  # fmt: skip
+LONG = "".join(f"{number} and then {number + 1} " for number in range(60))
+Drafter = Callable[[DeviceState, list[int]], None]
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 32, "ignore_eos": True, **options})
+
+
+MIXED = [params(temperature=(0.0, 0.5, 1.0)[i % 3], seed=i) for i in range(8)]
+OPTIONS = [
+    params(temperature=0.8, seed=1, top_p=0.7), params(temperature=1.0, seed=2, top_k=5, logprobs=2),
+    params(temperature=0.9, seed=3, min_p=0.1), params(temperature=0.8, seed=4, presence_penalty=0.5),
+    params(temperature=0.0, logprobs=1, prompt_logprobs=1), params(temperature=0.6, seed=8, stop=["the", ","]),
+    params(temperature=0.7, seed=6, repetition_penalty=1.2, top_p=0.9),
+    params(temperature=0.0, min_tokens=10, ignore_eos=False), params(temperature=0.8, seed=9, logit_bias={5: 2.0}),
+    params(temperature=0.8, seed=10, bad_words=["the"]),
+    params(temperature=0.8, seed=11, allowed_token_ids=tuple(range(20, 400)), logprobs=0),
+    params(temperature=1.0, seed=13, stop_token_ids=(13, 200, 300, 14, 15)), params(temperature=0.5, seed=14, n=2),
+    params(temperature=0.8, seed=7, top_p=0.8, sampling_mask=True), params(temperature=0.5, seed=15, max_tokens=2),
+    params(temperature=0.8, seed=12, structured_outputs={"regex": "[a-c]{3,20}"}),
+]  # fmt: skip
+KINDS = ["full_attention", *["sliding_attention"] * 3]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS}
+TINY_POOL = {"num_kvcache_blocks": 16, "disable": "lookahead", "max_model_len": 96}
+SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
+    "mixed": (PROMPTS, MIXED, {}),
+    "tiny pool": (PROMPTS, MIXED, TINY_POOL),
+    "tiny pool, not one ahead": (PROMPTS, MIXED, {**TINY_POOL, "disable": "lookahead,async_scheduling"}),
+    "chunks": ([LONG + PROMPTS[i] if i % 2 else PROMPTS[i] for i in range(8)], MIXED, {"max_num_batched_tokens": 48}),
+    "options": (PROMPTS * 2, OPTIONS, {}),
+    "ends": (PROMPTS, [params(temperature=0.5, seed=i, max_tokens=i + 1) for i in range(8)], {}),
+    "the model's end": (PROMPTS[:3], [params(max_tokens=500, seed=i) for i in range(3)], {"max_model_len": 48}),
+    "windows": (PROMPTS, MIXED, {"hf_overrides": WINDOWS, **TINY_POOL}),
+    "exact": (PROMPTS, [replace(one, logprobs=2) for one in MIXED], {"exact_bits": "batch"}),
+    "two ranks": (PROMPTS[:4], MIXED[:4], {"tensor_parallel_size": 2}),
+}
+
+
+def start(k: int, options: dict[str, Any]) -> LLM:
+    speculative = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1} if k else None
+    return LLM("demo", device="cpu", seed=5, max_num_seqs=24, speculative_config=speculative, **options)
+
+
+def outputs(llm: LLM, prompts: list[Any], given: list[SamplingParams], is_exact: bool) -> list[Any]:
+    found = []
+    for result in llm.generate(prompts, given, use_tqdm=False):
+        for one in result.outputs:
+            scores = [
+                sorted((key, round(value.logprob, 17 if is_exact else 3)) for key, value in (at or {}).items())
+                for at in [*(one.logprobs or []), *(result.prompt_logprobs or [])]
+            ]
+            mask = None if one.sampling_mask is None else [list(at) for at in one.sampling_mask]
+            found.append((list(one.token_ids), one.text, one.finish_reason, one.stop_reason, mask, scores))
+    return found
+
+
+@cache
+def without(name: str) -> tuple[list[Any], list[list[int]]]:
+    """What a scenario's requests get without drafts, and their whole texts."""
+    prompts, given, options = SCENARIOS[name]
+    with start(0, options) as llm:
+        found = outputs(llm, prompts, given, "exact_bits" in options)
+        ids = [list(llm.tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    numbers = [number for number, one in enumerate(given) for _ in range(one.n)]
+    return found, [ids[number] + one[0] for number, one in zip(numbers, found, strict=True)]
+
+
+def text_of(state: DeviceState, slot: int) -> list[int]:
+    assert state.ids is not None
+    length = int(state.num_computed[slot])
+    blocks = state.block_table[slot, 0, : -(-length // state.ids.shape[1])].long()
+    return [*state.ids[blocks].flatten()[:length].tolist(), int(state.last_token[slot])]
+
+
+def wrong(state: DeviceState, slots: list[int]) -> None:
+    assert state.drafts is not None
+    state.drafts[slots] = ((state.last_token[slots] + 1) % 1000)[:, None].expand(-1, state.drafts.shape[1])
+
+
+def at_random(state: DeviceState, slots: list[int]) -> None:
+    assert state.drafts is not None
+    for slot in slots:
+        count = random.randint(0, state.drafts.shape[1])
+        state.drafts[slot] = -1
+        state.drafts[slot, :count] = torch.randint(0, 1000, (count,), dtype=torch.int32)
+
+
+def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
+    """Drafts what follows in one of `texts`; a share of drafts is spoilt somewhere."""
+
+    def draft(state: DeviceState, slots: list[int]) -> None:
+        assert state.drafts is not None
+        k = state.drafts.shape[1]
+        for slot in slots:
+            text, state.drafts[slot] = text_of(state, slot), -1
+            follows = next((whole[len(text) :][:k] for whole in texts if whole[: len(text)] == text), [])
+            state.drafts[slot, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
+            if follows and random.random() > share:
+                at = random.randrange(len(follows))
+                state.drafts[slot, at] = (follows[at] + 7) % 1000
+
+    return draft
+
+
+def use(llm: LLM, drafter: Drafter | None) -> None:
+    if drafter is None:
+        return
+
+    def look_up(state: DeviceState, out: StepBuffers, *args: Any) -> None:
+        num_decodes, places, first_chunk_row, num_rows = args[:4]
+        look_up_drafts_reference(state, out, *args)  # counts, too
+        rows = [row * places for row in range(num_decodes)]
+        rows += range(first_chunk_row, first_chunk_row + num_rows - num_decodes)
+        drafter(state, [slot for slot in out.row_slot[rows].tolist() if slot >= 0])
+
+    work: Any = llm.engine.executor.runner.work  # type: ignore[attr-defined]
+    work._kernels = replace(work._kernels, look_up_drafts=look_up)
+
+
+CASES = [
+    *(("mixed", drafter, 3) for drafter in ("lookup", "wrong", "random", "right", "half")),
+    *(("mixed", "half", k) for k in (1, 7)), ("mixed", "right", 15),
+    *(("tiny pool", drafter, 3) for drafter in ("lookup", "half")), ("tiny pool, not one ahead", "half", 3),
+    ("chunks", "lookup", 3), ("chunks", "half", 3),
+    *(("options", drafter, 3) for drafter in ("wrong", "half", "lookup")),
+    *(("ends", drafter, k) for drafter in ("half", "right") for k in (1, 3, 7)), ("the model's end", "right", 3),
+    ("windows", "half", 3), ("windows", "wrong", 7), ("exact", "half", 3), ("two ranks", "lookup", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "drafter", "k"), CASES)
+def test_drafts_change_nothing(name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, texts = without(name)
+    random.seed(1)
+    torch.manual_seed(1)
+    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)  # they are verified in every step
+    prompts, given, options = SCENARIOS[name]
+    drafters = {"wrong": wrong, "random": at_random, "right": right(texts), "half": right(texts, 0.5)}
+    with start(k, options) as llm:
+        use(llm, drafters.get(drafter))
+        assert outputs(llm, prompts, given, "exact_bits" in options) == expected
+        llm.engine.scheduler.check_integrity()
+        stats = llm.stats()
+        assert stats.spec_decode_num_draft_tokens > 0
+        assert sum(stats.spec_decode_accepted_per_pos) == stats.spec_decode_num_accepted_tokens
+        if "pool" in name:
+            assert stats.num_preemptions > 0
+        if drafter == "right":
+            assert stats.spec_decode_num_accepted_tokens > 0.8 * stats.spec_decode_num_draft_tokens
+        if drafter == "wrong":
+            assert stats.spec_decode_num_accepted_tokens < 0.1 * stats.spec_decode_num_draft_tokens
+
+
+def test_hits_of_a_speculated_text_are_those_of_the_text() -> None:
+    """A row that ended is in one more step, which must not write into a block that others share by then."""
+    prompt, long = "The harbour master", params(temperature=0.0, max_tokens=60)
+    with start(0, {}) as llm:
+        ids = llm.tokenizer(prompt)["input_ids"]
+        given = replace(long, max_tokens=97 - len(ids))  # of which 96 are whole blocks
+        whole = ids + llm.generate([prompt], given, use_tqdm=False)[0].token_ids
+        after = params(temperature=0.0, max_tokens=8, logprobs=2)
+        expected = outputs(llm, [whole], [after], False)
+    with start(3, {}) as llm:
+        use(llm, right([whole]))
+        assert ids + llm.generate([prompt], given, use_tqdm=False)[0].token_ids == whole
+        assert outputs(llm, [whole], [after], False) == expected
+        assert llm.stats().prefix_cache_hits >= 96
+
+
+def test_a_copy_of_a_text_takes_a_fraction_of_the_steps_and_other_texts_none_more() -> None:
+    steps = []
+    for k in (0, 3):
+        with start(k, {}) as llm:
+            llm.generate(["one two one two one two one two"], params(temperature=0.0, max_tokens=48), use_tqdm=False)
+            steps.append(sum(llm.stats().iteration_tokens))
+    assert steps[1] < steps[0]
+
+
+def test_synthetic_rates_are_met_whatever_is_drafted() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "synthetic_acceptance_rates": [0.8, 0.4, 0.2]}
+    with LLM("demo", device="cpu", max_num_seqs=8, speculative_config=config) as llm:
+        llm.generate(PROMPTS, params(max_tokens=60), use_tqdm=False)
+        stats = llm.stats()
+    shares = [count / stats.spec_decode_num_drafts for count in stats.spec_decode_accepted_per_pos]
+    assert stats.spec_decode_num_drafts > 100
+    assert all(abs(share - rate) < 0.15 for share, rate in zip(shares, (0.8, 0.4, 0.2), strict=True)), shares
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "eagle3", "num_speculative_tokens": 3}, "method='eagle3': must be 'ngram'"),
+        ({"num_speculative_tokens": 3}, "method=None: must be 'ngram'"),
+        ({"method": "ngram"}, "num_speculative_tokens=None: must be an integer from 1 to 15"),
+        ({"method": "ngram", "num_speculative_tokens": 16}, "num_speculative_tokens=16"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens=True"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5}, "prompt_lookup_min=5: .* 1 to 4"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "model": "m"}, "'model' is not taken"),
+        ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.2, 0.4]},
+            "synthetic_acceptance_rates=.*2 numbers from 1 to 0",
+        ),
+        ("ngram", "must be a dict"),
+    ],
+)
+def test_what_is_not_taken_is_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM("demo", device="cpu", speculative_config=config)
