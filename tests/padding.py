@@ -27,7 +27,7 @@ class PaddedSteps(StepGraphs):
         """Takes the place of the graphs of `llm`, whose only rank is on a CPU, until the test ends."""
         runner, config, no_stream = llm.engine.executor.runner, llm.config, None
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        super().__init__(runner.work.run_padded, config.max_num_seqs, config.max_num_batched_tokens, no_stream)  # type: ignore[arg-type]
+        super().__init__(runner.work.run_padded, config.most_places, config.max_num_batched_tokens, no_stream)  # type: ignore[arg-type]
         self.used: set[StepShape] = set()
         upload = runner.io.upload
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from padding import PaddedSteps
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import drafting
@@ -52,6 +53,8 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "the model's end": (PROMPTS[:3], [params(max_tokens=500, seed=i) for i in range(3)], {"max_model_len": 48}),
     "windows": (PROMPTS, MIXED, {"hf_overrides": WINDOWS, **TINY_POOL}),
     "exact": (PROMPTS, [replace(one, logprobs=2) for one in MIXED], {"exact_bits": "batch"}),
+    "padded": (PROMPTS, MIXED, {"max_num_batched_tokens": 64}),
+    "padded options": (PROMPTS * 2, OPTIONS, {"max_num_batched_tokens": 128}),
     "two ranks": (PROMPTS[:4], MIXED[:4], {"tensor_parallel_size": 2}),
 }
 
@@ -144,6 +147,7 @@ CASES = [
     ("chunks", "lookup", 3), ("chunks", "half", 3),
     *(("options", drafter, 3) for drafter in ("wrong", "half", "lookup")),
     *(("ends", drafter, k) for drafter in ("half", "right") for k in (1, 3, 7)), ("the model's end", "right", 3),
+    ("padded", "half", 3), ("padded", "lookup", 7), ("padded options", "half", 2),
     ("windows", "half", 3), ("windows", "wrong", 7), ("exact", "half", 3), ("two ranks", "lookup", 3),
 ]  # fmt: skip
 
@@ -157,12 +161,14 @@ def test_drafts_change_nothing(name: str, drafter: str, k: int, monkeypatch: pyt
     prompts, given, options = SCENARIOS[name]
     drafters = {"wrong": wrong, "random": at_random, "right": right(texts), "half": right(texts, 0.5)}
     with start(k, options) as llm:
+        padded = PaddedSteps(llm, monkeypatch) if "padded" in name else None
         use(llm, drafters.get(drafter))
         assert outputs(llm, prompts, given, "exact_bits" in options) == expected
         llm.engine.scheduler.check_integrity()
         stats = llm.stats()
         assert stats.spec_decode_num_draft_tokens > 0
         assert sum(stats.spec_decode_accepted_per_pos) == stats.spec_decode_num_accepted_tokens
+        assert padded is None or len(padded.used) > 2
         if "pool" in name:
             assert stats.num_preemptions > 0
         if drafter == "right":

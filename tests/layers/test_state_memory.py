@@ -1,5 +1,6 @@
 """Memory that layers of several kinds share on one rank: each has its own, and blocks are copied in all of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,36 @@ def test_pages_that_their_mixer_cannot_keep_in_e4m3_are_refused() -> None:
     assert layout_of([both, both], config, torch.float8_e4m3fn).num_tables
     with pytest.raises(ValueError, match=r"^kv_cache_dtype='fp8': must be 'auto' with a mixer whose Pages"):
         layout_of([both, wide], config, torch.float8_e4m3fn)
+
+
+SPECULATIVE = replace(CONFIG, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_where_drafts_are_looked_up_each_block_has_the_ids_of_its_tokens(dtype: torch.dtype) -> None:
+    """They are copied with it, and take no memory of others."""
+    mixers = [Mixer(Pages(3, (8, 4)), Pages(1, (12,)))]
+    memory = StateMemory(SPECULATIVE, mixers, one_group(pages_of(mixers)), dtype, CPU, select_kernels(CPU))
+    memory.allocate(memory.size(NUM_BLOCKS))
+    parts = [tensor for cache in mixers[0].bound for tensor in cache.tensors]
+    assert memory.ids is not None and memory.ids.shape == (NUM_BLOCKS, BLOCK_SIZE)
+    assert sum(part.nbytes for part in [*parts, memory.ids]) == NUM_BLOCKS * memory.block_bytes
+    memory.ids[:] = torch.arange(NUM_BLOCKS * BLOCK_SIZE).view(NUM_BLOCKS, BLOCK_SIZE)
+    for part in parts:
+        part[:] = 1
+    packed = pack_step(
+        3, slots=[0], starts=[0], counts=[1], num_decode_rows=0, num_sample_rows=1, num_tokens=1, block_updates=[],
+        slot_records=[], token_ids=[5], block_copies=[1, 3],
+    )
+    memory.begin(torch.from_numpy(packed.copy()), packed)
+    first = [16 * block for block in (0, 1, 2, 1, 4)]
+    assert memory.ids.tolist() == [[*range(begin, begin + BLOCK_SIZE)] for begin in first]
+
+
+def test_recurrent_layers_go_without_drafts() -> None:
+    mixers = [Mixer(Pages(2, (8, 8))), Mixer(Slot((3, 5)))]
+    with pytest.raises(ValueError, match=r"^speculative_config=.*None for a model with recurrent layers"):
+        StateMemory(SPECULATIVE, mixers, one_group(pages_of(mixers)), torch.float32, CPU, select_kernels(CPU))
 
 
 def test_a_step_begins_with_copied_blocks() -> None:
