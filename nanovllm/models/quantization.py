@@ -252,6 +252,8 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")
+    if moe is not None and not moe.gated and found.method != "fp8":
+        raise ValueError(f"quantization={found.method!r}: not with experts without gates")
     in_order = not fields.get("interleaved_rope") and not spelling.fused
     if found.scales == "block" and not in_order:
         raise ValueError("quantization_config: blocks of weights: not with fused projections or interleaved rope")
