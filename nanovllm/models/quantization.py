@@ -113,7 +113,7 @@ def _read_gptq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
 
 
 def _beside_named(raw: dict[str, Any]) -> list[str]:
-    """What is not quantised where modules_in_block_to_quantize names the modules of a layer that are."""
+    """Pattern of what is not quantised where modules_in_block_to_quantize names the modules of a layer that are."""
     named = raw.get("modules_in_block_to_quantize") or []
     lists = [one if isinstance(one, list) else [one] for one in named] if isinstance(named, list) else [[named]]
     flat = [name for names in lists for name in names]
