@@ -73,9 +73,9 @@ class LayerSpec:
     rope: str | None = FULL
     """Name in ModelConfig.ropes; None: no rotary embedding (NoPE)."""
     mixer: str = "attention"
-    """Mixer of tokens: "attention", or a name of the family's own (models/family.py)."""
+    """Mixer of tokens: "attention", "none", or a name of the family's own (models/family.py)."""
     mlp: str = "dense"
-    """Kind of MLP: "dense", "moe", or a name of the family's own."""
+    """Kind of MLP: "dense", "moe", "none", or a name of the family's own."""
     options: Hashable = None
     """Options for a family's own mixer or MLP, passed on as they are."""
     has_sinks: bool = False
@@ -118,6 +118,8 @@ class MoEConfig:
     """Intermediate size of the expert that every token goes to; 0: none."""
     shared_name: str = "shared_experts"
     """Name of the shared expert in the checkpoint."""
+    gated: bool = True
+    """An expert is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2)."""
     shared_gate: bool = False
     """A sigmoid of the token weighs what that expert computes."""
     bias: bool = False

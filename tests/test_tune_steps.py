@@ -86,7 +86,7 @@ def test_a_table_is_added_to(tune_steps: Any, tmp_path: Path) -> None:
     save(path, tune_steps.table_of("NVIDIA X", {second: {32: CONFIGS[1]}}, load(path)))
     assert at(load(path).measured(half), 20) == CONFIGS[0] and at(load(path).measured(second), 20) == CONFIGS[1]
     save(path, tune_steps.table_of("NVIDIA X", {half: {32: CONFIGS[2]}}, load(path)))
-    assert load(path).at(first, 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
+    assert at(load(path).measured(first), 20) == CONFIGS[2] and load(path).devices == ("NVIDIA X",)
 
 
 def test_all_numbers_of_rows_of_a_running_engine(

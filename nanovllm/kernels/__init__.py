@@ -29,6 +29,7 @@ class Kernels:
     qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
     causal_conv: Annotated[Callable[..., torch.Tensor], "recurrent.conv"]
     gated_delta_rule: Annotated[Callable[..., torch.Tensor], "recurrent.delta"]
+    mamba: Annotated[Callable[..., torch.Tensor], "recurrent.mamba"]
     gumbel_argmax: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     commit_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     sample_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]

@@ -15,8 +15,8 @@ from nanovllm.kernels import Kernels
 
 
 def row_by_row(kernels: Kernels) -> Kernels:
-    """Kernels with as many calls as rows, for all functions but those that only move values or compare them. Those of a
-    mixture of experts hand each other a list with what each token has."""
+    """Kernels with as many calls as rows, for all functions but those that only move values or compare them. A
+    routing is a list with each token's."""
     tokens = {"qkv": 0, "positions": 0, "slot_mapping": 0, "mean_squares": 0}
     return replace(
         kernels,
@@ -26,7 +26,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
         qk_mean_squares=_each_row(kernels.qk_mean_squares, qkv=0),
         token_logprobs=_each_row(kernels.token_logprobs, scored=0),
         route=_each_row(kernels.route, joined=None, logits=1),
-        expert_gate_up=_each_row(kernels.expert_gate_up, joined=None, x=0, routing=0),
+        expert_gate_up=_each_row(kernels.expert_gate_up, x=0, routing=0),
         expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0),
         combine=_each_row(kernels.combine, parts=1, shared=0, logits=1),
     )
@@ -34,13 +34,16 @@ def row_by_row(kernels: Kernels) -> Kernels:
 
 def _each_row(function: Callable[..., Any], joined: int | None = 0, **rows: int) -> Callable[..., Any]:
     """`function` called with each row alone. rows: its operands that have rows, and in which dimension; a list has an
-    element for each. joined: the dimension of the results' rows; None: they stay a list."""
+    element for each, and a tensor beside it as many rows for each. joined: the dimension of the results' rows; None:
+    they stay a list."""
     parameters = signature(function)
 
     def call(*args: Any, **options: Any) -> Any:
         given = parameters.bind(*args, **options).arguments
-        own = {name: x if isinstance(x := given[name], list) else x.split(1, dim)
-               for name, dim in rows.items() if given.get(name) is not None}  # fmt: skip
+        own = {name: given[name] for name in rows if given.get(name) is not None}
+        count = next((len(x) for x in own.values() if isinstance(x, list)), None)
+        own = {name: x if isinstance(x, list) else x.split(1 if count is None else x.shape[0] // count, rows[name])
+               for name, x in own.items()}  # fmt: skip
         results = [function(**given | dict(zip(own, each, strict=True))) for each in zip(*own.values(), strict=True)]
         if joined is None:
             return results

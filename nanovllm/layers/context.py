@@ -72,3 +72,10 @@ class Stream(NamedTuple):
         found = self.residual if self.partial is None else self.partial
         assert found is not None
         return found.shape[-2]
+
+    def of(self, wanted: torch.Tensor | None) -> "Stream":
+        """The stream of these tokens alone, int [N]; None: all."""
+        if wanted is None:
+            return self
+        residual, partial = (None if each is None else each.index_select(-2, wanted) for each in self[:2])
+        return Stream(residual, partial)

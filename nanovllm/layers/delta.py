@@ -13,8 +13,7 @@ from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
 from nanovllm.layers.rotary import PositionTables
-from nanovllm.layers.step import wanted_rows
-from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule, parameter, whole
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule, moved, parameter, whole
 from nanovllm.model_config import LayerSpec
 
 
@@ -59,8 +58,8 @@ class GatedDeltaNet(WeightedModule):
         self.gate_proj = None
         if not joined:  # rows as few as those of the gates would lower the rows that share a scale
             first = sizes.channels + values
-            moved = (piece._replace(cuts=tuple(_moved(piece.cuts, -first, 0))) for piece in of_gates)
-            self.gate_proj = ParallelLinear(context, "gates", _padded(sum(self.rows[2:])), hidden, pieces=moved)
+            at_first = (piece._replace(cuts=tuple(moved(piece.cuts, -first, 0))) for piece in of_gates)
+            self.gate_proj = ParallelLinear(context, "gates", _padded(sum(self.rows[2:])), hidden, pieces=at_first)
         self.out_proj = RowParallelLinear(
             context, net.value_heads * net.value_dim, hidden, name="out", pads=False, precision=spec.precision("o"),
             around=around.last(),
@@ -93,11 +92,7 @@ class GatedDeltaNet(WeightedModule):
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, step.rows, None, self.sizes.unit)
         weights = DeltaWeights(self.A_log, self.dt_bias, self.norm, self.eps)
         y = self.kernels.gated_delta_rule(mixed, a, b, z, weights, self.sizes, self.states, step.rows)
-        if step.wanted is not None:
-            call, y = call._replace(rows=step.wanted), wanted_rows(y, step.wanted)
-        if not y.shape[0]:  # GEMMs take one row or more
-            return y.new_empty(0, self.out_proj.product.n)
-        return self.out_proj(y, call)
+        return self.out_proj.of_wanted(y, call)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -107,8 +102,8 @@ class GatedDeltaNet(WeightedModule):
         of_keys = heads.kv_cuts(net.key_dim)
         all_keys = net.key_heads * net.key_dim
         return (
-            *of_keys, *_moved(of_keys, keys, all_keys),
-            *_moved(heads.query_cuts(net.value_dim), 2 * keys, 2 * all_keys),
+            *of_keys, *moved(of_keys, keys, all_keys),
+            *moved(heads.query_cuts(net.value_dim), 2 * keys, 2 * all_keys),
         )  # fmt: skip
 
     def _pieces(self, hidden: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
@@ -120,10 +115,10 @@ class GatedDeltaNet(WeightedModule):
             of_heads = heads.query_cuts(1)
             return (
                 Piece("in_proj_qkv", (2 * keys + values, hidden), self._channel_cuts()),
-                Piece("in_proj_z", (values, hidden), tuple(_moved(heads.query_cuts(net.value_dim), z, 0))),
+                Piece("in_proj_z", (values, hidden), tuple(moved(heads.query_cuts(net.value_dim), z, 0))),
             ), (
-                Piece("in_proj_b", (net.value_heads, hidden), tuple(_moved(of_heads, b, 0))),
-                Piece("in_proj_a", (net.value_heads, hidden), tuple(_moved(of_heads, a, 0))),
+                Piece("in_proj_b", (net.value_heads, hidden), tuple(moved(of_heads, b, 0))),
+                Piece("in_proj_a", (net.value_heads, hidden), tuple(moved(of_heads, a, 0))),
             )  # fmt: skip
         each, of_keys = net.value_heads // net.key_heads, self.sizes.key_heads * net.key_dim
         block = 2 * net.key_dim + 2 * each * net.value_dim
@@ -158,11 +153,6 @@ class GatedDeltaNet(WeightedModule):
         yield self.heads.query_weight(f"{prefix}.A_log", self.A_log)
         yield self.heads.query_weight(f"{prefix}.dt_bias", self.dt_bias)
         yield whole(f"{prefix}.norm.weight", self.norm)
-
-
-def _moved(cuts: tuple[Cut, ...], place: int, start: int) -> Iterator[Cut]:
-    """Cuts further on: in the rank's matrix, and in the whole one."""
-    return (cut._replace(place=cut.place + place, start=cut.start + start) for cut in cuts)
 
 
 def _padded(rows: int) -> int:

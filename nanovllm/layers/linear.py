@@ -21,7 +21,7 @@ from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.matrix import Weight
 from nanovllm.layers.quantized import column_multiple
-from nanovllm.layers.step import Call
+from nanovllm.layers.step import Call, wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
 from nanovllm.model_config import Quantization
 from nanovllm.parallel.group import TensorParallelGroup
@@ -42,8 +42,9 @@ class Operation(WeightedModule):
         return found
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
-        """x by what is launched; see Weight.multiply."""
-        y = self.matrix.multiply(x, self.launch(x.shape[0], call), call)
+        """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
+        rows = x.shape[0] if call.routing is None else call.routing.num_tokens
+        y = self.matrix.multiply(x, self.launch(rows, call), call)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -205,3 +206,13 @@ class RowParallelLinear(ParallelLinear):
             context, name, out_features, size, pieces=pieces, bias=bias, adds_bias=group.rank == 0,
             precision=precision, around=around,
         )  # fmt: skip
+
+    def of_wanted(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The result of the wanted tokens of x [T, in], [N, out]."""
+        assert call.step is not None
+        wanted = call.step.wanted
+        if wanted is not None:
+            call, x = call._replace(rows=wanted), wanted_rows(x, wanted)
+        if not x.shape[0]:  # GEMMs take one row or more
+            return x.new_empty(0, self.product.n)
+        return self(x, call)

@@ -70,8 +70,8 @@ class Router(Operation):
 class MoE(WeightedModule):
     """x [T, hidden] -> a partial sum: [T, hidden], or [top_k, T, hidden] whose sum it is, for a ReduceAddNorm.
 
-    gate_up [experts, 2 I, hidden], gates first, and down [experts, hidden, I], where I is this rank's part of the
-    width, padded with zeros to a multiple of 8.
+    gate_up [experts, 2 I, hidden], gates first (without gates [experts, I, hidden]), and down [experts, hidden, I],
+    where I is this rank's part of the width, padded with zeros to a multiple of 8.
     """
 
     def __init__(self, context: ModelContext, spec: LayerSpec, around: Around) -> None:
@@ -84,26 +84,28 @@ class MoE(WeightedModule):
             raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
         self.size, self.begin, self.valid = part_of(config.intermediate_size, group, column_multiple(how, group.size))
         count = config.num_experts
-        gate, up, down = self.pieces
-        of_gate_up = context.matrix(how, 2 * self.size, hidden_size, (gate, up), (count,))
+        *gate_up, down = self.pieces
+        rows = len(gate_up) * self.size
+        of_gate_up = context.matrix(how, rows, hidden_size, tuple(gate_up), (count,))
         of_down = context.matrix(how, hidden_size, self.size, (down,), (count,))
         self.gate_up_bias = self.down_bias = None
         if config.bias:
             make = partial(parameter, dtype=context.dtype, device=context.device)
-            self.gate_up_bias, self.down_bias = make(count, 2 * self.size), make(count, hidden_size)
+            self.gate_up_bias, self.down_bias = make(count, rows), make(count, hidden_size)
             self.gate_up_bias.zero_()
         self.adds_bias = group.rank == 0
         self.shared: MLP | None = None
         if config.shared_size:
             precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
             self.shared = MLP(  # whose parts combine does not add up
-                context, hidden_size, config.shared_size, precisions=precisions, around=Around(), path="shared."
-            )
+                context, hidden_size, config.shared_size, activation="silu" if config.gated else "relu2",
+                gated=config.gated, precisions=precisions, around=Around(), path="shared.",
+            )  # fmt: skip
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,
             config.top_groups, config.scale,
         )  # fmt: skip
-        self.activation = ExpertActivation(config.activation_limit, config.activation_alpha)
+        self.activation = ExpertActivation(config.activation_limit, config.activation_alpha, config.gated)
         choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain_mixture(config))
         if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
             around = around.apart
@@ -112,7 +114,7 @@ class MoE(WeightedModule):
         self.router = Router(context, hidden_size, config, choice, around)
         made = partial(product_of, context, choice=choice)
         self.gate_up = Operation(
-            context, made("experts.gate_up", of_gate_up, 2 * self.size, hidden_size, around.first("gate")), of_gate_up
+            context, made("experts.gate_up", of_gate_up, rows, hidden_size, around.first("gate")), of_gate_up
         )
         self.down = Operation(context, made("experts.down", of_down, hidden_size, self.size, around.last()), of_down)
         self.operations = (
@@ -121,15 +123,16 @@ class MoE(WeightedModule):
         )  # fmt: skip
 
     @property
-    def pieces(self) -> tuple[Piece, Piece, Piece]:
-        """An expert's gate, up and down, of which this rank keeps a range of the width."""
+    def pieces(self) -> tuple[Piece, ...]:
+        """An expert's gate (where it has one), up and down, of which this rank keeps a range of the width."""
         width, hidden = self.config.intermediate_size, self.hidden_size
-        gate, up = (Cut(0, half * self.size, self.begin, self.valid) for half in range(2))
+        names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
+        rows = (Cut(0, place * self.size, self.begin, self.valid) for place in range(2))
         down = Cut(1, 0, self.begin, self.valid)
         return (
-            Piece("gate_proj", (width, hidden), (gate,)), Piece("up_proj", (width, hidden), (up,)),
+            *(Piece(name, (width, hidden), (cut,)) for name, cut in zip(names, rows, strict=False)),
             Piece("down_proj", (hidden, width), (down,)),
-        )  # fmt: skip
+        )
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """See ParallelLinear."""
@@ -175,7 +178,7 @@ def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
 
 def is_plain_mixture(config: MoEConfig) -> bool:
     """Whether the mixture is a softmax, experts without biases and their sum, and nothing else."""
-    only_experts = not config.bias and config.activation_limit is None and not config.shared_size
+    only_experts = not config.bias and config.gated and config.activation_limit is None and not config.shared_size
     return only_experts and config.scoring == "softmax" and config.num_groups == 1
 
 
@@ -184,8 +187,9 @@ def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     gate_up: Any = moe.gate_up.matrix
     down: Any = moe.down.matrix
     for index in range(moe.config.num_experts):
-        for matrix, piece in zip((gate_up, gate_up, down), moe.pieces, strict=True):
+        for piece in moe.pieces:
             path = piece.path(f"{prefix}.experts.{index}")
+            matrix = down if piece.name == "down_proj" else gate_up
             yield from matrix.checkpoint_weights(path, piece.shape, piece.cuts, expert=index)
 
 

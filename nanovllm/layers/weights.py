@@ -62,6 +62,11 @@ class Cut(NamedTuple):
         return Shard(matrix.narrow(self.dim, self.place, self.length), self.dim, self.start, scales)
 
 
+def moved(cuts: Iterable[Cut], place: int, start: int) -> Iterator[Cut]:
+    """Cuts further on: in the rank's matrix, and in the whole one."""
+    return (cut._replace(place=cut.place + place, start=cut.start + start) for cut in cuts)
+
+
 class Piece(NamedTuple):
     """A matrix of the checkpoint of which a layer's is made."""
 

@@ -70,7 +70,24 @@ def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     return config.gated_mlp and config.activation == "silu"
 
 
-OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Around], Any]] = {"attention": Attention}
+class Nothing(WeightedModule):
+    """The part that a layer with one part lacks."""
+
+    operations, memory, can_capture = (), (), True
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def bind(self, *memory: Any) -> None:
+        pass
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield from ()
+
+
+OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Around], Any]] = {
+    "attention": Attention, "none": Nothing
+}  # fmt: skip
 """Builders of a layer's mixer by LayerSpec.mixer, from what is around it. A mixer is a module with `operations`, (rows
 [T, hidden], call) -> [wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have
 more."""
@@ -84,7 +101,9 @@ def dense_mlp(context: ModelContext, spec: LayerSpec, around: Around) -> MLP:
     )  # fmt: skip
 
 
-OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Around], Any]] = {"dense": dense_mlp, "moe": MoE}
+OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Around], Any]] = {
+    "dense": dense_mlp, "moe": MoE, "none": Nothing
+}  # fmt: skip
 """Builders of a layer's MLP by LayerSpec.mlp, from what is around it. An MLP is a module with `operations`, (rows [T,
 hidden], call) -> [T, hidden], a partial sum. A Family may have more."""
 
@@ -105,6 +124,8 @@ class Block:
     compute: Callable[..., torch.Tensor]
     """(rows [T, hidden], call) -> partial [T or wanted, hidden]. Where the layer's plan has its operations compute what
     is around them the call has the `norm` of the rows, and the `residual`, which it adds to in place."""
+    mixes: bool
+    """Whether it takes the rows of all tokens and yields those of the wanted ones; else it has one number of both."""
     operations: range = range(0)
     """Places, among the layer's operations, from the one that takes the rows to the one that yields the result."""
 
@@ -128,7 +149,8 @@ def side_by_side(attention: Any, mlp: Callable[..., torch.Tensor]) -> Callable[.
 
 
 class DecoderLayer(WeightedModule):
-    """Attention and MLP with a ReduceAddNorm before each: `blocks`, which every kind of step goes through."""
+    """Mixer and MLP, or one of the two, with a ReduceAddNorm before each: `blocks`, which every kind of step goes
+    through."""
 
     def __init__(
         self, context: ModelContext, spec: LayerSpec, tables: PositionTables, incoming: RowNorm | None
@@ -139,12 +161,12 @@ class DecoderLayer(WeightedModule):
         placement, factor = config.norm_placement, config.residual_multiplier
         self.signature: Hashable = spec.signature
         self.norms: dict[str, RowNorm] = {}
-        if placement != "post":
+        if placement != "post" and spec.mixer != "none":
             self.norms["attention_norm"] = make_norm(context)
         if placement in ("post", "sandwich"):
             for name in ("attention_out_norm", "mlp_out_norm"):
                 self.norms[name] = make_norm(context, is_after=True)
-        if placement in ("pre", "sandwich"):
+        if placement in ("pre", "sandwich") and spec.mlp != "none":
             self.norms["mlp_norm"] = make_norm(context)
         around, of_family = around_blocks(config, spec), family(config.architecture)
         self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, of_family.mixers)(context, spec, tables, around)
@@ -155,19 +177,20 @@ class DecoderLayer(WeightedModule):
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if placement == "parallel":
-            self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp)),)
+            self.blocks = (Block(self.input_layernorm, side_by_side(self.self_attn, self.mlp), mixes=True),)
             return
         norm, after = self.norms.get("mlp_norm"), self.norms.get("attention_out_norm")
         self.post_attention_layernorm = ReduceAddNorm(context, norm, after, factor)
         cut, end = len(self.self_attn.operations), len(self.operations)
-        self.blocks = (
-            Block(self.input_layernorm, self.self_attn, range(cut)),
-            Block(self.post_attention_layernorm, self.mlp, range(cut, end)),
-        )
+        mixer = Block(self.input_layernorm, self.self_attn, mixes=True, operations=range(cut))
+        mlp = Block(self.post_attention_layernorm, self.mlp, mixes=False, operations=range(cut, end))
+        self.blocks = (mixer,) * (spec.mixer != "none") + (mlp,) * (spec.mlp != "none")
 
     def forward(self, stream: Stream, step: ForwardStep) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
-        for number, block in enumerate(self.blocks):
+        if not self.blocks[0].mixes:
+            stream = stream.of(step.wanted)
+        for block in self.blocks:
             if not stream.num_rows:
                 break
             plan: LayerPlan = self.plans[stream.num_rows]
@@ -176,9 +199,9 @@ class DecoderLayer(WeightedModule):
                 x = residual = block.reduce_norm.add(stream)
             else:
                 x, residual = block.reduce_norm(stream, first.rounded)
-            if number == 0:
+            if block.mixes:
                 residual = wanted_rows(residual, step.wanted)
-            call = Call(step, step.wanted if number else None)
+            call = Call(step, None if block.mixes else step.wanted)
             if plan.is_complete:
                 norm = block.reduce_norm.row_norm if first.norm else None
                 block.compute(x, call._replace(norm=norm, residual=residual))

@@ -73,6 +73,16 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),
+    "LFM2-1.2B": _shape(
+        "Lfm2", 16, 2048, 12288, 32, 8, 65536, 128000, 7, norm_eps=1e-5, full_attn_idxs=[2, 5, 8, 10, 12, 14],
+        tie_embedding=True, rope_theta=1e6,
+    ),
+    "Nemotron-3-Nano-30B-A3B": _shape(
+        "NemotronH", 52, 2688, 1856, 32, 2, 131072, 262144, 2, head_dim=128, mamba_num_heads=64, mamba_head_dim=64,
+        ssm_state_size=128, n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip

@@ -16,9 +16,13 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_RECURRENT = {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)}
-"""Parts of the mixer "delta"; its gates are never quantised."""
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
+_RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
+    "delta": {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)},
+    "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
+    "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
+}
+"""Those of other mixers. Gates of delta nets are never quantised."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""
@@ -100,8 +104,41 @@ def _read_gptq(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     for name in ("desc_act", "lm_head"):
         _option(raw.get(name, False), name, False)
     layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
-    _require_absent(raw, "dynamic", "modules_in_block_to_quantize")
-    return Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True), []
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+        refuse("quantization_config: dynamic", dynamic, "an object of patterns that begin with '-:'")
+    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic]
+    found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
+    return found, wide + _beside_named(raw)
+
+
+def _beside_named(raw: dict[str, Any]) -> list[str]:
+    """Pattern of what is not quantised where modules_in_block_to_quantize names the modules of a layer that are."""
+    named = raw.get("modules_in_block_to_quantize") or []
+    lists = [one if isinstance(one, list) else [one] for one in named] if isinstance(named, list) else [[named]]
+    flat = [name for names in lists for name in names]
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in flat):
+        refuse("quantization_config: modules_in_block_to_quantize", named, "a list of names, or of lists of them")
+    return [rf"re:(?:.*\.)?layers\.\d+\.(?!(?:{'|'.join(map(re.escape, flat))})$)"] if flat else []
+
+
+_AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""AutoRound's packing_format -> the layout of others that it is; its own has the zeros as they are."""
+
+
+def _read_auto_round(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "auto-round"."""
+    _option(raw.get("bits"), "bits", 4)
+    _option(raw.get("data_type", "int"), "data_type", "int")
+    _option(raw.get("act_bits", 16), "act_bits", 16, None)
+    layout = _AUTO_ROUND[_option(raw.get("packing_format", "auto_round"), "packing_format", *_AUTO_ROUND)]
+    others = raw.get("extra_config") or {}
+    if not isinstance(others, dict) or not all(isinstance(one, dict) for one in others.values()):
+        refuse("quantization_config: extra_config", others, "an object of objects")
+    for name, one in others.items():
+        _option(one.get("bits"), f"extra_config: {name}: bits", 16)
+    found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
+    return found, [*others, *_beside_named(raw)]
 
 
 def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
@@ -125,7 +162,7 @@ def _read_mxfp4(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
 
 METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization, list[str]]]] = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq,
-    "mxfp4": _read_mxfp4,
+    "auto-round": _read_auto_round, "mxfp4": _read_mxfp4,
 }  # fmt: skip
 """Readers of a quantization_config by its quant_method: each returns how the weights are held, and the names of modules
 that are not quantised."""
@@ -173,8 +210,9 @@ class _Named:
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
-        own = _RECURRENT.get(part, modules) if spec.mixer == "delta" else modules
-        if spec.mlp == "dense" or part in ("qkv", "o"):
+        own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        of_mixer = part in ("qkv", "o")
+        if (spec.mixer != "none") if of_mixer else spec.mlp == "dense":
             yield part, [f"{layer}.{module}" for module in own]
     if spec.mlp == "moe" and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
@@ -214,6 +252,8 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")
+    if moe is not None and not moe.gated and found.method != "fp8":
+        raise ValueError(f"quantization={found.method!r}: not with experts without gates")
     in_order = not fields.get("interleaved_rope") and not spelling.fused
     if found.scales == "block" and not in_order:
         raise ValueError("quantization_config: blocks of weights: not with fused projections or interleaved rope")

@@ -9,7 +9,7 @@ from threads import one_thread  # noqa: F401
 _SINCE = {
     r"test_families\.py.*minimax_m2": (5, 18),  # older ones pass over rotary_dim
     r"test_family_configs\.py.*(Gemma3|Olmo3)ForCausalLM-no theta": (5, 18),  # cannot read it
-    r"test_(families|packed_experts)\.py.*(gpt_oss|mxfp4)": (5, 20),  # pass over swiglu_limit
+    r"test_(families|packed_checkpoints)\.py.*(gpt_oss|mxfp4)": (5, 20),  # pass over swiglu_limit
     r"test_wrapped_models\.py.*test_sound": (5, 23),  # name its tensors otherwise than the published checkpoint
 }
 """First version of transformers that a test, by its id, can be compared with."""

@@ -57,6 +57,16 @@ DELTA = {
     "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, LINEAR_ATTENTION],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+MAMBA = {
+    "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, LINEAR_ATTENTION], "mamba_n_heads": 6,
+    "mamba_d_head": 16, "mamba_d_state": 16,
+}  # fmt: skip
+NEMOTRON = {
+    **HEADS, "layers_block_type": [LINEAR_ATTENTION, "moe", FULL, "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "n_groups": 4, "ssm_state_size": 32, "time_step_min": 0.4, "n_routed_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+CONV = {"layer_types": ["conv", FULL, "conv", "conv"]}
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,13 @@ CASES = {
         {"layer_types": ["attention"] * 4}),
     "granite 4 without recurrent layers and rope": Case(
         "GraniteMoeHybrid", {**GRANITE4, "shared_intermediate_size": 28, "logits_scaling": 0.5}),
+    "granite 4": Case(
+        "GraniteMoeHybrid", {**GRANITE4, **MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 28,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.6}),
+    "nemotron_h": Case("NemotronH", NEMOTRON),
+    "nemotron_h that ends with experts": Case(
+        "NemotronH", {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-*E"},
+        {"layers_block_type": None, "hybrid_override_pattern": "M-*E"}),
     "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
     "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
     "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),
@@ -107,6 +124,8 @@ CASES = {
     "qwen3_next": Case("Qwen3Next", {**DELTA, **EXPERTS, **SHARED}),
     "qwen3_5": Case("Qwen3_5Text", DELTA),
     "qwen3_5_moe": Case("Qwen3_5MoeText", {**DELTA, **EXPERTS, **SHARED}),
+    "lfm2": Case("Lfm2", {**CONV, "block_multiple_of": 8}),
+    "lfm2_moe": Case("Lfm2Moe", {**CONV, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
     "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen2, seven a group": Case("Qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 56}),
     "qwen3": Case("Qwen3", {**HEADS, "attention_bias": True}),
@@ -202,7 +221,8 @@ def randomised(kind: Any, config: Any) -> Any:
     model = kind.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
+        names = ("correction", "expert_bias")
+        corrections = ((name, each) for name, each in model.named_buffers() if any(part in name for part in names))
         for name, parameter in (*model.named_parameters(), *corrections):
             kind = type(model).__name__
             plus_one = "emma" in kind or kind.startswith("NemotronFor")

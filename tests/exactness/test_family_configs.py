@@ -26,7 +26,9 @@ COMMON = set(transformers.PreTrainedConfig().to_dict()) | {"vocab_size", "use_ca
 NO_DIFFERENCE = COMMON | {
     "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "bos_token_id",
     "eod_token_id", "pad_token_id", "sep_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
-    "router_jitter_noise", "num_nextn_predict_layers",
+    "router_jitter_noise", "num_nextn_predict_layers", "mtp_layers_block_type", "chunk_size", "expand",
+    "hidden_dropout", "moe_shared_expert_overlap", "num_logits_to_keep", "rescale_prenorm_residual",
+    "use_mamba_kernels",
 }  # fmt: skip
 """Entries that transformers' inference does not look at."""
 

@@ -1,6 +1,7 @@
 """4-bit weights: every packing gives the tokens of the checkpoint that it stands for, widened, alone or in a crowd, in
 chunks, preempted, from the cache and on two ranks."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "version": ("awq", {"version": "gemv"}, r"quantization_config: version='gemv': must be 'gemm'"),
     "desc_act": ("gptq", {"desc_act": True}, r"quantization_config: desc_act=True: must be False"),
     "group": ("gptq", {"group_size": 48}, r"quantization_config: group_size=48: must be -1, 32, 64 or a multiple"),
+    "AutoRound's bits": (
+        "gptq", {"quant_method": "auto-round", "extra_config": {"a.b": {"bits": 8}}}, r"a.b: bits=8: must be 16"),
+    "dynamic": ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic=.*: must be an object of patterns that begin"),
     "form": ("compressed-tensors", {"format": "marlin-24"}, r"format='marlin-24': must be 'pack-quantized'"),
 }  # fmt: skip
 
@@ -166,6 +170,53 @@ def test_what_is_not_served_is_refused_by_name(folder_of: Callable[[str], Path],
     write_json(tmp_path / "config.json", {**config, "quantization_config": quantization})
     with pytest.raises(ValueError, match=message):
         LLM(str(tmp_path), load_format="dummy", **ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing"), [("gptq_v2", "auto_round"), ("gptq", "auto_round:auto_gptq"), ("awq", "auto_round:auto_awq")]
+)
+def test_autoround_writes_the_layouts_of_others(
+    folder_of: Callable[[str], Path], tmp_path: Path, layout: str, packing: str
+) -> None:
+    """And what its extra_config names in 16 bits stays wide."""
+    folder = Path(shutil.copytree(folder_of(layout), tmp_path / "copy"))
+    quantization: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "data_type": "int"}
+    quantization |= {"packing_format": packing, "sym": False, "extra_config": {"lm_head": {"bits": 16}}}
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "quantization_config": quantization})
+    sums = []
+    for one in (folder, folder_of(layout)):
+        with LLM(str(one), **ROOMY) as llm:
+            sums.append(llm.checksum())
+    assert sums[0] == sums[1]
+    quantization["extra_config"] = {"model.layers.1.mlp.down_proj": {"bits": 16}}
+    write_json(folder / "config.json", {**config, "quantization_config": quantization})
+    with pytest.raises(ValueError, match=r"missing weight: model.layers.1.mlp.down_proj.weight"):
+        LLM(str(folder), **ROOMY)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"modules_in_block_to_quantize": [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]},
+        {"modules_in_block_to_quantize": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]},
+        {"dynamic": {r"-:.*\.self_attn\.": {}}},
+    ],
+)
+def test_gptq_of_some_modules_of_a_layer(
+    wide: tuple[Path, dict[str, Quantized]], tmp_path: Path, entry: dict[str, Any]
+) -> None:
+    folder, matrices = wide
+    chosen = {path: matrix for path, matrix in matrices.items() if ".mlp." in path}
+    packed = save_packed(folder, tmp_path / "packed", chosen, "gptq")
+    others = {name: value for name, value in load_file(folder / FILE).items() if ".self_attn." in name}
+    change_tensors(packed, lambda tensors: tensors.update(others))
+    config = read_json(packed / "config.json")
+    config["quantization_config"] |= entry
+    write_json(packed / "config.json", config)
+    with LLM(str(packed), **ROOMY) as llm:
+        held = [layer.precision(part) for layer in llm.engine.model_config.layers for part in ("qkv", "o", "down")]
+    assert [one is None for one in held] == [True, True, False] * 2
 
 
 SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {

@@ -30,6 +30,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-5}
 PLAIN, CLAMPED = ExpertActivation(), ExpertActivation(limit=0.7, alpha=1.7)
+SQUARED = ExpertActivation(gated=False)
 ROUTERS = {
     "softmax": TopK(6, 3),
     "softmax, not renormalised": TopK(6, 2, renormalise=False),
@@ -119,16 +120,17 @@ GROUPED = product([(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)],
 def test_grouped_gemms_are_those_of_their_twins(
     how: tuple[GemmConfig, bool], rows: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Widths that no tile divides, with biases and both activations; weights by descriptors or not."""
+    """Widths that no tile divides, with biases and all activations; weights by descriptors or not."""
     config, tma = how
     monkeypatch.setattr(Device, "has_tma", tma)
     experts, hidden, width, top_k = 7, 72, 40, 3
     routing = route_reference(logits_of(kind, rows, experts), TopK(experts, top_k), config.block_m)
     x = rand(rows, hidden)
-    gate_up = rand(experts, 2 * width, hidden, seed=1) / hidden**0.5
     down = rand(experts, hidden, width, seed=2) / width**0.5
-    for activation, biased in ((PLAIN, False), (CLAMPED, True)):
-        bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
+    for activation, biased in ((PLAIN, False), (CLAMPED, True), (SQUARED, True)):
+        ups = (1 + activation.gated) * width
+        gate_up = rand(experts, ups, hidden, seed=1) / hidden**0.5
+        bias = (rand(experts, ups, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
         h = expert_gate_up(x, gate_up, routing, config, activation, bias[0])
         expected = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
         torch.testing.assert_close(h, expected, **TOLERANCE)

@@ -6,6 +6,7 @@ import torch
 from nanovllm.kernels.recurrent.conv import causal_conv, causal_conv_reference
 from nanovllm.kernels.recurrent.delta import DeltaWeights, gated_delta_rule, gated_delta_rule_reference
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
+from nanovllm.kernels.recurrent.mamba import MambaSizes, MambaWeights, mamba, mamba_reference
 from nanovllm.kernels.recurrent.rows import Lines, StepRows
 
 NUM_LINES = 12
@@ -56,6 +57,23 @@ def test_convolution_equals_its_twin(
 
 
 @pytest.mark.parametrize(("num_decodes", "chunks", "keep_at"), STEPS)
+def test_convolution_between_gates_equals_its_twin(
+    num_decodes: int, chunks: list[int], keep_at: dict[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    rows = step_rows(num_decodes, chunks, device, keep_at)
+    channels, width = 70, 3
+    x = torch.randn(rows.num_tokens, 3 * channels + 9, dtype=dtype, device=device)[:, : 3 * channels]
+    weight = torch.randn(channels, width, dtype=dtype, device=device)
+    last = torch.randn(NUM_LINES + 1, width - 1, channels, dtype=dtype, device=device)
+    mine, twins = last.clone(), last.clone()
+    out = causal_conv(x, weight, mine, rows, gated=True)
+    wanted = causal_conv_reference(x, weight, twins, rows, gated=True)
+    tolerance = 3e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(mine[:NUM_LINES], twins[:NUM_LINES])
+
+
+@pytest.mark.parametrize(("num_decodes", "chunks", "keep_at"), STEPS)
 @pytest.mark.parametrize("sizes", [DeltaSizes(1, 2, 16, 32), DeltaSizes(2, 2, 32, 16)])
 def test_delta_rule_equals_its_twin(
     num_decodes: int, chunks: list[int], keep_at: dict[int, int], sizes: DeltaSizes, dtype: torch.dtype,
@@ -78,6 +96,28 @@ def test_delta_rule_equals_its_twin(
     out = gated_delta_rule(*args, weights, sizes, mine, rows)
     wanted = gated_delta_rule_reference(*args, weights, sizes, twins, rows)
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(mine[:NUM_LINES], twins[:NUM_LINES], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num_decodes", "chunks", "keep_at"), STEPS)
+@pytest.mark.parametrize("sizes", [MambaSizes(4, 1, 16, 32), MambaSizes(2, 2, 48, 16)])
+def test_mamba_equals_its_twin(
+    num_decodes: int, chunks: list[int], keep_at: dict[int, int], sizes: MambaSizes, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    rows, heads = step_rows(num_decodes, chunks, device, keep_at), sizes.heads
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device)
+
+    x, dt, z = (random(rows.num_tokens, size).to(dtype) for size in (sizes.channels, heads + 5, sizes.inner))
+    weights = MambaWeights(random(heads), random(heads), random(heads), random(sizes.inner).to(dtype), 1e-6, 0.5)
+    states = random(NUM_LINES + 1, heads, sizes.state, sizes.dim)
+    mine, twins = states.clone(), states.clone()
+    out = mamba(x, dt[:, :heads], z, weights, sizes, mine, rows)
+    wanted = mamba_reference(x, dt[:, :heads], z, weights, sizes, twins, rows)
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine[:NUM_LINES], twins[:NUM_LINES], rtol=tolerance, atol=tolerance)
 

@@ -9,12 +9,20 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.gemm import dense, skinny
+from nanovllm.kernels.moe.linear import Routed
+from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
-from nanovllm.kernels.plan.product import Around
+from nanovllm.kernels.plan.product import Around, Choice, Product
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
-from nanovllm.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    Operation,
+    ParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from nanovllm.layers.step import OUTSIDE, Call
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import WeightedModule
@@ -191,3 +199,14 @@ def test_rows_of_logits_begin_alike_on_any_number_of_ranks(size: int) -> None:
     """Kernels are compiled by whether a stride is a multiple of 16, and then add up a row in one order or another."""
     head = VocabParallelEmbedding(context(size=size, exact_bits="tp"), 32008, 8)
     assert head.logits(torch.zeros(2, 8)).shape[1] * size % 16 == 0
+
+
+def test_experts_are_launched_for_tokens_however_many_rows_these_have() -> None:
+    """The second product of tiles has a row for each choice."""
+    taken: list[Launch] = []
+    matrix: Any = SimpleNamespace(multiply=lambda x, launch, call: taken.append(launch) or x)
+    product = Product("experts.down", 16, 8, "float32", "float32", Around(), choice=Choice(8, 4, "float32", False))
+    down = Operation(context(), product, matrix)
+    call = Call(None, routing=Routed(KERNELS, torch.zeros(1, 100, 8), TopK(8, 4)))
+    down(torch.zeros(400, 8), call)
+    assert taken == [down.launch(100, call)] and down.launch(400, call) != taken[0]

@@ -48,7 +48,8 @@ def still_waits(answer: Future[Any]) -> bool:
 
 
 def ask(admin: httpx.Client) -> str:
-    return str(call(admin, CHAT, **ASK)["choices"][0]["message"]["content"])
+    """An answer, which other weights may never end."""
+    return str(call(admin, CHAT, **ASK, max_tokens=30)["choices"][0]["message"]["content"])
 
 
 def call(admin: httpx.Client, path: str, status: int = 200, **body: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ all-reduce sends count, its latency does not.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,24 @@ def _is_fp8(held: Quantization | None) -> bool:
     return held is not None and held.method == "fp8"
 
 
+def _of_delta(options: Any, hidden: int) -> tuple[int, int, int]:
+    keys, values, key_dim, value_dim, *_ = options  # of layers/delta.py
+    return 2 * keys * key_dim + 2 * values * (value_dim + 1), values * value_dim, values * key_dim * value_dim
+
+
+def _of_mamba(options: Any, hidden: int) -> tuple[int, int, int]:
+    heads, groups, dim, state, *_ = options  # of layers/mamba.py
+    return heads * (2 * dim + 1) + 2 * groups * state, heads * dim, heads * dim * state
+
+
+_WIDTHS: dict[str, Callable[[Any, int], tuple[int, int, int]]] = {
+    "delta": _of_delta, "mamba": _of_mamba, "conv": lambda _, hidden: (3 * hidden, hidden, 0),
+    "none": lambda *_: (0, 0, 0),
+}  # fmt: skip
+"""Mixers without KV: (options, hidden size) -> outputs of their first projections, inputs of the last one, elements of
+a row's state."""
+
+
 class Roofline:
     """Limits of one model on `tensor_parallel_size` equal devices."""
 
@@ -102,11 +120,9 @@ class Roofline:
         parts: list[tuple[int, Quantization | None]] = []
         kv_width, self.query_elements, self.state_elements = 0, 0, 0
         for layer in model.layers:
-            if layer.mixer == "delta":
-                options: Any = layer.options  # of layers/delta.py
-                keys, values, key_dim, value_dim, *_ = options
-                into, out = 2 * keys * key_dim + 2 * values * (value_dim + 1), values * value_dim
-                self.state_elements += values * key_dim * value_dim // size
+            if layer.mixer in _WIDTHS:
+                into, out, state = _WIDTHS[layer.mixer](layer.options, hidden)
+                self.state_elements += state // size
             else:
                 out, kv = (layer.num_heads or model.num_attention_heads) * layer.head_dim, layer.num_kv_heads
                 into = out * (1 + model.gate_in_queries) + 2 * size * math.ceil(kv / size) * layer.head_dim
@@ -114,19 +130,20 @@ class Roofline:
                 self.query_elements += out // size
             parts.append((hidden * into // size, layer.precision("qkv")))
             parts.append((hidden * out // size, layer.precision("o")))
-            if layer.mlp != "moe":
+            if layer.mlp == "dense":
                 gate_up = (1 + model.gated_mlp) * mlp
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
         self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
         self.expert_work, self.expert_bytes = 0.0, 0.0
         """Work and bytes of one expert, in all layers together."""
         if self.moe is not None:
-            count = num_moe * 3 * hidden * self.moe.intermediate_size // size
+            ups = 2 + self.moe.gated
+            count = num_moe * ups * hidden * self.moe.intermediate_size // size
             held = next(layer.precision("experts") for layer in model.layers if layer.mlp == "moe")
             self.expert_work = count / (figures.fp8_speedup if _is_fp8(held) else 1)
             self.expert_bytes = count * bytes_of_weight(held, element_bytes)
             router = self.moe.num_experts * hidden
-            parts.append((num_moe * (router + 3 * hidden * self.moe.shared_size // size), None))
+            parts.append((num_moe * (router + ups * hidden * self.moe.shared_size // size), None))
         self.layer_work = sum(count / (figures.fp8_speedup if _is_fp8(held) else 1) for count, held in parts)
         """Weights, each by the time that a multiplication takes: 1 in 16 bits."""
         self.layer_bytes = sum(count * bytes_of_weight(held, element_bytes) for count, held in parts)

@@ -171,9 +171,10 @@ def _finish(
 @triton.jit
 def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
+    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
 ):  # fmt: skip
-    """Finished sums of accs; of gates and ups their activation, float32, for which the sums are rounded to dtype."""
+    """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
+    for which the sums are rounded to dtype, and of ups alone (SQUARED) theirs."""
     acc = _finish(accs[0], SCALE, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
@@ -184,6 +185,9 @@ def result(
             gate = tl.minimum(acc.to(dtype).to(tl.float32), LIMIT)
             up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
             acc = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    elif SQUARED:
+        acc = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
+        acc *= acc
     return acc
 
 
@@ -226,7 +230,7 @@ def tile_kernel(
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
     IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
@@ -234,8 +238,8 @@ def tile_kernel(
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
-    [choices by expert, n_out] gets the activation of columns c and n_out + c. Else rows of X are choices by expert, and
-    OUT [TOP_K, tokens, n_out] their results times WEIGHTS [tokens, TOP_K], by slot.
+    [choices by expert, n_out] gets the activation of columns c and n_out + c, or where not PAIRED of c alone. Else rows
+    of X are choices by expert, and OUT [TOP_K, tokens, n_out] their results times WEIGHTS [tokens, TOP_K], by slot.
 
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
@@ -250,7 +254,7 @@ def tile_kernel(
         if expert < 0:
             return
         first_col = tl.program_id(0) * BLOCK_N
-        base = expert * (n_out * 2 if GATED else n_out)
+        base = expert * (n_out * 2 if PAIRED else n_out)
         first_w, end_w = base + first_col, base + n_out
         position, live, choice = enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
                                              BLOCK_N, PREFETCH, PDL)  # fmt: skip
@@ -261,7 +265,7 @@ def tile_kernel(
         begin, end = 0, tl.cdiv(k, BLOCK_K)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
-    accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if GATED else (acc,)
+    accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
     for step in tl.range(begin, end, num_stages=STAGES):
         for part in tl.static_range(BLOCK_K // SPAN):
             accs = _add_step(
@@ -273,7 +277,7 @@ def tile_kernel(
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT)  # fmt: skip
+                  IN_BLOCKS, X_LEFT, GATED and not PAIRED)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
@@ -343,7 +347,8 @@ def launch(
         x, x_scale, described, of_rows, scale, bias, *routing, out, rows, stride, n_out, k, groups, scale_rows,
         TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
-        EVEN_K=k % span == 0, TMA=tma, num_warps=config.num_warps, **constants,
+        EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
+        num_warps=config.num_warps, **constants,
     )  # fmt: skip
 
 

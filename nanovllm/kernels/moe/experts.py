@@ -36,10 +36,11 @@ ExpertWeight = Tensor | FP8Weight | PackedExperts
 @dataclass(frozen=True)
 class ExpertActivation:
     """silu(gate) * up; with a limit gate and up are clamped, gate from above alone, and the result is
-    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss, arXiv 2508.10925)."""
+    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss, arXiv 2508.10925). Not gated: relu(up) ** 2."""
 
     limit: float | None = None
     alpha: float = 1.0
+    gated: bool = True
 
 
 def _rows_of(weight: ExpertWeight) -> int:
@@ -51,8 +52,8 @@ def expert_gate_up(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
-    k, I] in routing's order."""
-    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // 2)
+    k, I] in routing's order. Not gated: weight [E, I, H], bias [E, I]."""
+    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
     return _launch(x, weight, routing, config, bias, out, True, activation)
 
 
@@ -118,11 +119,14 @@ def expert_gate_up_reference(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
-    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // 2)
+    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in experts_of(routing):
         y = _products(x[tokens[first:end]], weight, expert)
         y = (y if bias is None else y + bias[expert].float()).to(x.dtype)
+        if not activation.gated:
+            out[first:end] = y.relu().square()
+            continue
         gate, up = y.chunk(2, dim=-1)
         if activation.limit is None:
             out[first:end] = torch.nn.functional.silu(gate) * up

@@ -28,6 +28,10 @@ class Routed(NamedTuple):
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     """[E, 2 I] of gate and up, and [E, H] of down."""
 
+    @property
+    def num_tokens(self) -> int:
+        return self.logits.shape[1]
+
 
 def linear(
     x: Tensor, weight: ExpertWeight, config: GemmConfig, routed: Routed | None, *, gated: bool,

@@ -106,7 +106,8 @@ def multiply(
     x: Tensor, weight: PackedExperts, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
     gated: bool, activation: tuple[float, float | None],
 ) -> Tensor:  # fmt: skip
-    """Fills and returns `out`; see moe/experts.py. activation: alpha and limit."""
+    """Fills and returns `out`: if gated [T * top_k, I], of x [T, H], else [top_k, T, H], of that; see moe/experts.py.
+    activation: alpha and limit."""
     if x.shape[1] != weight.k or not x.is_contiguous():
         raise ValueError(f"4-bit experts [{weight.n}, {weight.k}] do not fit x {list(x.shape)}, {x.stride()}")
     grid = (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0])

@@ -98,8 +98,9 @@ def packed_tile_kernel(
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As tile_kernel with TILES; W and SCALES as PackedExperts has them. factor: on the sums of "e2m1". It is no
-    constant, not even where it is 1: a sum that a later product adds to would be waited for."""
+    """tile_kernel with TILES, for X [T, k], or [T * TOP_K, k] where not GATED, by W and SCALES as PackedExperts has
+    them. factor: on the sums of "e2m1". It is no constant, not even where it is 1: a sum that a later product adds to
+    would be waited for."""
     n = n_out * 2 if GATED else n_out
     blocks = tl.cdiv(k, SPAN)
     expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)

@@ -45,7 +45,7 @@ class DeltaSizes(NamedTuple):
 
 
 @triton.jit
-def _piece(index, offset, count, C: tl.constexpr):
+def piece_of(index, offset, count, C: tl.constexpr):
     """First token and end of a row's piece: the first one has `offset` tokens, if that is not 0, the others C."""
     begin = tl.where(offset > 0, tl.where(index > 0, offset + (index - 1) * C, 0), index * C)
     end = tl.where((offset > 0) & (index == 0), offset, begin + C)
@@ -102,7 +102,7 @@ def _triangle_kernel(
     count = tl.load(CU_SEQLENS + row + 1) - start
     offset = tl.load(KEEP_AT + row) % C
     index = piece - ((start - tl.load(CU_SEQLENS + first_row)) // C + 2 * number)
-    begin, end = _piece(index, offset, count, C)
+    begin, end = piece_of(index, offset, count, C)
     if begin < count:
         tokens = begin + tl.arange(0, C)
         live = tokens < end
@@ -153,7 +153,7 @@ def _scan_kernel(
         offset = keep_at % C
         num_pieces = (count - offset + C - 1) // C + (offset > 0).to(tl.int32)
         for index in range(num_pieces):
-            begin, end = _piece(index, offset, count, C)
+            begin, end = piece_of(index, offset, count, C)
             tokens = begin + order
             live = tokens < end
             places = (start + tokens).to(tl.int64)

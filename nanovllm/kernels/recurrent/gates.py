@@ -10,7 +10,12 @@ def sigmoid(x):
 
 
 @triton.jit
+def softplus(x):
+    """float32 -> log(1 + exp(x))."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
 def decay(a, A_LOG, DT_BIAS, head):
     """Logarithm of what a head keeps of its state over a token whose gate is `a`: -exp(A_log) softplus(a + dt_bias)."""
-    x = a.to(tl.float32) + tl.load(DT_BIAS + head)
-    return -tl.exp(tl.load(A_LOG + head)) * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+    return -tl.exp(tl.load(A_LOG + head)) * softplus(a.to(tl.float32) + tl.load(DT_BIAS + head))

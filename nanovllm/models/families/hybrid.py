@@ -1,12 +1,14 @@
-"""Families with recurrent layers beside attention: Qwen3-Next, and Qwen3.5 and 3.6, dense and with experts."""
+"""Families with recurrent layers beside attention: Qwen3-Next, Qwen3.5 and 3.6 (gated delta nets), and LFM2 (short
+convolutions, arXiv 2511.23404), dense and with experts."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import refuse
 from nanovllm.model_config import FULL
 from nanovllm.models.config_reader import ConfigReader
-from nanovllm.models.families.moe import read_qwen_experts, sparse_layers, with_moe
+from nanovllm.models.families.moe import read_experts, read_qwen_experts, sparse_layers, with_moe
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import CheckpointNames
 
@@ -19,12 +21,33 @@ def _gated_delta_net(*args: Any) -> Any:
     return GatedDeltaNet(*args)
 
 
+def _short_conv(*args: Any) -> Any:
+    from nanovllm.layers.short_conv import ShortConv
+
+    return ShortConv(*args)
+
+
+def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[str]:
+    """Kinds of the layers, FULL or `recurrent`: `layer_types`, else `kinds`."""
+    count, found = config.integer("num_hidden_layers"), config.get("layer_types") or kinds
+    if not isinstance(found, list) or len(found) < count or any(kind not in (FULL, recurrent) for kind in found):
+        refuse("layer_types", found, f"{count} of {FULL!r} and {recurrent!r}, one for each layer")
+    return found[:count]
+
+
+def _with_mixers(fields: Fields, kinds: list[str], mixer: str, options: Hashable) -> Fields:
+    """`fields` with this mixer in the layers that have no attention."""
+    layers = (
+        spec if kind == FULL else replace(spec, mixer=mixer, options=options)
+        for spec, kind in zip(fields["layers"], kinds, strict=True)
+    )
+    return {**fields, "layers": tuple(layers)}
+
+
 def _read_hybrid(config: ConfigReader, generation: Fields, by_key_head: bool = False) -> Fields:
     """Every fourth layer has attention, whose output is gated by a part of the query's projection."""
     count, period = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
-    kinds = config.get("layer_types") or [FULL if (i + 1) % period == 0 else LINEAR for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in (FULL, LINEAR) for kind in kinds):
-        refuse("layer_types", kinds, f"{count} of {FULL!r} and {LINEAR!r}, one for each layer")
+    kinds = _read_kinds(config, [FULL if (i + 1) % period == 0 else LINEAR for i in range(count)], LINEAR)
     config.require("attn_output_gate", True)
     key_heads, value_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
@@ -38,11 +61,7 @@ def _read_hybrid(config: ConfigReader, generation: Fields, by_key_head: bool = F
         config, generation, biases="attention_bias", qk_norm="head", partial_rope=True, norm_kind="rms_float32",
         norm_adds_one=True, attention_gate="sigmoid", gate_in_queries=True,
     )  # fmt: skip
-    layers = (
-        spec if kind == FULL else replace(spec, mixer="delta", options=net)
-        for spec, kind in zip(fields["layers"], kinds, strict=False)
-    )
-    return {**fields, "layers": tuple(layers)}
+    return _with_mixers(fields, kinds, "delta", net)
 
 
 def read_qwen3_5(config: ConfigReader, generation: Fields) -> Fields:
@@ -65,8 +84,48 @@ def read_qwen3_next(config: ConfigReader, generation: Fields) -> Fields:
     return _with_experts(_read_hybrid(config, generation, by_key_head=True), config)
 
 
+def _read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
+    config.require("conv_bias", False)
+    count, full = config.integer("num_hidden_layers"), config.get("full_attn_idxs")
+    kinds = [FULL if full is None or i in full else "conv" for i in range(count)]
+    kinds = _read_kinds(config, kinds, "conv")
+    tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
+    config = config.replaced(tie_word_embeddings=tied)
+    fields = read_decoder(config, generation, eps="norm_eps", qk_norm="head")
+    return _with_mixers(fields, kinds, "conv", (config.integer("conv_L_cache", 3, low=2),))
+
+
+def read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
+    """The MLPs are narrower than `intermediate_size` says, by a rule."""
+    width = config.integer("block_ff_dim", config.get("intermediate_size", 12288))
+    if config.flag("block_auto_adjust_ff_dim", True):
+        multiple = config.integer("block_multiple_of", 256)
+        width = -(-int(config.positive("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3)) // multiple) * multiple
+    return _read_lfm2(config.replaced(intermediate_size=width), generation)
+
+
+def read_lfm2_moe(config: ConfigReader, generation: Fields) -> Fields:
+    """The first `num_dense_layers` have no experts. (transformers adds 1e-6 to the sum that scores are divided by.)"""
+    config.require("use_expert_bias", True)
+    dense = config.integer("num_dense_layers", 2, low=0)
+    moe = read_experts(
+        config, "num_experts", "moe_intermediate_size", scoring="sigmoid",
+        renormalise=config.flag("norm_topk_prob", True), scale=config.positive("routed_scaling_factor", 1.0),
+    )  # fmt: skip
+    return with_moe(_read_lfm2(config, generation), moe, set(range(dense, config.integer("num_hidden_layers"))))
+
+
 _NAMES = CheckpointNames(skipped=("mtp.",))
 _MIXERS = {"delta": _gated_delta_net}
+_LFM2_NAMES = CheckpointNames(
+    {
+        "attention_norm": "operator_norm", "mlp_norm": "ffn_norm", "mlp": "feed_forward", "gate_proj": "w1",
+        "up_proj": "w3", "down_proj": "w2", "q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj",
+    },
+    paths={"model.norm": "model.embedding_norm", "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
+)  # fmt: skip
+_CONV = {"conv": _short_conv}
+_LFM2 = {"norm_eps": 1e-5, "rope_theta": 1e6}
 _ROPE = {"partial_rotary_factor": 0.25}
 _NEXT = {**_ROPE, "num_experts": 512, "num_experts_per_tok": 10}
 _MOE = {**_ROPE, "num_experts": 256, "num_experts_per_tok": 8}
@@ -75,4 +134,8 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(read_qwen3_next, _NAMES, _NEXT, _MIXERS),
     "Qwen3_5ForCausalLM": Family(read_qwen3_5, _NAMES, _ROPE, _MIXERS),
     "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _NAMES, _MOE, _MIXERS),
+    "Lfm2ForCausalLM": Family(read_lfm2, _LFM2_NAMES, _LFM2, _CONV),
+    "Lfm2MoeForCausalLM": Family(
+        read_lfm2_moe, _LFM2_NAMES, {**_LFM2, "num_experts": 32, "num_experts_per_tok": 4}, _CONV
+    ),
 }

@@ -11,7 +11,6 @@ from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import GATE_UP, QKV, SANDWICH_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_rope, rope_entries
-from nanovllm.models.unserved import refuse_unserved, unserved_parts
 
 
 def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
@@ -96,21 +95,6 @@ def read_granite(config: ConfigReader, generation: Fields, **more: Any) -> Field
     return read_llama(config, generation, **multipliers, **more)
 
 
-def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
-    """Reads Granite 4 where no layer is recurrent, and its only MLP is the one that experts would share."""
-    kinds = config.get("layer_types", ["linear_attention"])
-    if parts := unserved_parts({**config.raw, "layer_types": kinds}):
-        refuse_unserved("GraniteMoeHybridForCausalLM", parts)
-    config.require("num_local_experts", 0)
-    config.get("num_experts_per_tok")  # of those that are not there
-    has_rope = config.get("position_embedding_type", "nope")
-    if has_rope not in ("rope", "nope"):
-        refuse("position_embedding_type", has_rope, "'rope', 'nope' or absent")
-    config = config.replaced(intermediate_size=config.integer("shared_intermediate_size", 1024))
-    nope = range(0 if has_rope == "rope" else config.integer("num_hidden_layers"))
-    return read_granite(config, generation, nope=nope)
-
-
 def read_seed_oss(config: ConfigReader, generation: Fields) -> Fields:
     return read_llama(config, generation, o_bias=config.flag("attention_out_bias"))
 
@@ -179,9 +163,6 @@ _MUSE = {
     "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 2048,
     "final_logit_softcapping": 20.0,
 }  # fmt: skip
-_GRANITE4_NAMES = CheckpointNames(
-    {"mlp": "shared_mlp", "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")}
-)
 HUNYUAN_NAMES = CheckpointNames({"q_norm": "query_layernorm", "k_norm": "key_layernorm"})
 
 FAMILIES = {
@@ -195,7 +176,6 @@ FAMILIES = {
     "Ministral3ForCausalLM": Family(read_ministral3, defaults=_MINISTRAL3),
     "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "GraniteForCausalLM": Family(read_granite),
-    "GraniteMoeHybridForCausalLM": Family(read_granite4, _GRANITE4_NAMES, {"num_local_experts": 8}),
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
     "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "Ernie4_5ForCausalLM": Family(read_ernie4_5, defaults=_ERNIE4_5),
