@@ -23,22 +23,23 @@ def is_partial(chunk: Chunk) -> bool:
 
 
 def most_prompt_tokens(
-    config: EngineConfig, is_dense: bool, num_decode_rows: int, num_waiting_tokens: int, prompts: list[Sequence]
-) -> int:
+    config: EngineConfig, is_dense: bool, num_decode_rows: int, num_waiting_tokens: int, prompts: list[Sequence],
+    most_rows: int,
+) -> int:  # fmt: skip
     """Maximum prompt tokens of a step with so many decodes. `is_dense`: see Scheduler. `prompts`: rows whose prompt is
-    partly computed."""
+    partly computed. `most_rows`: decodes that a step can have on the device."""
     if (cap := config.max_num_prefill_tokens_with_decodes) is not None:
-        return chunk_within(num_decode_rows, cap, config.most_places)
+        return chunk_within(num_decode_rows, cap, most_rows)
     high = _MOST
     if is_dense:
         left = num_waiting_tokens + sum(seq.num_tokens_to_compute for seq in prompts)
         longest = max((seq.num_tokens - seq.num_cached_tokens for seq in prompts), default=0)
         if max(left, longest) <= _SHORT_PROMPT:
-            quiet = quiet_chunk(num_decode_rows, left, config.most_places)
+            quiet = quiet_chunk(num_decode_rows, left, most_rows)
             if quiet is not None:
                 return quiet
         if config.tensor_parallel_size == 1:  # more gains nothing: GEMMs are as fast
             high //= 2
     share = max(_LEAST, num_waiting_tokens // 8)
     chunk = min(high, 1 << (share.bit_length() - 1))
-    return fitting_chunk(num_decode_rows, chunk, config.most_places)
+    return fitting_chunk(num_decode_rows, chunk, most_rows)

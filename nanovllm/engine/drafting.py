@@ -50,7 +50,7 @@ class Drafting:
 
     def __init__(self, tokens_per_step: int, most_places: int, place_cost: PlaceCost) -> None:
         """tokens_per_step: of a row, drafts included. most_places: maximum rows of a step on the device."""
-        self.tokens_per_step, self._most_places, self._place_cost = tokens_per_step, most_places, place_cost
+        self.tokens_per_step, self.most_places, self._place_cost = tokens_per_step, most_places, place_cost
         self.num_drafts = 0
         """Number of times that a row had drafts."""
         self.num_draft_tokens = 0
@@ -62,7 +62,7 @@ class Drafting:
         """Places of each of at most `num_rows` decodes, of these lengths, in the next step, which has room for `budget`
         tokens, and may begin `num_waiting` rows besides."""
         places, num_tokens = self.tokens_per_step, self.tokens_per_step * num_rows
-        if places == 1 or num_tokens > budget or num_tokens + num_waiting > self._most_places:
+        if places == 1 or num_tokens > budget or num_tokens + num_waiting > self.most_places:
             return 1
         expected = 1 + self._found * self._right
         return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1

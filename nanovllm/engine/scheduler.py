@@ -182,7 +182,9 @@ class Scheduler:
         """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
         if plan.num_decode_rows:
             num_decodes, num_waiting = plan.num_decode_rows * plan.places, self.waiting.num_tokens
-            budget = min(budget, most_prompt_tokens(self.config, self._is_dense, num_decodes, num_waiting, prompts))
+            budget = min(budget, most_prompt_tokens(
+                self.config, self._is_dense, num_decodes, num_waiting, prompts, self.drafting.most_places
+            ))  # fmt: skip
         chunks, budget = self._continue_prompts(plan, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         self._admit(plan, prompts, budget, chunks)
