@@ -209,8 +209,8 @@ class RowParallelLinear(ParallelLinear):
     def of_wanted(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens of x [T, in], [N, out]."""
         assert call.step is not None
-        if call.step.wanted is not None:
-            call, x = call._replace(rows=call.step.wanted), wanted_rows(x, call.step.wanted)
+        if (wanted := call.step.wanted) is not None:
+            call, x = call._replace(rows=wanted), wanted_rows(x, wanted)
         if not x.shape[0]:  # GEMMs take one row or more
             return x.new_empty(0, self.product.n)
         return self(x, call)
