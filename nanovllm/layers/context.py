@@ -77,5 +77,7 @@ class Stream(NamedTuple):
         """The stream of these tokens alone, int [N]; None: all."""
         if wanted is None:
             return self
-        residual, partial = (None if each is None else each.index_select(-2, wanted) for each in self[:2])
+        residual, partial = (
+            None if each is None else each.index_select(-2, wanted) for each in (self.residual, self.partial)
+        )
         return Stream(residual, partial)

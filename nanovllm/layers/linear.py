@@ -42,9 +42,8 @@ class Operation(WeightedModule):
         return found
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
-        """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
-        rows = x.shape[0] if call.routing is None else call.routing.num_tokens
-        y = self.matrix.multiply(x, self.launch(rows, call), call)
+        """x by what is launched; see Weight.multiply."""
+        y = self.matrix.multiply(x, self.launch(x.shape[0], call), call)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -210,8 +209,7 @@ class RowParallelLinear(ParallelLinear):
     def of_wanted(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens of x [T, in], [N, out]."""
         assert call.step is not None
-        wanted = call.step.wanted
-        if wanted is not None:
+        if (wanted := call.step.wanted) is not None:
             call, x = call._replace(rows=wanted), wanted_rows(x, wanted)
         if not x.shape[0]:  # GEMMs take one row or more
             return x.new_empty(0, self.product.n)

@@ -112,7 +112,8 @@ def test_mamba_equals_its_twin(
         return torch.randn(*shape, device=device)
 
     x, dt, z = (random(rows.num_tokens, size).to(dtype) for size in (sizes.channels, heads + 5, sizes.inner))
-    weights = MambaWeights(random(heads), random(heads), random(heads), random(sizes.inner).to(dtype), 1e-6, 0.5)
+    bias = random(heads) - 3  # steps as models have them: what is summed up in a piece is no large number
+    weights = MambaWeights(random(heads), bias, random(heads), random(sizes.inner).to(dtype), 1e-6, 0.02)
     states = random(NUM_LINES + 1, heads, sizes.state, sizes.dim)
     mine, twins = states.clone(), states.clone()
     out = mamba(x, dt[:, :heads], z, weights, sizes, mine, rows)

@@ -136,14 +136,14 @@ def _scan_kernel(
             step = tl.where(live, tl.maximum(softplus(dt + bias), least), 0.0)
             sums = tl.cumsum(rate * step, 0)
             total = tl.sum(rate * step, 0)
-            stepped = step[:, None] * value
+            out = tl.dot(c, state.to(dtype), input_precision="tf32x3") * tl.exp(sums)[:, None] + skip * value
+            value *= step[:, None]
             kept = tl.exp(tl.where(before, sums[:, None] - sums[None, :], 0.0))
             scores = tl.dot(c, tl.trans(b), input_precision="tf32x3") * tl.where(before, kept, 0.0)
-            out = tl.dot(c, state.to(dtype), input_precision="tf32x3") * tl.exp(sums)[:, None]
-            out = tl.dot(scores.to(dtype), stepped.to(dtype), out, input_precision="tf32x3") + skip * value
+            out = tl.dot(scores.to(dtype), value.to(dtype), out, input_precision="tf32x3")
             tl.store(OUT + places[:, None] * (H * P) + head * P + dims[None, :], out.to(dtype), mask=live[:, None])
-            stepped *= tl.exp(total - sums)[:, None]
-            state = tl.dot(tl.trans(b), stepped.to(dtype), state * tl.exp(total), input_precision="tf32x3")
+            value *= tl.exp(total - sums)[:, None]
+            state = tl.dot(tl.trans(b), value.to(dtype), state * tl.exp(total), input_precision="tf32x3")
             if end == keep_at:
                 keep = tl.load(KEEP + row).to(tl.int64)
                 tl.store(STATES + keep * state_stride + inside, state.to(STATES.dtype.element_ty))
