@@ -67,6 +67,16 @@ def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: in
             torch.testing.assert_close(parts, expected, **TOLERANCE)
 
 
+def test_experts_without_gates_are_those_of_the_twin() -> None:
+    """relu(up) ** 2."""
+    routing = route_reference(rand(1, 7, 4, seed=3).float(), TopK(4, 2), 16)
+    weight, wide = packed_experts(*CODES["int4 of 64"], 4, 160, 96, DTYPE, DEVICE)
+    x, squared = rand(7, 96), ExpertActivation(gated=False)
+    expected = expert_gate_up_reference(x, wide.to(DTYPE), routing, WIDE, squared)
+    assert expected.shape == (14, 160)
+    torch.testing.assert_close(expert_gate_up(x, weight, routing, WIDE, squared), expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "int4 of 32 with zeros"])
 def test_a_row_has_the_same_bits_alone(name: str) -> None:
     experts, rows = 4, 20

@@ -116,6 +116,6 @@ def multiply(
         out.shape[-1], weight.k, 1.0, TOP_K=routing.top_k, GATED=gated, ALPHA=activation[0], LIMIT=activation[1],
         CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, STAGES=config.stages, EVEN_K=weight.k % SPAN == 0, PTX=x.is_cuda,
-        num_warps=config.num_warps, **pdl_options(x.device),
+        PAIRED=gated and weight.n == 2 * out.shape[-1], num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out

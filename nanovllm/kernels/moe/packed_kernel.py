@@ -96,12 +96,12 @@ def packed_tile_kernel(
     X, W, SCALES, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, n_out, k, factor,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CODE: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """tile_kernel with TILES, for X [T, k], or [T * TOP_K, k] where not GATED, by W and SCALES as PackedExperts has
     them. factor: on the sums of "e2m1". It is no constant, not even where it is 1: a sum that a later product adds to
     would be waited for."""
-    n = n_out * 2 if GATED else n_out
+    n = n_out * 2 if PAIRED else n_out
     blocks = tl.cdiv(k, SPAN)
     expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
     if expert < 0:
@@ -121,11 +121,11 @@ def packed_tile_kernel(
     w_rows = tl.minimum(first_col + tl.arange(0, BLOCK_N), n_out - 1)
     w_ptrs = W + w_rows[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if GATED else (acc,)
+    accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
     for block in tl.range(0, blocks, num_stages=STAGES):
         accs = _add_block(accs, w_ptrs, SCALES, w_rows, block, n, n_out, x_ptrs, live, k, factor, X.dtype.element_ty,
                           CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
     acc = result(accs, None, BIAS, expert * n, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N, False,
-                 False)  # fmt: skip
+                 False, GATED and not PAIRED)  # fmt: skip
     cols_out = first_col + tl.arange(0, BLOCK_N)
     store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, False)
