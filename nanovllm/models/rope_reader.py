@@ -14,7 +14,7 @@ _TYPELESS = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_inte
 """Entries that need no type: the first two hold for every one, the others change nothing in text."""
 _KNOWN = {
     *_NUMBERS, *_TYPELESS, "rope_type", "type", "original_max_position_embeddings", "truncate", "mscale",
-    "mscale_all_dim", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta",
+    "mscale_all_dim", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta", "max_position_embeddings",
 }  # fmt: skip
 """All entries that are read, here or by a family. As in transformers, a type may come with those of another one."""
 
@@ -42,6 +42,8 @@ def read_ropes(
     sliding ones have `rope_local_base_freq`."""
     nested, scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     _require_dict(nested)
+    if nested.get("rope_type") == "default":  # as transformers fills it in, which says nothing
+        nested = {kind: table for kind, table in nested.items() if kind != "rope_type"}
     if nested.keys() - {FULL, SLIDING}:
         refuse("rope_parameters", nested, f"a table for each of {FULL!r} and {SLIDING!r}")
     full, sliding = (nested.get(kind) or {} for kind in (FULL, SLIDING))

@@ -134,7 +134,11 @@ _NEMOTRON_NAMES = CheckpointNames(
     },
     paths={"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"}, skipped=("mtp.",),
 )  # fmt: skip
-_NEMOTRON = {"layer_norm_epsilon": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 2}
+_NEMOTRON = {
+    "layer_norm_epsilon": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 2,
+    "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+}  # fmt: skip
 _GRANITE_NAMES = CheckpointNames(
     {"mlp": "block_sparse_moe", "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")},
     paths={
