@@ -33,4 +33,4 @@ class EngineStats:
     spec_decode_num_accepted_tokens: int = 0
     """Drafted tokens that were right."""
     spec_decode_accepted_per_pos: tuple[int, ...] = ()
-    """The same by their place after the last token."""
+    """Right ones by their place after the last token."""
