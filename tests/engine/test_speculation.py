@@ -13,7 +13,7 @@ from padding import PaddedSteps
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import drafting
 from nanovllm.kernels.step.drafts import look_up_drafts_reference
-from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 
 PROMPTS = [
     "The capital of France is", "1 2 3 4 5", "3 + 4 =", "Monday, Tuesday,", "The opposite of hot is",
