@@ -14,7 +14,7 @@ _NAMES = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_looku
 
 
 class Speculation(NamedTuple):
-    """How tokens are drafted."""
+    """Drafting, as the user asks for it."""
 
     num_tokens: int
     """Tokens drafted at a time."""

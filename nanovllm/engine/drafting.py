@@ -1,7 +1,7 @@
 """Whether a step verifies drafts: where they are likely to bring more than their places cost."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nanovllm.model_config import ModelConfig
 
@@ -9,7 +9,7 @@ _COSTS = ((16, 1.15), (64, 1.25), (128, 1.5), (256, 2.0))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
 on an H200. Measured with four tokens in all; beyond 16 a guess."""
 _EXPERTS, _SMALL, _QUANTISED = 10.0, 4.0, 2.0
-"""How many times as much places cost where tokens choose experts, whose weights the step reads besides; in models
+"""Factors of the cost where tokens choose experts, whose weights the step reads besides; in models
 narrower than _NARROW, whose weights are soon read; and where weights are quantised. Measured with four tokens."""
 _NARROW = 2048
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
@@ -19,11 +19,14 @@ _LEARNT = 1 / 8
 """Weight of a step's drafts in the average of the last ones."""
 
 
+T = TypeVar("T")
+
+
 class PlaceCost(NamedTuple):
-    """What places cost in a model."""
+    """Cost of places in a model."""
 
     factor: float = 1.0
-    """In places of a dense model of 8B, where texts are short."""
+    """Cost where texts are short, in places of a dense model of 8B."""
     num_keys: float = 100_000
     """Tokens whose keys and values take as long to read as the weights. Each place reads those of its row."""
 
@@ -74,6 +77,24 @@ class Drafting:
     def note_plain(self) -> None:
         """Notes a step of decodes that verified nothing."""
         self._right += (_EXPECTED - self._right) * _FORGOTTEN
+
+    def results(
+        self, rows: list[T], token_ids: list[int], num_decodes: int, places: int, num_drafted: int | None
+    ) -> Iterable[tuple[T, int]]:
+        """Tokens that the rows of a step gained, and whose they are (Scheduler.apply); notes how many drafts were
+        right, and how many there are now."""
+        if num_drafted is not None:
+            self.note_found(num_drafted, len(rows))
+        if places == 1:
+            if self.tokens_per_step > 1:
+                self.note_plain()
+            return zip(rows, token_ids, strict=True)
+        end = num_decodes * places
+        parts = [token_ids[begin : begin + places] for begin in range(0, end, places)]
+        gained = [[token for token in part if token >= 0] for part in parts]
+        self.note_verified([places - 1 - part[1:].count(-2) for part in parts], [*map(len, gained)])
+        found = [(row, token) for row, tokens in zip(rows, gained, strict=False) for token in tokens]
+        return [*found, *zip(rows[num_decodes:], token_ids[end:], strict=True)]
 
     def note_verified(self, drafted: list[int], gained: list[int]) -> None:
         """Notes the number of drafts that each decode of a step had, and of tokens that it gained."""

@@ -11,8 +11,6 @@ Where a step may bring a row several tokens, its lengths are bounds until they a
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.chunk_size import Chunk, is_partial, most_prompt_tokens
@@ -33,7 +31,7 @@ class Scheduler:
 
     def __init__(
         self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
-        place_cost: PlaceCost = PlaceCost(),  # noqa: B008  (immutable)
+        place_cost: PlaceCost = PlaceCost(),  # noqa: B008
     ) -> None:  # fmt: skip
         """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
         little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
@@ -41,8 +39,7 @@ class Scheduler:
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
-        self._num_wide_in_flight = 0
-        """Number of launched steps with several places a decode whose tokens are not read yet."""
+        self._num_wide_in_flight = 0  # steps with several places a decode
         self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
@@ -134,9 +131,8 @@ class Scheduler:
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
         seqs, starts, left, gained = plan.seqs, plan.starts, budget, 1
-        num_waiting = min(len(self._free_slots), len(self.waiting))
-        lengths = (seq.num_tokens for seq in self.running)
-        plan.places = places = self.drafting.places(len(self.running), num_waiting, budget, lengths)
+        lengths, most_new = (seq.num_tokens for seq in self.running), min(len(self._free_slots), len(self.waiting))
+        plan.places = places = self.drafting.places(len(self.running), most_new, budget, lengths)
         are_bounds = places > 1 or self._num_wide_in_flight > 0
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if left < places:
@@ -159,8 +155,7 @@ class Scheduler:
             starts.append(start)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
-            if gained > 1:
-                seq.num_inflight_drafts += gained - 1
+            seq.num_inflight_drafts += gained - 1
             left -= places
         plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
         plan.num_tokens = places * len(seqs)
@@ -182,9 +177,8 @@ class Scheduler:
         """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
         if plan.num_decode_rows:
             num_decodes, num_waiting = plan.num_decode_rows * plan.places, self.waiting.num_tokens
-            budget = min(budget, most_prompt_tokens(
-                self.config, self._is_dense, num_decodes, num_waiting, prompts, self.drafting.most_places
-            ))  # fmt: skip
+            most, is_dense = self.drafting.most_places, self._is_dense
+            budget = min(budget, most_prompt_tokens(self.config, is_dense, num_decodes, num_waiting, prompts, most))
         chunks, budget = self._continue_prompts(plan, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
         self._admit(plan, prompts, budget, chunks)
@@ -264,8 +258,7 @@ class Scheduler:
             memory.cache.note_computing(seq)
             num_long += waiting.is_long(remaining)
             budget -= count
-            scores_prompt = seq.sampling is not None and seq.sampling.num_prompt_logprobs_missing
-            if remaining == 1 and plan.places == 1 and not scores_prompt:
+            if remaining == plan.places == 1 and not (seq.sampling and seq.sampling.num_prompt_logprobs_missing):
                 self._add_decode(plan, seq)
             else:
                 chunks.append((seq, count))
@@ -313,23 +306,15 @@ class Scheduler:
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def apply(
-        self, plan: StepPlan, token_ids: list[int], num_drafted: int | None = None
-    ) -> list[tuple[Sequence, int]]:
+    def apply(self, plan: StepPlan, token_ids: list[int], drafted: int | None = None) -> list[tuple[Sequence, int]]:
         """Takes in the tokens that a step's first rows gained, of a decode one for each place: -1 where a draft before
-        it was wrong, -2 where there was none. num_drafted: tokens that were drafted for later. Returns which sequence
+        it was wrong, -2 where there was none. drafted: tokens that were drafted for later. Returns which sequence
         gained which token, in order. Tokens behind the end of a sequence are dropped."""
         if plan is self._last_plan:
             self._publish_last_plan()  # before any of its rows ends
         gained: list[tuple[Sequence, int]] = []
         rows = plan.seqs[: plan.num_sample_rows]
-        results: Iterable[tuple[Sequence, int]] = zip(rows, token_ids, strict=plan.places == 1)
-        if plan.places > 1:
-            results = self._verified(plan, rows, token_ids)
-        elif self.drafting.tokens_per_step > 1:
-            self.drafting.note_plain()
-        if num_drafted is not None:
-            self.drafting.note_found(num_drafted, len(rows))
+        results = self.drafting.results(rows, token_ids, plan.num_decode_rows, plan.places, drafted)
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in results:
@@ -361,20 +346,6 @@ class Scheduler:
                 if seq.status is not finished:
                     seq.note_gained(counts[seq], plan.places)
         return gained
-
-    def _verified(self, plan: StepPlan, rows: list[Sequence], token_ids: list[int]) -> list[tuple[Sequence, int]]:
-        """Tokens that the rows of a step with several places gained."""
-        places, num_decodes = plan.places, plan.num_decode_rows
-        end = num_decodes * places
-        parts = [token_ids[begin : begin + places] for begin in range(0, end, places)]
-        drafted = [places - 1 - part[1:].count(-2) for part in parts]
-        gained = [[token for token in part if token >= 0] for part in parts]
-        self.drafting.note_verified(drafted, [*map(len, gained)])
-        decodes = zip(rows, gained, strict=False)
-        return [
-            *chain.from_iterable([(seq, token) for token in part] for seq, part in decodes),
-            *zip(rows[num_decodes:], token_ids[end:], strict=True),
-        ]
 
     def _publish_last_plan(self) -> None:
         """Makes what the prompts of the last launched step write available to later steps, whose tokens are known

@@ -19,7 +19,7 @@ from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.product import Product
-from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig

@@ -20,7 +20,7 @@ from nanovllm.kernels.sampling.candidates import list_bytes
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
 from nanovllm.kernels.sampling.logprobs import LIST_DEPTH, TOP_BUCKETS, Scored, token_logprobs_reference, top_bucket
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
     CHANGED,

@@ -9,7 +9,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.kernels.recurrent.rows import Lines
 from nanovllm.kernels.sampling.gumbel import Draws
-from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.step import ForwardStep, wanted_rows
 from nanovllm.runner.cuda_graphs import LogitsView
@@ -89,8 +89,8 @@ class StepWork:
         self.captured_logits[shape] = LogitsView(logits)
 
     def draft(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
-        """After everything that draws: takes the draws of `num_decodes` decodes, `places` rows each, and drafts for all
-        `num_rows` rows that gained a token. The word behind their tokens becomes the number of drafted tokens."""
+        """To be called after all that draws: takes the draws of `num_decodes` decodes, `places` rows each, and drafts
+        for all `num_rows` rows that gained a token. The word behind their tokens becomes the number of drafted ones."""
         assert self._speculation is not None
         decodes, end = (num_decodes, places), first_chunk_row + num_rows - num_decodes
         self._kernels.take_draws(self.state, self.buffers, *decodes, end, self._rates)

@@ -74,7 +74,7 @@ class StepCounts(NamedTuple):
         return cls(*packed[: len(cls._fields)].tolist())
 
     def on_device(self, places: int) -> "StepCounts":
-        """With a row for each place of a decode."""
+        """Counts with a row for each place of a decode."""
         rows, decodes, samples, *others = self
         more = (places - 1) * decodes
         return StepCounts(rows + more, decodes + more, samples + more, *others)

@@ -13,8 +13,6 @@ from nanovllm.kernels.step.drafts import (
     take_draws_reference,
 )
 from nanovllm.kernels.step.input import (
-    DeviceState,
-    StepBuffers,
     apply_deltas,
     apply_deltas_reference,
     expand_rows,
@@ -22,6 +20,7 @@ from nanovllm.kernels.step.input import (
     prepare_decode,
     prepare_decode_reference,
 )
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.wire.step import HEADER_SIZE, SlotConstants, pack_step
 from tests.kernels.conftest import poison
 

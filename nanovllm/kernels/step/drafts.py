@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.rng import WORD, random_words, random_words_reference, row_key, row_key_reference
-from nanovllm.kernels.step.input import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 
 _POSITIONS = tl.constexpr(1 << 26)
 """Bound of positions: above it a key has the length of a match."""

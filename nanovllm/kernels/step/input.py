@@ -4,12 +4,10 @@ wire/step.py has a drawing of the packed step. The kernels read its counts on th
 serves any step of its shape; the shapes of the outputs say how far to fill, padding included.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.wire.state import ALIGNED
+from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, NO_LINE, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
@@ -18,95 +16,6 @@ _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
 _NO_LINE = tl.constexpr(NO_LINE)
 _PLACES = tl.constexpr(PLACES_WORD)
-
-
-@dataclass
-class DeviceState:
-    """State of each running request that a rank keeps, by slot."""
-
-    block_table: torch.Tensor
-    """int32 [S, tables, table width]: the blocks of a row, by table."""
-    last_token: torch.Tensor
-    """int32 [S]: sampled last, or the last of what the row began with."""
-    num_computed: torch.Tensor
-    """int32 [S]: tokens whose keys and values are there: the position at which the row's next decode begins."""
-    temperature: torch.Tensor
-    """float32 [S]"""
-    seed: torch.Tensor
-    """int64 [S]"""
-    num_lines: int = 0
-    """Lines of memory of fixed size, after which comes one for rows of padding; 0: there are none."""
-    drafts: torch.Tensor | None = None
-    """int32 [S, k]: what may follow the last token of each slot, -1 where nothing is drafted; None: there are none.
-    Then a step that computes a decode moves its slot on; else `take_draws` does (kernels/step/drafts.py)."""
-    ids: torch.Tensor | None = None
-    """int32 [blocks, block size]: ids of the tokens in the blocks of the first table, with drafts."""
-
-    @classmethod
-    def allocate(
-        cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0,
-        num_drafts: int = 0, ids: torch.Tensor | None = None,
-    ) -> "DeviceState":  # fmt: skip
-        return cls(
-            block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
-            last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            num_computed=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
-            seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines, ids=ids,
-            drafts=torch.full((max_num_seqs, num_drafts), -1, dtype=torch.int32, device=device) if num_drafts else None,
-        )  # fmt: skip
-
-
-@dataclass
-class StepBuffers:
-    """Device inputs of one step of up to B rows and M tokens, and the tokens it samples."""
-
-    row_slot: torch.Tensor
-    """int32 [B]; -1: padding."""
-    context_lens: torch.Tensor
-    """int32 [B]: tokens that the row's last query sees; 0: padding. Also the index of the sampled token."""
-    cu_seqlens_q: torch.Tensor
-    """int32 [B + 1]: where each row's tokens start."""
-    positions: torch.Tensor
-    """int32 [M]; padding 0."""
-    input_ids: torch.Tensor
-    """int32 [M]; padding 0."""
-    slot_mapping: torch.Tensor
-    """int32 [tables, M]: slot in the flat cache by the blocks of each table; -1: padding."""
-    logits_indices: torch.Tensor
-    """int32 [B]: last token of each row that samples; 0 elsewhere."""
-    lines: torch.Tensor
-    """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
-    written where the state has lines."""
-    tokens: torch.Tensor
-    """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see look_up_drafts."""
-
-    @classmethod
-    def allocate(cls, max_rows: int, max_tokens: int, num_tables: int, device: torch.device | str) -> "StepBuffers":
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        mapping = zeros(num_tables, -(-max_tokens // ALIGNED) * ALIGNED)
-        return cls(
-            row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
-            positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
-            logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows + 1),
-        )  # fmt: skip
-
-    def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
-        """A view of these buffers, for a step of that many rows and tokens."""
-        rows, tokens = num_rows, num_tokens
-        return StepBuffers(
-            row_slot=self.row_slot[:rows], context_lens=self.context_lens[:rows],
-            cu_seqlens_q=self.cu_seqlens_q[: rows + 1], positions=self.positions[:tokens],
-            input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:, :tokens],
-            logits_indices=self.logits_indices[:rows], lines=self.lines[:, :rows], tokens=self.tokens[:rows],
-        )  # fmt: skip
-
-    @property
-    def sample_positions(self) -> torch.Tensor:
-        """int32 [B]: index in its sequence of each row's sampled token, which equals the length of its context."""
-        return self.context_lens
 
 
 @triton.jit
@@ -179,6 +88,15 @@ def _copy_lines(LINES, given, row, num_rows, out_row, inside, live, lines_stride
 
 
 @triton.jit
+def _place_of(BUFFER, row, DRAFTS):
+    """Number of a row among its decode's places, and that of the decode."""
+    places = 1
+    if DRAFTS is not None:
+        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
+    return row % places, row // places
+
+
+@triton.jit
 def _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, latest, live):
     """Position and token id of a decode's place, and whether it computes anything: where there is a token, and not
     behind `latest`, up to which the row has blocks."""
@@ -211,18 +129,13 @@ def _expand_rows_kernel(
     of mapping_stride], by BLOCK_TABLE int32 [S, NUM_TABLES, table_width], LAST_TOKEN int32 [S] and, where there are
     any, DRAFTS int32 [S, num_drafts]; NUM_COMPUTED int32 [S] goes on, for chunks alone where there are drafts. IDS: see
     DeviceState. Output row `program_id(0)`, whose tokens the programs along axis 1 share; the one after the last is the
-    tokens' padding. The first `decode_rows` output rows are places of decodes or their padding, one token each; chunks
-    follow."""
+    tokens' padding. The first `decode_rows` output rows are places of decodes or padding; chunks follow."""
     out_row = tl.program_id(0)
     share = tl.program_id(1)
-    num_rows = tl.load(BUFFER + 0)
-    num_decode = tl.load(BUFFER + 1)
-    num_sample = tl.load(BUFFER + 2)
+    num_rows, num_decode, num_sample = tl.load(BUFFER + 0), tl.load(BUFFER + 1), tl.load(BUFFER + 2)
     given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-    decodes, place, of_decode = out_row < decode_rows, 0, out_row
-    if DRAFTS is not None:
-        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
-        place, of_decode = out_row % places, out_row // places
+    decodes = out_row < decode_rows
+    place, of_decode = _place_of(BUFFER, out_row, DRAFTS)
     row = tl.where(decodes, of_decode, out_row - decode_rows + num_decode)
     chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
     begin = tl.where(decodes, out_row, decode_rows + chunks_before)
@@ -235,10 +148,7 @@ def _expand_rows_kernel(
     if decodes:
         live, start, slot, count = is_live, own_start, tl.where(is_live, slot, -1), tl.where(is_live, count, 0)
     if share == 0:  # which alone has a decode's token
-        if DRAFTS is None:
-            tl.store(NUM_COMPUTED + slot, start + count, mask=live)
-        else:
-            tl.store(NUM_COMPUTED + slot, start + count, mask=live & (out_row >= decode_rows))
+        tl.store(NUM_COMPUTED + slot, start + count, mask=live & ((DRAFTS is None) | (out_row >= decode_rows)))
         tl.store(CU_SEQLENS + out_row, begin)
         if out_row < out_rows:
             tl.store(ROW_SLOT + out_row, slot)
@@ -247,7 +157,6 @@ def _expand_rows_kernel(
             if padding_line is not None:
                 lines = given + tl.load(BUFFER + 3) - num_decode
                 _copy_lines(LINES, lines, row, num_rows, out_row, True, live, lines_stride, padding_line)
-
     end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
     first = begin + share * BLOCK
     while first < end:
@@ -258,8 +167,8 @@ def _expand_rows_kernel(
         table = BLOCK_TABLE + slot.to(tl.int64) * table_stride
         block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0)
         cache_slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-        given_id = tl.load(given + token - decode_rows, mask=read & (out_row >= decode_rows), other=0)
-        token_id = tl.where(decodes, own_id, given_id)
+        token_id = tl.load(given + token - decode_rows, mask=read & (out_row >= decode_rows), other=0)
+        token_id = tl.where(decodes, own_id, token_id)
         tl.store(POSITIONS + token, position, mask=inside)
         tl.store(SLOT_MAPPING + token, cache_slot, mask=inside)
         tl.store(INPUT_IDS + token, token_id, mask=inside)
@@ -284,10 +193,7 @@ def _prepare_decode_kernel(
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
-    place, of_decode = tl.zeros_like(row), row
-    if DRAFTS is not None:
-        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
-        place, of_decode = row % places, row // places
+    place, of_decode = _place_of(BUFFER, row, DRAFTS)
     live = of_decode < num_rows
     slot = tl.load(BUFFER + _HEADER + of_decode, mask=live, other=-1)
     latest = tl.load(BUFFER + (_HEADER + S) + of_decode, mask=live, other=0)
