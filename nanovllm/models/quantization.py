@@ -22,7 +22,7 @@ _RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
     "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
 }
-"""Those of other mixers. Gates of delta nets are never quantised."""
+"""Parts of other mixers. Gates of delta nets are never quantised."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""

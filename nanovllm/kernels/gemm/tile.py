@@ -173,8 +173,8 @@ def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
 ):  # fmt: skip
-    """Finished sums of accs; of gates and ups their activation, float32, for which the sums are rounded to dtype, and
-    of ups alone (SQUARED) theirs."""
+    """Finished sums of accs [BLOCK_M, BLOCK_N], or turned; of gates and ups their activation, float32, for which the
+    sums are rounded to dtype, and of ups alone (SQUARED) theirs."""
     acc = _finish(accs[0], SCALE, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,

@@ -48,7 +48,7 @@ class MambaSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of x, b and c, as the convolution has them."""
+        """Channels of x, b and c, as the convolution has them."""
         return self.inner + 2 * self.groups * self.state
 
 
@@ -73,8 +73,8 @@ def _decode_kernel(
     X, DT, A_LOG, DT_BIAS, SKIP, STATES, OUT, READ, WRITE, dt_stride, state_stride, least,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(2), head program_id(1), of BP columns of its state. With PDL that is read before
-    gdc_wait, as by the kernel of delta.py."""
+    """One token of row program_id(2), head program_id(1), of BP columns of its state [N, P]. With PDL that is read
+    before gdc_wait, as by the kernel of delta.py."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
