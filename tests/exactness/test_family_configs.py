@@ -37,6 +37,7 @@ OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
     "GraniteMoeHybridForCausalLM": {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "num_local_experts": 0},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*M-*"},
 }
 """Entries that files have and transformers' defaults do not."""
 

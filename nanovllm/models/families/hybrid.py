@@ -126,7 +126,7 @@ _LFM2_NAMES = CheckpointNames(
 )  # fmt: skip
 _CONV = {"conv": _short_conv}
 _LFM2 = {"norm_eps": 1e-5, "rope_theta": 1e6}
-_ROPE = {"partial_rotary_factor": 0.25}
+_ROPE = {"partial_rotary_factor": 0.25, "head_dim": 256}
 _NEXT = {**_ROPE, "num_experts": 512, "num_experts_per_tok": 10}
 _MOE = {**_ROPE, "num_experts": 256, "num_experts_per_tok": 8}
 
