@@ -38,6 +38,7 @@ OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention", "mlp"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "num_local_experts": 0},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*M-*"},
 }
 """Entries that files have and transformers' defaults do not."""
 

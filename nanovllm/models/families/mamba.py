@@ -54,8 +54,10 @@ def _read_nemotron_experts(config: ConfigReader) -> MoEConfig:
 
 def read_nemotron_h(config: ConfigReader, generation: Fields) -> Fields:
     """Each layer is Mamba-2, attention without rotary embedding, an MLP or experts, alone."""
-    name = "layers_block_type" if config.get("layers_block_type") else "hybrid_override_pattern"
-    found = config.get(name)
+    names = ("layers_block_type", "hybrid_override_pattern")
+    by_name = {name: config.get(name) for name in names}
+    name = names[0] if by_name[names[0]] else names[1]
+    found = by_name[name]
     spelt = [_LETTERS.get(kind, kind) for kind in found] if isinstance(found, str) else found
     count = config.integer("num_hidden_layers", len(spelt or ()))
     kinds = _kinds(name, spelt, count, (*_LETTERS.values(),))
