@@ -89,7 +89,7 @@ class StepWork:
         self.captured_logits[shape] = LogitsView(logits)
 
     def draft(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
-        """To be called after all that draws: takes the draws of `num_decodes` decodes, `places` rows each, and drafts
+        """Takes, after all that draws, the draws of `num_decodes` decodes, `places` rows each, and drafts
         for all `num_rows` rows that gained a token. The word behind their tokens becomes the number of drafted ones."""
         assert self._speculation is not None
         decodes, end = (num_decodes, places), first_chunk_row + num_rows - num_decodes

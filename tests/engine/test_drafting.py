@@ -1,4 +1,4 @@
-"""When steps verify drafts: a function of counts."""
+"""Steps verify drafts where counts say that it pays."""
 
 from nanovllm.engine.drafting import Drafting, PlaceCost, cost
 

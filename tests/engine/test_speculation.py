@@ -79,7 +79,7 @@ def outputs(llm: LLM, prompts: list[Any], given: list[SamplingParams], is_exact:
 
 @cache
 def without(name: str) -> tuple[list[Any], list[list[int]]]:
-    """What a scenario's requests get without drafts, and their whole texts."""
+    """Outputs of a scenario's requests without drafts, and their whole texts."""
     prompts, given, options = SCENARIOS[name]
     with start(0, options) as llm:
         found = outputs(llm, prompts, given, "exact_bits" in options)
