@@ -50,6 +50,7 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
                 leads.append(margins(logits, len(prompt), param.temperature, param.seed))
                 cached += output.num_cached_tokens
                 ids.append(output.request_id)
+        model = llm.engine.executor.runner.model
         return {
             "texts": texts,
             "margins": leads,
@@ -58,7 +59,7 @@ def serve(folder: str, backend: str, fused_kernels: bool) -> dict[str, Any]:
             "preempted": witness.num_rows_after_preemption,
             "backend": llm.engine_info()["attention_backend"],
             "fused": llm.engine.executor.runner.kernels.fused,
-            "fused_rows": [n for n in (1, 2, 4, 8) if llm.engine.executor.runner.model.plan(n).is_complete],
+            "fused_rows": [n for n in (1, 2, 4, 8) if all(plan.is_complete for plan in model.plans(n))],
         }
 
 
