@@ -36,7 +36,6 @@ OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # of the default, 42, half cannot be rotated
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
-    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention", "mlp"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "num_local_experts": 0},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*M-*"},
 }

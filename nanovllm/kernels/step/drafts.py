@@ -21,7 +21,8 @@ MOST_MATCHED = 15
 @triton.jit(do_not_specialize=["num_decodes", "places", "end"])
 def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, LAST_TOKEN, NUM_COMPUTED, SEED, RATES, num_decodes,
                        places, end, BLOCK: tl.constexpr):  # fmt: skip
-    """See take_draws. A lane: one decode."""
+    """take_draws of ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS int32 [rows] and LAST_TOKEN, NUM_COMPUTED, SEED [S]. A lane
+    has one decode, of `places` rows."""
     decode = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = decode < num_decodes
     slot = tl.load(ROW_SLOT + decode * places, mask=there, other=-1)
@@ -73,7 +74,8 @@ def _text(TABLE, IDS, position, mask, BLOCK_SIZE: tl.constexpr):
 def _look_up_kernel(ROW_SLOT, LAST_TOKEN, NUM_COMPUTED, BLOCK_TABLE, IDS, DRAFTS, TOKENS, table_stride, num_decodes,
                     places, first_chunk_row, least, end, K: tl.constexpr, K_PADDED: tl.constexpr, MOST: tl.constexpr,
                     FILL: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """See look_up_drafts. A program: one row that gained a token."""
+    """look_up_drafts of ROW_SLOT, TOKENS int32 [rows], LAST_TOKEN, NUM_COMPUTED int32 [S], BLOCK_TABLE [S,
+    table_stride], IDS int32 [blocks, BLOCK_SIZE] and DRAFTS int32 [S, K]. A program has one row that gained a token."""
     index = tl.program_id(0)
     row = tl.where(index < num_decodes, index * places, first_chunk_row + index - num_decodes)
     slot = tl.load(ROW_SLOT + row)
