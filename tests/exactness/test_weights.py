@@ -20,6 +20,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers import linear
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.heads import HeadSplit
+from nanovllm.layers.step import OUTSIDE
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import load_checkpoint, load_dummy, open_checkpoint, read_safetensors
@@ -151,7 +152,7 @@ def test_a_width_that_ranks_do_not_divide_is_padded_with_zeros(
         load_checkpoint(list(mlp.checkpoint_weights("model.layers.0.mlp")), state, CPU)
     widths = {mlp.down_proj.weight.shape[1] for mlp in mlps}
     assert len(widths) == 1 and (width % size == 0 or widths.pop() % 8 == 0)
-    torch.testing.assert_close(sum(mlp(x) for mlp in mlps), model.model.layers[0].mlp(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(mlp(x, OUTSIDE) for mlp in mlps), model.model.layers[0].mlp(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
