@@ -42,8 +42,9 @@ class Operation(WeightedModule):
         return found
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
-        """x by what is launched; see Weight.multiply."""
-        y = self.matrix.multiply(x, self.launch(x.shape[0], call), call)
+        """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
+        rows = x.shape[0] if call.routing is None else call.routing.num_tokens
+        y = self.matrix.multiply(x, self.launch(rows, call), call)
         assert isinstance(y, torch.Tensor)
         return y
 
