@@ -21,6 +21,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes, scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
+from nanovllm.kernels.recurrent.states import load_state, store_state
 
 
 class DeltaWeights(NamedTuple):
@@ -62,7 +63,7 @@ def _decode_kernel(
     read = tl.load(READ + row)
     write = tl.load(WRITE + row).to(tl.int64)
     places = head * K * V + keys[:, None] * V + dims[None, :]
-    state = tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
+    state = load_state(STATES, read, state_stride, places)
     if PDL:
         tl.extra.cuda.gdc_wait()
     q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
@@ -73,7 +74,7 @@ def _decode_kernel(
     state = state.to(tl.float32) * tl.exp(log_kept)
     change = rate * (v - tl.sum(k[:, None] * state, 0))
     state += k[:, None] * change[None, :]
-    tl.store(STATES + write * state_stride + places, state.to(STATES.dtype.element_ty))
+    store_state(STATES, write, state_stride, places, state)
     out = tl.sum(q[:, None] * state, 0)
     z = tl.load(Z + row * z_stride + head * V + dims)
     y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, V)

@@ -24,9 +24,9 @@ from torch.nn.functional import softplus as torch_softplus
 from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.recurrent.delta_prompt import PIECE, piece_of
 from nanovllm.kernels.recurrent.gates import softplus
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
+from nanovllm.kernels.recurrent.states import PIECE, count_pieces, load_state, piece_of, store_state
 
 _COLUMNS = 32
 """Columns of a state that a program holds."""
@@ -84,7 +84,7 @@ def _decode_kernel(
     read = tl.load(READ + row)
     write = tl.load(WRITE + row).to(tl.int64)
     places = head * N * P + keys[:, None] * P + dims[None, :]
-    state = tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
+    state = load_state(STATES, read, state_stride, places)
     if PDL:
         tl.extra.cuda.gdc_wait()
     value = tl.load(x + head * P + dims).to(tl.float32)
@@ -93,7 +93,7 @@ def _decode_kernel(
     step = tl.maximum(softplus(tl.load(DT + row * dt_stride + head).to(tl.float32) + tl.load(DT_BIAS + head)), least)
     state = state.to(tl.float32) * tl.exp(-tl.exp(tl.load(A_LOG + head)) * step)
     state += b[:, None] * (step * value)[None, :]
-    tl.store(STATES + write * state_stride + places, state.to(STATES.dtype.element_ty))
+    store_state(STATES, write, state_stride, places, state)
     out = tl.sum(c[:, None] * state, 0) + tl.load(SKIP + head) * value
     tl.store(OUT + row * (H * P) + head * P + dims, out.to(OUT.dtype.element_ty))
 
@@ -114,15 +114,12 @@ def _scan_kernel(
         keep_at = tl.load(KEEP_AT + row)
         read = tl.load(READ + row)
         inside = head * N * P + keys[:, None] * P + dims[None, :]
-        state = tl.load(
-            STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + inside, mask=read >= 0, other=0.0
-        ).to(tl.float32)
+        state = load_state(STATES, read, state_stride, inside).to(tl.float32)
         rate, bias, skip = -tl.exp(tl.load(A_LOG + head)), tl.load(DT_BIAS + head), tl.load(SKIP + head)
         order = tl.arange(0, C)
         before = order[None, :] <= order[:, None]
         offset = keep_at % C
-        num_pieces = (count - offset + C - 1) // C + (offset > 0).to(tl.int32)
-        for index in range(num_pieces):
+        for index in range(count_pieces(offset, count, C)):
             begin, end = piece_of(index, offset, count, C)
             tokens = begin + order
             live = tokens < end
@@ -146,9 +143,9 @@ def _scan_kernel(
             state = tl.dot(tl.trans(b), value.to(dtype), state * tl.exp(total), input_precision="tf32x3")
             if end == keep_at:
                 keep = tl.load(KEEP + row).to(tl.int64)
-                tl.store(STATES + keep * state_stride + inside, state.to(STATES.dtype.element_ty))
+                store_state(STATES, keep, state_stride, inside, state)
         write = tl.load(WRITE + row).to(tl.int64)
-        tl.store(STATES + write * state_stride + inside, state.to(STATES.dtype.element_ty))
+        store_state(STATES, write, state_stride, inside, state)
 
 
 @triton.jit
