@@ -45,11 +45,11 @@ class RerankAnswer(ScoreAnswer):
 
     def response(self) -> bytes:
         results: list[dict[str, Any]] = []
-        scores = self.scores()
+        scores, texts = self.scores(), self.given.texts
         for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: self.given.top_n]:
             results.append({"index": index, "relevance_score": scores[index]})
             if self.given.return_documents is not False:
-                results[-1]["document"] = {"text": self.given.texts[index]}
+                results[-1]["document"] = {"text": texts[index]}
         return msgspec.json.encode({"id": self.id, "model": self.model, "results": results, "usage": self.usage()})
 
 

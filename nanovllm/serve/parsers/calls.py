@@ -120,12 +120,15 @@ class ToolFamily:
         document = tool.document
         types = document.types(value)
         others = types - {"string", "null"}
-        whole = document.alone(value)
-        if others and "string" in types:
-            whole["type"] = sorted(others)
-        as_value = f"{json_term(whole, lenient=not tool.strict)} {end}"
+
+        def as_value() -> str:  # not asked for where a value is a text alone, as most are
+            whole = document.alone(value)
+            if "string" in types:
+                whole["type"] = sorted(others)
+            return f"{json_term(whole, lenient=not tool.strict)} {end}"
+
         if "string" not in types:
-            return f"{begin} {as_value}"
+            return f"{begin} {as_value()}"
         try:
             text = document.text(value)
         except ValueError as error:
@@ -138,7 +141,7 @@ class ToolFamily:
             return f"{begin} ({text}) {end}"  # one of a few texts
         expression, after = self._text_expression(text, others)
         name = terminals.setdefault(expression, f"{'T' if after else 't'}{len(terminals)}")
-        return f"{begin} ({name} {after}" + (f" | {as_value})" if others else ")")
+        return f"{begin} ({name} {after}" + (f" | {as_value()})" if others else ")")
 
     def _text_expression(self, text: str | None, others: frozenset[str]) -> tuple[str, str]:
         """The expression of a terminal for a value's text, and what comes after it. Ends that are texts are a part of
