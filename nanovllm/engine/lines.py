@@ -40,11 +40,6 @@ class LinePool:
         return key in self._kept
 
     @property
-    def num_taken(self) -> int:
-        """Number of lines of rows and of kept states."""
-        return self.count - len(self._unused)
-
-    @property
     def has_free(self) -> bool:
         return bool(self._unused) or any(not self._readers[line] for line in self._kept.values())
 
