@@ -32,7 +32,7 @@ class PlaceCost(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "PlaceCost":
-        if not model.layers:  # they are transformers' own code, which nobody has measured
+        if model.implementation == "transformers":  # it has no layers of ours, and is served without drafts
             return cls()
         num_keys = 6 * model.hidden_size**2 / (model.num_key_value_heads * model.layers[0].head_dim)
         if model.moe is not None:

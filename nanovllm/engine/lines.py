@@ -32,17 +32,9 @@ class LinePool:
         """Lines that get a state in the step being planned."""
         self._forgotten: set[int] = set()
         """Lines with readers whose states are kept no more."""
-        self.num_kept = self.num_hits = self.num_missed_blocks = 0
-        """States kept, rows that began with one, and blocks that rows computed whose pages were cached, since no state
-        was."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
-
-    @property
-    def num_taken(self) -> int:
-        """Number of lines of rows and of kept states."""
-        return self.count - len(self._unused)
 
     @property
     def has_free(self) -> bool:
@@ -75,7 +67,6 @@ class LinePool:
         if key is None:
             memory.line, memory.read_line = self._take(), NO_LINE
             return
-        self.num_hits += 1
         self._kept.move_to_end(key)
         memory.read_line = self._kept[key]
         self._readers[memory.read_line] += 1
@@ -95,7 +86,6 @@ class LinePool:
             self._kept[key] = seq.memory.read_line
             self._readers[seq.memory.read_line] += 1
             seq.memory.line, seq.prefix.saved_key = self._take(), key
-            self.num_kept += 1
 
     def keep(self, key: bytes) -> int:
         """Line for a state that a row passes in the step being planned; NO_LINE: it is kept, or there is no room."""
@@ -103,7 +93,6 @@ class LinePool:
             self._kept.move_to_end(key)
         elif key not in self._being_written and self.has_free:
             self._being_written[key] = line = self._take()
-            self.num_kept += 1
             return line
         return NO_LINE
 

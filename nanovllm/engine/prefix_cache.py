@@ -238,7 +238,6 @@ class PrefixCache:
         """Notes that a row begins to run with this prefix."""
         seq.prefix.num_published, seq.prefix.matched, seq.prefix.keeps_states = prefix.num_blocks, [], True
         if self._lines is not None:
-            self._lines.num_missed_blocks += seq.prefix.num_cached - prefix.num_blocks
             self._lines.admit(seq, seq.prefix.keys[prefix.num_blocks - 1] if prefix.num_blocks else None)
 
     def withhold(self, seq: Sequence, num_blocks: int = _ALL_BLOCKS) -> None:

@@ -204,8 +204,7 @@ class ModelRunner:
             self._progress()
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
-        ids = 0 if self.model_config.pooling else self.model_config.vocab_size
-        sampler_bytes = option_bytes(ids, self.group.size, config.most_places, self.dtype)
+        sampler_bytes = option_bytes(self.model_config, self.group.size, config.most_places, self.dtype)
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )

@@ -21,6 +21,7 @@ from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
 from nanovllm.kernels.sampling.logprobs import LIST_DEPTH, TOP_BUCKETS, Scored, token_logprobs_reference, top_bucket
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
+from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
     CHANGED,
@@ -49,9 +50,11 @@ _MANY_ROWS = 64  # option rows that are sampled as any larger number is
 _SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
-def option_bytes(ids: int, ranks: int, max_num_seqs: int, dtype: torch.dtype) -> int:
-    """Device memory that the most general steps over a vocabulary of `ids` may take: counts and masks, which stay, and
-    while such a step runs edited copies and lists of all rows, their gathered logits, and logits of prompt tokens."""
+def option_bytes(model: ModelConfig, ranks: int, max_num_seqs: int, dtype: torch.dtype) -> int:
+    """Device memory that the most general steps over a model's vocabulary may take: counts and masks, which stay, and
+    while such a step runs edited copies and lists of all rows, their gathered logits, and logits of prompt tokens. None
+    where the model embeds, for it samples nothing."""
+    ids = model.vocab_size if model.pooling is None else 0
     stays = 4 * max_num_seqs * (ids + mask_words(ids))
     kept = 3 * max_num_seqs * ids  # bits on their way to be packed
     many = 8 * max_num_seqs * ids + 40 * _SORTED_ROWS * ids  # the whole vocabulary by likelihood, and sorting it
