@@ -80,18 +80,16 @@ class GatedDeltaNet(WeightedModule):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]; all go into the states."""
-        step = call.step
-        assert step is not None
-        projected = self.in_proj(x, call)
-        mixed, z, *gates = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1) if (
-            self.gate_proj is None
-        ) else projected.split(self.rows[:2], 1)
-        if self.gate_proj is not None:
-            gates = [*self.gate_proj(x, call).split(self.heads.local_heads, 1)]
-        b, a, *_ = gates
-        mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, step.rows, None, self.sizes.unit)
+        assert call.step is not None
+        rows, projected = call.step.rows, self.in_proj(x, call)
+        if self.gate_proj is None:
+            mixed, z, b, a, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)
+        else:
+            mixed, z = projected.split(self.rows[:2], 1)
+            b, a, *_ = self.gate_proj(x, call).split(self.heads.local_heads, 1)
+        mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, None, self.sizes.unit)
         weights = DeltaWeights(self.A_log, self.dt_bias, self.norm, self.eps)
-        y = self.kernels.gated_delta_rule(mixed, a, b, z, weights, self.sizes, self.states, step.rows)
+        y = self.kernels.gated_delta_rule(mixed, a, b, z, weights, self.sizes, self.states, rows)
         return self.out_proj.of_wanted(y, call)
 
     # -- weights ------------------------------------------------------------------------------------------------

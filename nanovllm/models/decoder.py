@@ -201,13 +201,13 @@ class DecoderLayer(WeightedModule):
                 x, residual = block.reduce_norm(stream, first.rounded)
             if block.mixes:
                 residual = wanted_rows(residual, step.wanted)
-            call = Call(step, None if block.mixes else step.wanted)
+            rows = None if block.mixes else step.wanted
             if plan.is_complete:
                 norm = block.reduce_norm.row_norm if first.norm else None
-                block.compute(x, call._replace(norm=norm, residual=residual))
+                block.compute(x, Call(step, rows, norm, residual))
                 stream = Stream(residual)
             else:
-                stream = Stream(residual, block.compute(x, call), last.is_early)
+                stream = Stream(residual, block.compute(x, Call(step, rows)), last.is_early)
         return stream
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -15,7 +15,6 @@ from nanovllm.kernels.step.state import DeviceState, StepBuffers
 
 _POSITIONS = tl.constexpr(1 << 26)
 """Bound of positions: above it a key has the length of a match."""
-MOST_MATCHED = 15
 
 
 @triton.jit(do_not_specialize=["num_decodes", "places", "end"])
