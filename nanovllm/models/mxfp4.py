@@ -16,7 +16,7 @@ from nanovllm.kernels.gemm.int4 import SPAN
 from nanovllm.kernels.moe.packed import E2M1_GROUP, MOST_EXPONENT, quantize, scales_of, words_of
 from nanovllm.layers.mxfp4 import BLOCKS, SCALES
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, Quantization
 
 _EACH = SPAN // E2M1_GROUP
 """Groups of a block."""
@@ -25,11 +25,12 @@ _EACH = SPAN // E2M1_GROUP
 class MXFP4Reader:
     """Translation of a checkpoint's tensors for a model that holds its experts in MXFP4."""
 
-    def __init__(self, weights: Iterable[CheckpointWeight], config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self, weights: Iterable[CheckpointWeight], quantization: Quantization, config: ModelConfig, device: torch.device
+    ) -> None:
         assert config.moe is not None
         self.device = device
-        made = next(spec.quantization for spec in config.layers if spec.quantization is not None)
-        self._while_loading = made.while_loading
+        self._while_loading = quantization.while_loading
         self._held = {weight.name: weight for weight in weights if weight.name.endswith((BLOCKS, SCALES))}
         self._columns = {"gate_up_proj": config.hidden_size, "down_proj": config.moe.intermediate_size}
 

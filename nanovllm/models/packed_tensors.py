@@ -27,4 +27,6 @@ def reader_for(
     made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
     if made is None or made.method == "fp8":
         return None
-    return Int4Reader(weights, made, dtype, device) if made.method == "int4" else MXFP4Reader(weights, config, device)
+    if made.method == "int4":
+        return Int4Reader(weights, made, dtype, device)
+    return MXFP4Reader(weights, made, config, device)
