@@ -1,4 +1,4 @@
-"""What kernels of recurrent states share: a row's state by its line, and the pieces in which a prompt chunk goes."""
+"""State of a row by its line, and the pieces in which a prompt chunk goes: for all kernels of recurrent states."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
