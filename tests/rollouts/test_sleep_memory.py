@@ -127,9 +127,10 @@ class Mixer:
 def test_slots_sleep_beside_blocks(memory: SleepableMemory) -> None:
     """What layers were given is at its addresses afterwards, and zeros."""
     cpu, mixer = torch.device("cpu"), Mixer()
-    config = EngineConfig.from_options("model", max_num_seqs=3, kvcache_block_size=16)
+    config = EngineConfig.from_options("model", num_state_lines=3, kvcache_block_size=16)
     layout = one_group(pages_of([mixer]))
     state = StateMemory(config, [mixer], layout, torch.float32, cpu, select_kernels(cpu), sleepable=memory)
+    state.choose_lines(0)
     state.allocate(state.size(7))
     pages, slots = mixer.bound
     every = [*pages.tensors, slots]
