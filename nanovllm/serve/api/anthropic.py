@@ -71,9 +71,7 @@ class OutputConfig(msgspec.Struct):
 class CountFields(DialectFields, kw_only=True):
     """Body of /v1/messages/count_tokens."""
 
-    meaningless = frozenset(
-        ("max_tokens", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
-    )
+    meaningless = frozenset("max_tokens metadata service_tier cache_control inference_geo speed diagnostics".split())
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD,
         **dict.fromkeys(("response_format", "output_format"), "use output_config.format"),

@@ -128,20 +128,15 @@ def function(**fields: Any) -> dict[str, Any]:
 
 
 ITEM_KINDS = frozenset(
-    (
-        *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-        *("reasoning", "additional_tools"),
-    )
+    "message function_call function_call_output custom_tool_call custom_tool_call_output reasoning "
+    "additional_tools".split()
 )
 """Types of the Responses API's input items that are taken."""
 BLOCK_KINDS = frozenset(
-    (
-        *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "search_result", "tool_reference"),
-        "document",
-    )
+    "text thinking redacted_thinking tool_use tool_result search_result tool_reference document".split()
 )
 """Types of the Messages API's blocks that are taken; of documents, those that are text."""
-TEXT_KINDS = frozenset(("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"))
+TEXT_KINDS = frozenset("input_text output_text text refusal reasoning_text summary_text".split())
 """Types of the parts of the Responses API's items that are taken."""
 _TAKEN = ITEM_KINDS | BLOCK_KINDS | TEXT_KINDS
 
