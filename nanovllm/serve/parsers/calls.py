@@ -209,12 +209,12 @@ class ToolFamily:
         form = self._form
         yield from self._pass_over(form.first, source)
         yield from self._read_call(tools, source, output)
-        last = next((self._text(piece) for piece in form.last if not isinstance(piece, Slot)), None)
-        while last is not None:
+        last = [piece for piece in form.last if not isinstance(piece, Slot)]
+        while last:
             yield from source.blanks()
-            next_one = self._separator or self._text(form.call[0])
-            if (yield from source.expect(last, next_one, takes=False)) == last:
-                source.take(len(last))
+            end, next_one = self._text(last[0]), self._separator or self._text(form.call[0])
+            if (yield from source.expect(end, next_one, takes=False)) == end:
+                yield from self._pass_over(last, source)
                 return
             source.take(len(self._separator))
             yield from self._read_call(tools, source, output)
