@@ -1,8 +1,7 @@
 """Scheduler: decides in each step how many more tokens of which rows to compute.
 
-Every request is a row of tokens, some computed and some not; the scheduler picks how many more of which rows this step
-computes, within one budget of tokens. There is no prefill phase and no decode phase: a decode is a row with one token
-to compute, a prompt chunk one with many, a preempted request one whose computed count fell back to its cached prefix.
+Every request is a row of tokens, some computed and some not. There are no phases: a decode is a row with one token to
+compute, a prompt chunk one with many, a preempted request one whose computed count fell back to its cached prefix.
 
 Steps are scheduled one ahead of their results. The scheduler therefore works with counts: a sampled token that is still
 on the device counts as an inflight token, and its value is needed only to see whether the text has ended. A row that
@@ -33,14 +32,13 @@ class Scheduler:
         self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
         place_cost: PlaceCost = PlaceCost(),  # noqa: B008
     ) -> None:  # fmt: skip
-        """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
-        little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
-        row gains in one step. `place_cost`: see Drafting."""
+        """`is_dense`: a step reads all weights, so that a small chunk beside decodes costs little; tokens choose
+        experts. `tokens_per_step`: of a row, at most. `place_cost`: see Drafting."""
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
         self._num_wide_in_flight = 0  # steps with several places a decode
-        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
+        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.model_drafts)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
@@ -118,7 +116,7 @@ class Scheduler:
         self._publish_last_plan()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()
-        plan = StepPlan()
+        plan = StepPlan(drafts=self.drafting.wants_drafts(self.running))
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if prompts or self.waiting:
@@ -222,13 +220,10 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
-
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
-
-        A request that begins with what a row is computing now waits for it, and lets others pass.
-        """
+        A request that begins with what a row is computing now waits for it, and lets others pass."""
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
         self.lookahead.begin_step()
@@ -300,10 +295,11 @@ class Scheduler:
             plan.num_sample_rows += 1
             seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
+        elif self.config.model_drafts:
+            plan.following_ids.append(seq.token_ids[start + count])
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
-        """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode
-        needs. So far the step has decodes alone."""
+        """Adds a row with all but one token cached as a decode, to decodes alone: its slot record has all it needs."""
         self._add_row(plan, seq, 1)
         plan.host_token_ids.pop()
         plan.num_decode_rows += 1
