@@ -10,6 +10,7 @@ so, the layer hands on a complete residual stream; else it hands on what is to b
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -246,23 +247,33 @@ def _why_apart(operations: Sequence[Product], rules: Rules) -> str:
     return "no kernel for few rows multiplies"
 
 
+LAST_KEPT = 4
+"""Larger numbers of rows that ByRows has as keys: a step has one, or those of its halves."""
+
+
 class ByRows(dict[int, Any]):
-    """Results of a function of the number of rows, each computed once for a range of rows that have the same one. A few
-    rows are keys themselves, more by the end of their range."""
+    """Results of a function of the number of rows, each computed once for a range of rows that have the same one. Keys
+    are ends of such ranges, any few rows, and the larger numbers of rows that were asked for last: the layers of a step
+    ask for the same ones."""
 
     def __init__(self, make: Callable[[int], Any], ends: Callable[[], Sequence[int]]) -> None:
         super().__init__()
         self.make, self.ends = make, ends
         self._found: Sequence[int] = ()
+        self._last: deque[int] = deque()
 
     def __missing__(self, rows: int) -> Any:
         if not self:
             self._found = self.ends()
+            self._last.clear()
         end = self._found[bisect_left(self._found, rows)]
         if end not in self.keys():
             self[end] = self.make(end)
-        if rows <= TILE_ROWS:
-            self[rows] = self[end]
+        if rows > TILE_ROWS and rows != end:
+            if len(self._last) == LAST_KEPT:
+                del self[self._last.popleft()]
+            self._last.append(rows)
+        self[rows] = self[end]
         return self[end]
 
 
