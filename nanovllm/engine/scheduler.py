@@ -1,7 +1,8 @@
 """Scheduler: decides in each step how many more tokens of which rows to compute.
 
-Every request is a row of tokens, some computed and some not. There are no phases: a decode is a row with one token to
-compute, a prompt chunk one with many, a preempted request one whose computed count fell back to its cached prefix.
+Every request is a row of tokens, some computed and some not; the scheduler picks how many more of which rows this step
+computes, within one budget of tokens. There is no prefill phase and no decode phase: a decode is a row with one token
+to compute, a prompt chunk one with many, a preempted request one whose computed count fell back to its cached prefix.
 
 Steps are scheduled one ahead of their results. The scheduler therefore works with counts: a sampled token that is still
 on the device counts as an inflight token, and its value is needed only to see whether the text has ended. A row that
@@ -53,8 +54,6 @@ class Scheduler:
         """Prompt tokens of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
         """Prompt tokens of these that the prefix cache had."""
-        self.num_prompt_state_misses = 0
-        """Prompt tokens of these whose blocks it had without a state after them."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -220,10 +219,12 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
+
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
-        A request that begins with what a row is computing now waits for it, and lets others pass."""
+        A request that begins with what a row is computing now waits for it, and lets others pass.
+        """
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
         self.lookahead.begin_step()
@@ -273,8 +274,6 @@ class Scheduler:
             if seq.index == 0:
                 self.num_prompt_tokens += seq.num_prompt_tokens
                 self.num_prompt_cached_tokens += seq.num_prompt_cached_tokens
-                num_found = min(seq.prefix.num_cached * self.memory.block_size, seq.num_prompt_tokens)
-                self.num_prompt_state_misses += max(0, num_found - seq.num_prompt_cached_tokens)
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)
@@ -299,7 +298,8 @@ class Scheduler:
             plan.following_ids.append(seq.token_ids[start + count])
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
-        """Adds a row with all but one token cached as a decode, to decodes alone: its slot record has all it needs."""
+        """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode
+        needs. So far the step has decodes alone."""
         self._add_row(plan, seq, 1)
         plan.host_token_ids.pop()
         plan.num_decode_rows += 1

@@ -2,7 +2,7 @@
 as a DrafterConfig, `Drafter` is one rank's share, `canonical` the spelling of its tensors. A further method is a module
 here and a row in speculative.METHODS."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from nanovllm.layers.step import ForwardStep
 from nanovllm.layers.weights import CheckpointWeight, TensorSource
 from nanovllm.model_config import DrafterConfig, ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
-from nanovllm.models.files import check_configuration, check_weights, read_json, weight_files
+from nanovllm.models.files import check_configuration, check_weights, read_json
 
 
 class Drafter(Protocol):
@@ -64,11 +64,9 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     assert config.speculation is not None and config.speculation.model is not None
     folder = Path(config.speculation.model).absolute()
     check_configuration(str(folder), folder)
-    names: Collection[str] = ()
-    if weight_files(folder):
-        names = _tensors(folder, _module(config).canonical)
-    elif config.load_format == "auto":
+    if config.load_format == "auto":
         check_weights(str(folder), folder)
+    names = _tensors(folder, _module(config).canonical)
     try:
         drafter = _module(config).read(read_json(folder / "config.json"), str(folder), model, names)
         found = replace(model, drafter=drafter)
@@ -105,7 +103,7 @@ def load(
 
 
 def _tensors(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, TensorSource]:
-    named = ((canonical(name), tensor) for name, tensor in open_checkpoint(folder).items())
+    named = ((canonical(name), tensor) for name, tensor in open_checkpoint(folder, None).items())
     return {name: tensor for name, tensor in named if name is not None}
 
 
