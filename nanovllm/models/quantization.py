@@ -211,10 +211,12 @@ def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tup
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
         own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
+        own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
-        if (spec.mixer != "none") if of_mixer else spec.mlp == "dense":
+        if (spec.mixer != "none") if of_mixer else spec.mlp.startswith("dense"):
             yield part, [f"{layer}.{module}" for module in own]
-    if spec.mlp == "moe" and moe is not None:
+    if spec.mlp.endswith("moe") and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
         yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]
         if moe.shared_size:

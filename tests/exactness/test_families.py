@@ -124,14 +124,15 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
-    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h",
+    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h", "gemma4",
+    "gemma4, experts", "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = (
     "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
-    "qwen3_next", "lfm2", "nemotron_h",
+    "qwen3_next", "lfm2", "nemotron_h", "gemma4, experts", "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head, channel and
-group."""
+group, experts beside an MLP, inputs of single layers."""
 
 
 @pytest.mark.parametrize(
@@ -170,8 +171,9 @@ def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe",
-                                  "gpt_oss", "minimax_m2", "ernie4_5_moe", "laguna", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, experts", "olmo3", "cohere2", "nemotron",
+                                  "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe",
+                                  "laguna", "lfm2", "gemma4, keys of other layers and inputs of each"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")

@@ -12,6 +12,8 @@ from family_cases import (
     ALTERNATING,
     DELTA,
     EXPERTS,
+    GEMMA4,
+    GEMMA4_E,
     GREEDY,
     GROUPED,
     HEADS,
@@ -53,6 +55,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "AyaVision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),  # transformers' whole module leaves it out
     "Cohere2Vision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),
     "Gemma3": ("gemma3_text", {**HEADS, **ALTERNATING, "rope_parameters": TWO_BASES}),
+    "Gemma4": ("gemma4_text", {**HEADS, **GEMMA4_E}),
+    "Gemma4Unified": ("gemma4_unified_text", {**HEADS, **GEMMA4, "attention_k_eq_v": True}),
     "Qwen2VL": ("qwen2_vl_text", {**MROPE, "hidden_size": 96}),
     "Qwen2_5_VL": ("qwen2_5_vl_text", {**MROPE, "hidden_size": 96}),
     "Qwen3VL": ("qwen3_vl_text", {**HEADS, **MROPE}),

@@ -24,8 +24,8 @@ PDL_REGISTERS = 56
 earlier beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes
 612 with PDL, 694 without (H200)."""
 HEADS_PER_PROGRAM = 16
-"""Heads of a program in any step: another number might sum in another order, and a token's result would depend on its
-step."""
+"""Heads of a program in any step, of up to 256 elements each: another number might sum in another order, and a token's
+result would depend on its step."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,20 @@ class QKNormRope:
     """The normalised value is not rounded before it is multiplied by the weight."""
     rope_in_float32: bool = False
     """cos, sin and the products are not rounded, only the result."""
+    value_norm: bool = False
+    """RMSNorm of each value head, without a weight."""
+    values_are_keys: bool = False
+    """The projections have no values: they are the keys, before norm and rotation."""
 
     def heads(self, qkv: torch.Tensor) -> torch.Tensor:
-        """[T, width] -> [T, query, then key, then value heads, head_dim]."""
-        return qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        """[T, width] -> [T, query, then key, then (of their own) value heads, head_dim]."""
+        parts = 1 if self.values_are_keys else 2
+        return qkv.view(qkv.shape[0], self.num_heads + parts * self.num_kv_heads, self.head_dim)
+
+    @property
+    def heads_per_program(self) -> int:
+        """Heads that one program of the kernel has."""
+        return HEADS_PER_PROGRAM if self.head_dim <= 256 else HEADS_PER_PROGRAM // 2
 
 
 @triton.jit
@@ -180,8 +190,21 @@ def _finite_values(parts, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _unit_values(parts, D: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr):
+    """The parts of values, normalised without a weight."""
+    first, second, rest = parts
+    squares = tl.sum(first.to(tl.float32) * first.to(tl.float32) + second.to(tl.float32) * second.to(tl.float32), 1)
+    if 2 * HALF < D:
+        squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
+    inverse_rms = tl.rsqrt(squares / D + EPS)[:, None]
+    first, second = (first.to(tl.float32) * inverse_rms).to(first.dtype), second.to(tl.float32) * inverse_rms
+    return first, second.to(first.dtype), (rest.to(tl.float32) * inverse_rms).to(first.dtype)
+
+
+@triton.jit
 def _load_keys_values(
-    row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+    row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does."""
     K_BIAS, V_BIAS = BIAS, BIAS
@@ -189,7 +212,10 @@ def _load_keys_values(
         K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
     keys, values = row + Q_HEADS * D, row + (Q_HEADS + KV_HEADS) * D
     parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
-    return parts, _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+    v_parts = parts
+    if not VALUES_ARE_KEYS:
+        v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+    return parts, v_parts
 
 
 @triton.jit
@@ -197,8 +223,8 @@ def _qk_norm_rope_store_kernel(
     QKV, QUERIES, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, KV_SCALES,
     SLOT_MAPPING, qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, NORM_FLOAT32: tl.constexpr,
-    ROPE_FLOAT32: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    ROPE_FLOAT32: tl.constexpr, VALUE_NORM: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """qk_norm_rope_store, which has the shapes: QKV [T, (Q_HEADS + 2 KV_HEADS) * D], caches [blocks, KV_HEADS,
     BLOCK_SIZE, D]. Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of
@@ -241,7 +267,9 @@ def _qk_norm_rope_store_kernel(
     else:
         if slot >= 0:
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
-            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF)
+            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF, VALUES_ARE_KEYS)
+            if VALUE_NORM:
+                v_parts = _unit_values(v_parts, D, HALF, EPS)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
             V_SCALES = None if K_SCALES is None else K_SCALES + 1
@@ -260,10 +288,11 @@ def qk_norm_rope_store(
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
-    value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
+    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are, or
+    normalised. A value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
 
-    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
+    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values (which may be missing, as Hkv may be 0: how); its query part is
+    overwritten. positions int32 [T]. slot_mapping
     int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
     strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
     Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq +
@@ -275,16 +304,18 @@ def qk_norm_rope_store(
     queries = _queries(qkv, how, kv_scales)
     queries_change = how.norm or how.rotary_dim or bias is not None or query_scale is not None
     queries_change = queries_change or queries.dtype != qkv.dtype
-    q_groups = triton.cdiv(how.num_heads, HEADS_PER_PROGRAM) if queries_change else 0
+    each = how.heads_per_program
+    q_groups = triton.cdiv(how.num_heads, each) if queries_change else 0
     pdl = pdl_options(qkv.device, num_tokens <= PDL_TOKENS)
     if num_tokens:
-        _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, HEADS_PER_PROGRAM))](
+        _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, each))](
             qkv, queries, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None,
             query_scale, positions, k_cache, v_cache, kv_scales, slot_mapping, qkv.stride(0), k_cache.stride()[:3],
             v_cache.stride()[:3], Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
             NORM=how.norm, EPS=how.eps, AFTER=how.norm_after_rope, NORM_FLOAT32=how.norm_in_float32,
-            ROPE_FLOAT32=how.rope_in_float32, BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups,
-            HEADS=HEADS_PER_PROGRAM, num_warps=4, **pdl, **({"maxnreg": PDL_REGISTERS} if pdl["PDL"] else {}),
+            ROPE_FLOAT32=how.rope_in_float32, VALUE_NORM=how.value_norm, VALUES_ARE_KEYS=how.values_are_keys,
+            BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups, HEADS=each, num_warps=4, **pdl,
+            **({"maxnreg": PDL_REGISTERS} if pdl["PDL"] else {}),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
         )  # fmt: skip
     return queries
@@ -340,8 +371,11 @@ def qk_norm_rope_store_reference(
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Plain twin of `qk_norm_rope_store`."""
-    biased = qkv if bias is None else qkv + bias
-    q, k, v = how.heads(biased).split([how.num_heads, how.num_kv_heads, how.num_kv_heads], dim=1)
+    biased = how.heads(qkv if bias is None else qkv + bias)
+    q, k = biased[:, : how.num_heads], biased[:, how.num_heads : how.num_heads + how.num_kv_heads]
+    v = k if how.values_are_keys else biased[:, how.num_heads + how.num_kv_heads :]
+    if how.value_norm:
+        v = (v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + how.eps)).to(v.dtype)
     cos_sin = cos_sin[positions.long()].unsqueeze(1) if how.rotary_dim and cos_sin is not None else None
     q_mean, k_mean = (None, None) if mean_squares is None else mean_squares.unsqueeze(1).split(1, dim=2)
     q = _norm_rope_reference(q, how, q_norm_weight, q_mean, cos_sin)
@@ -352,7 +386,8 @@ def qk_norm_rope_store_reference(
     queries.copy_(q if queries.dtype == q.dtype else q.float().clamp(-65504, 65504))
     finite = v.isfinite()
     k = k.masked_fill(~finite.all(-1, keepdim=True), float("nan"))
-    store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping, kv_scales)
+    if how.num_kv_heads:
+        store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping, kv_scales)
     return queries
 
 
