@@ -84,7 +84,7 @@ class LayerSpec:
     shares_keys: bool = False
     """Keys and values are those of the last layer before it that has its own, and the same window."""
     intermediate_size: int | None = None
-    """Of a dense MLP; None: ModelConfig.intermediate_size."""
+    """Width of a dense MLP; None: ModelConfig.intermediate_size."""
     values_are_keys: bool = False
     """Values are what the projection of keys gives, before the keys' norm and rotation."""
     quantization: Quantization | None = None

@@ -240,7 +240,7 @@ class DecoderLayer(WeightedModule):
 
 
 def taken_in(context: ModelContext, norm: RowNorm | None, before: DecoderLayer | None) -> ReduceAddNorm:
-    """What takes in the result of the layer `before`, and has this norm of the stream."""
+    """ReduceAddNorm that takes in the result of the layer `before`, and has this norm of the stream."""
     multiplier = context.config.residual_multiplier
     if before is None:
         return ReduceAddNorm(context, norm, None, multiplier)

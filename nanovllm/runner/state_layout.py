@@ -42,7 +42,7 @@ class StateLayout:
     places: tuple[Place, ...]
     """Places by layer."""
     lanes: tuple[tuple[Pages, ...], ...]
-    """For each group the Pages of a block in one of its tables, lane by lane."""
+    """Pages of a block, lane by lane, in the tables of each group."""
 
     @property
     def num_tables(self) -> int:
@@ -106,8 +106,8 @@ def _by_window(layers: Sequence[Pages], dtype: torch.dtype) -> StateLayout:
 
 
 def _layers_of_a_table(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """For each group the layers of one of its tables: the most with which few bytes of blocks have no layer, or those
-    with which fewest have none. counts, sizes: of each group its layers, and the bytes of a token in one of them."""
+    """Numbers of layers of a table of each group: the most with which few bytes of blocks have no layer, or those with
+    which fewest have none. counts, sizes: of each group its layers, and the bytes of a token in one of them."""
 
     def padding(size: int) -> float:
         """Share of padding of tables that take `size` bytes a token, the larger of two cases: in long rows the first

@@ -4,10 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.kernels.pointwise.mean_squares import qk_mean_squares, qk_mean_squares_reference
 from nanovllm.kernels.pointwise.rope import (
     QKNormRope,
-    qk_mean_squares,
-    qk_mean_squares_reference,
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )

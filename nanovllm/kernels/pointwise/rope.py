@@ -64,7 +64,7 @@ class QKNormRope:
 
 
 @triton.jit
-def _load_heads(ROW, BIAS, heads, cols, mask, D: tl.constexpr):
+def load_heads(ROW, BIAS, heads, cols, mask, D: tl.constexpr):
     """Columns `cols` of the heads, [HEADS, cols], with the bias added."""
     offsets = heads[:, None] * D + cols[None, :]
     x = tl.load(ROW + offsets, mask=mask, other=0.0)
@@ -118,12 +118,12 @@ def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     `heads` below `count`."""
     cols = tl.arange(0, triton.next_power_of_2(HALF))
     mask = (heads < count)[:, None] & (cols < HALF)[None, :]
-    first = _load_heads(ROW, BIAS, heads, cols, mask, D)
-    second = _load_heads(ROW, BIAS, heads, cols + HALF, mask, D)
+    first = load_heads(ROW, BIAS, heads, cols, mask, D)
+    second = load_heads(ROW, BIAS, heads, cols + HALF, mask, D)
     rest = first
     if 2 * HALF < D:
         cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
-        rest = _load_heads(ROW, BIAS, heads, cols, (heads < count)[:, None] & (cols < D)[None, :], D)
+        rest = load_heads(ROW, BIAS, heads, cols, (heads < count)[:, None] & (cols < D)[None, :], D)
     return first, second, rest
 
 
@@ -204,9 +204,10 @@ def _unit_values(parts, D: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def _load_keys_values(
     row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    VALUES_ARE_KEYS: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr, VALUE_NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does."""
+    """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does; VALUE_NORM:
+    these normalised."""
     K_BIAS, V_BIAS = BIAS, BIAS
     if BIAS is not None:
         K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
@@ -215,6 +216,8 @@ def _load_keys_values(
     v_parts = parts
     if not VALUES_ARE_KEYS:
         v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+    if VALUE_NORM:
+        v_parts = _unit_values(v_parts, D, HALF, EPS)
     return parts, v_parts
 
 
@@ -267,9 +270,8 @@ def _qk_norm_rope_store_kernel(
     else:
         if slot >= 0:
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
-            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF, VALUES_ARE_KEYS)
-            if VALUE_NORM:
-                v_parts = _unit_values(v_parts, D, HALF, EPS)
+            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF, VALUES_ARE_KEYS,
+                                               VALUE_NORM, EPS)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
             V_SCALES = None if K_SCALES is None else K_SCALES + 1
@@ -327,43 +329,6 @@ def _queries(qkv: torch.Tensor, how: QKNormRope, kv_scales: torch.Tensor | None)
     return queries if kv_scales is None or qkv.dtype != torch.bfloat16 else queries.view(torch.float16)
 
 
-@triton.jit
-def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WIDTH: tl.constexpr,
-                            K_WIDTH: tl.constexpr, D: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
-                            ):  # fmt: skip
-    """OUT float32 [T, 2] from QKV [T, Q_WIDTH + 2 K_WIDTH], BIAS of its width or None, K_SHARES float32 [K_WIDTH / D];
-    token `program_id(0)`. A whole row in one program: the order of the sum does not depend on the step."""
-    token = tl.program_id(0).to(tl.int64)
-    zero = tl.arange(0, 1)
-    cols = tl.arange(0, Q_PADDED)
-    q = _load_heads(QKV + token * qkv_stride, BIAS, zero, cols, (cols < Q_WIDTH)[None, :], D).to(tl.float32)
-    tl.store(OUT + token * 2, tl.sum(tl.sum(q * q, 1), 0) * q_share)
-    cols = tl.arange(0, K_PADDED)
-    mask = (cols < K_WIDTH)[None, :]
-    share = tl.load(K_SHARES + cols // D, mask=cols < K_WIDTH, other=0.0)[None, :]
-    k = _load_heads(QKV + token * qkv_stride, BIAS, zero, Q_WIDTH + cols, mask, D).to(tl.float32)
-    tl.store(OUT + token * 2 + 1, tl.sum(tl.sum(k * k * share, 1), 0))
-
-
-def qk_mean_squares(
-    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean squares of a token's queries and keys over all heads of the whole model, this rank's part, float32 [T, 2];
-    the ranks' parts add up.
-
-    qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]: 1
-    / elements of all keys, or 0 for a head that is counted elsewhere. Rows of qkv may be strided.
-    """
-    q_width, k_width = how.num_heads * how.head_dim, how.num_kv_heads * how.head_dim
-    out = torch.empty(qkv.shape[0], 2, dtype=torch.float32, device=qkv.device)
-    if qkv.shape[0]:
-        _qk_mean_squares_kernel[(qkv.shape[0],)](
-            qkv, bias, k_shares, out, qkv.stride(0), q_share, Q_WIDTH=q_width, K_WIDTH=k_width, D=how.head_dim,
-            Q_PADDED=triton.next_power_of_2(q_width), K_PADDED=triton.next_power_of_2(k_width), num_warps=4,
-        )  # fmt: skip
-    return out
-
-
 def qk_norm_rope_store_reference(
     qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
@@ -414,13 +379,3 @@ def _norm_rope_reference(
         return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
 
     return norm(rotate(x)) if how.norm_after_rope else rotate(norm(x))
-
-
-def qk_mean_squares_reference(
-    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Plain twin of `qk_mean_squares`."""
-    biased = qkv if bias is None else qkv + bias
-    squares = how.heads(biased).float().square().sum(-1)
-    q, k = squares[:, : how.num_heads], squares[:, how.num_heads : how.num_heads + how.num_kv_heads]
-    return torch.stack((q.sum(1) * q_share, (k * k_shares).sum(1)), dim=1)

@@ -34,6 +34,8 @@ def read_gemma4(config: ConfigReader, generation: Fields) -> Fields:
         refuse(_OWN_VOCABULARY, vocab, f"at least vocab_size={fields['vocab_size']}")
     if width:
         fields["layer_inputs"] = (len(fields["layers"]), width, vocab)
+    for entry in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        config.get(entry)
     return _with_experts(config, fields) if config.flag("enable_moe_block") else fields
 
 
