@@ -210,10 +210,11 @@ def _route_kernel(
     weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, is_score, RENORMALISE)
     out = row[:, None] * TOP_K + lane
     live = (row < rows)[:, None] & (lane < TOP_K)
+    places = WEIGHTS + out
     weights *= SCALE
     if FACTORS is not None:
         weights *= tl.load(FACTORS + ids, mask=live, other=0.0)
-    tl.store(WEIGHTS + out, weights, mask=live)
+    tl.store(places, weights, mask=live)
     totals = tl.sum((slot_of >= 0).to(tl.int32), axis=0)
     if SINGLE:
         starts = tl.cumsum(totals, axis=0) - totals
