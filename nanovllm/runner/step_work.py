@@ -152,11 +152,9 @@ class StepWork:
         """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
         attention, overlap = step.attention, self._group.overlap
         cut = None
-        takes_halves = self._model.takes_halves and (
-            overlap is None or overlap.sums is None or self._model.norm.is_add_rms_norm
-        )
-        if overlap is not None and takes_halves:
-            cut = overlap.cut(attention.num_tokens, attention.num_decode_rows)
+        if overlap is not None and (overlap.sums is None or self._model.norm.is_add_rms_norm):
+            takes = self._model.takes_halves
+            cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if takes else None
         if cut is None:
             self._backend.prepare(attention)
             return self._model(input_ids, step, wanted)

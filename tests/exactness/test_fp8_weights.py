@@ -47,7 +47,7 @@ def save_gemma4(folder: Path) -> None:
     """Values are keys in the second layer."""
     shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "max_position_embeddings": 512, "global_head_dim": 128}
     shape |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
-    shape |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "initializer_range": 0.15}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512, "initializer_range": 0.15}
     torch.manual_seed(1)
     config = transformers.Gemma4TextConfig(**shape, bos_token_id=None, eos_token_id=None)
     transformers.Gemma4ForCausalLM(config).save_pretrained(folder)
