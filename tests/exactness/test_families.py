@@ -181,9 +181,10 @@ def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
 
 
 def serve_with_triton(case: Case) -> None:
-    """Two layers and three tokens, for the interpreter is slow."""
-    cut = {key: value[:2] for key, value in case.entries.items() if isinstance(value, list)}
-    case = replace(case, entries={**case.entries, **cut, "num_hidden_layers": 2})
+    """Two layers with keys of their own and three tokens, for the interpreter is slow."""
+    layers = 2 + case.entries.get("num_kv_shared_layers", 0)
+    cut = {key: value[:layers] for key, value in case.entries.items() if isinstance(value, list)}
+    case = replace(case, entries={**case.entries, **cut, "num_hidden_layers": layers})
     model, greedy = make_model(case), replace(GREEDY, max_tokens=3)
     options = {**OPTIONS, "attention_backend": "triton"}
     with tempfile.TemporaryDirectory() as folder, LLM(str(save(model, case, Path(folder))), **options) as llm:

@@ -52,7 +52,7 @@ class Document:
                 return None
         return node
 
-    def _parts(self, schema: Any) -> list[Mapping[str, Any]]:
+    def parts(self, schema: Any) -> list[Mapping[str, Any]]:
         """A schema, what it refers to and what it is made of: a value satisfies each."""
         found, left = dict[int, Mapping[str, Any]](), [schema]
         for part in left:
@@ -63,11 +63,22 @@ class Document:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Entries of the object. Others than the named ones are left to the model where the schema says so, or names
-        none."""
+        """Entries of the object."""
+        return self.entries(self._root)
+
+    def choices(self, schema: Any) -> list[Any]:
+        """Schemas of which a value satisfies one, where a part says nothing else; else none."""
+        parts = self.parts(schema)
+        found = [each for part in parts for each in _choices(part)]
+        says_more = any(part.keys() - {"anyOf", "oneOf", "$ref", "allOf"} - _LEFT_OUT for part in parts)
+        return found[0] if len(found) == 1 and not says_more else []
+
+    def entries(self, schema: Any) -> Parameters:
+        """Entries of an object that is a part. Others than the named ones are left to the model where the schema says
+        so, or names none."""
         named: dict[str, Any] = {}
         required, others = set[str](), list[Any]()
-        for part in self._parts(self._root):
+        for part in self.parts(schema):
             properties = part.get("properties")
             for name, value in properties.items() if isinstance(properties, Mapping) else ():
                 named[name] = {"allOf": [named[name], value]} if name in named else value
@@ -85,7 +96,7 @@ class Document:
         if id(schema) not in self._types:
             self._types[id(schema)] = frozenset()  # where it is a choice within itself
             found = TYPES
-            for part in self._parts(schema):
+            for part in self.parts(schema):
                 found &= _own_types(part)
                 for each in _choices(part):
                     found &= frozenset[str]().union(*(self.types(one, depth + 1) for one in each))
@@ -100,7 +111,7 @@ class Document:
         if id(schema) not in self._texts:
             self._texts[id(schema)] = ""
             terms = []
-            for part in self._parts(schema):
+            for part in self.parts(schema):
                 terms += text_terms(part, self._strict)
                 for each in _choices(part):
                     texts = [self.text(one, depth + 1) for one in each if "string" in self.types(one)]
