@@ -18,6 +18,8 @@ _PYTHON = {"None": "null", "True": "true", "False": "false"}
 """Spellings of older templates."""
 _OTHER_KEY = r'/[^\s:,{}\[\]"<>]{1,64}/'
 _MOST_ITEMS = 1000
+_MOST_PARTS = 2000
+_ANY: dict[str, Any] = {}
 _UNSAID = ("prefixItems", "contains", "uniqueItems", "patternProperties", "propertyNames", "minProperties")
 """Entries of schemas that the grammar does not know."""
 
@@ -29,6 +31,7 @@ class _Rules:
         """prefix: of the rules' names. terminals: names of terminals by their expressions."""
         self._tool, self._document, self._quote, self._terminals = tool, tool.document, quote, terminals
         self._prefix, self._names, self.rules = prefix, dict[int, str](), list[str]()
+        self._kept: list[Any] = []
 
     def _new(self, alternatives: list[str]) -> str:
         name = f"{self._prefix}{len(self.rules)}"
@@ -36,7 +39,9 @@ class _Rules:
         return name
 
     def value(self, schema: Any) -> str:
-        """Name of the rule for values of a part of the schema."""
+        """Name of the rule for values of a part of the schema; any value where there are too many parts."""
+        schema = _ANY if schema is True or schema == _ANY or len(self._kept) > _MOST_PARTS else schema
+        self._kept.append(schema)  # or another could get its id
         if id(schema) in self._names:
             return self._names[id(schema)]
         name = self._names[id(schema)] = f"{self._prefix}v{len(self._names)}"
@@ -72,7 +77,7 @@ class _Rules:
 
     def _array(self, schema: Any) -> str:
         parts = self._document.parts(schema)
-        items: Any = next((part["items"] for part in parts if "items" in part), {})
+        items: Any = next((part["items"] for part in parts if "items" in part), _ANY)
         least = max([0, *(part["minItems"] for part in parts if isinstance(part.get("minItems"), int))])
         bounds = [part["maxItems"] for part in parts if isinstance(part.get("maxItems"), int)]
         most = min([_MOST_ITEMS, *bounds])
@@ -90,7 +95,7 @@ class _Rules:
         if others is not False:
             but = f" & ~({' | '.join(map(json.dumps, named))})" if named else ""
             key = self._terminals.setdefault(_OTHER_KEY + but, f"T{len(self._terminals)}")
-            entry = f'{key} ":" {self.value(others if others is not True else {})}'
+            entry = f'{key} ":" {self.value(others)}'
             tail = [f'("," {entry}){{0,64}}']
         later = first = self._new(tail)
         if others is not False:
@@ -125,9 +130,6 @@ class BareKeys(ToolFamily):
         return term
 
     def _read_arguments(self, source: Source, output: Output) -> Steps:
-        yield from source.blanks()
-        if not source.text.startswith("{"):
-            raise Malformed
         yield from self._read_json(source, output.arguments)
 
     def _read_json(self, source: Source, emit: Callable[[str], None]) -> Steps:

@@ -239,6 +239,9 @@ class ToolFamily:
                 name = yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
+                if output.num_calls == num_calls:
+                    yield from source.expect("{", takes=False)
+                    _begin_call(name, known, source, output)
                 yield from self._read_arguments(source, output)
                 output.calls_complete = True
             elif piece is Slot.PARAMETERS:
