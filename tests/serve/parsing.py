@@ -219,7 +219,7 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
     matcher, ids = model.matcher(plan), []
     words = (len(model.tokenizer) + 31) // 32
     mask = np.zeros((1, words), np.int32)
-    endings = [model.tokenizer.encode(text) for text in _ENDINGS]
+    endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *['<|"|>'] * (model.family == "gemma4"))]
     while len(ids) < most:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
