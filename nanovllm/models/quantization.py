@@ -23,6 +23,10 @@ _RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
 }
 """Parts of other mixers. Gates of delta nets are never quantised."""
+_OF_LAYER_INPUTS = (
+    "model.layers.0.per_layer_input_gate", "model.layers.0.per_layer_projection", "model.per_layer_model_projection",
+)  # fmt: skip
+"""Products of layers/layer_inputs.py, as checkpoints name them; the first layer stands for all."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""
@@ -230,6 +234,10 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     that we hold as one is quantised and another is not."""
     moe, layers = fields.get("moe"), []
     named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
+    if missing := [module for module in wide_inputs if module not in named]:
+        bound = f"a list that has {missing[0]} too: it is served unquantised alone"
+        refuse("quantization_config: modules that are not converted", names[:3], bound)
     for index, spec in enumerate(fields["layers"]):
         wide = {*PARTS, "shared_gate_up", "shared_down"} if found.method == "mxfp4" else set()
         for part, modules in _modules(f"model.layers.{index}", spec, moe):

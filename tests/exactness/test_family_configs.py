@@ -139,6 +139,10 @@ def test_what_transformers_computes_otherwise_is_refused(architectures: list[str
             "quantization_config: modules that are not converted",
         ),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        (
+            "Gemma4ForCausalLM", {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["x"]}},
+            "quantization_config: modules that are not converted",
+        ),
         ("LlamaForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Qwen3ForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Starcoder2ForCausalLM", {"sliding_window": WINDOW, "layer_types": [[SLIDING]]}, "layer_types"),
