@@ -205,3 +205,48 @@ def test_values_that_are_too_deep_or_too_long_for_a_reader_of_json(model: Model)
     for text, value in ((deep + deep.replace("[", "]"), f'"{deep + deep.replace("[", "]")}"'), (long, long)):
         found = model.read(plan, model.calls_text([("f", {"v": text})]))
         assert found[-1].text == f'{{"v": {value}}}'
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
+        "where": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["tags"],
+    "additionalProperties": False,
+    "$defs": {"point": {
+        "type": "object", "properties": {"next": {"$ref": "#/$defs/point"}, "x": {"type": "number"}},
+        "required": ["x"], "additionalProperties": False,
+    }},
+}  # fmt: skip
+
+
+def test_values_within_values_are_held_to_their_schemas(models: dict[tuple[str, bool], Model]) -> None:
+    """In Gemma 4's notation, whose keys have no quotes."""
+    model = models["gemma4", True]
+
+    def tools(parameters: Any, strict: bool = True) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}]
+
+    plan = model.plan(model.closed, "required", tools=tools(NESTED))
+    for arguments in ({"tags": ["a"]}, {"tags": ["a", "b"], "where": None}, {"tags": ["b"], "where": {"x": 1.5}},
+                      {"tags": ["b"], "where": {"next": {"next": {"x": 1}, "x": 2}, "x": 3}}):  # fmt: skip
+        text = model.calls_text([("f", arguments)])
+        assert model.admits(plan, text), text
+        assert message_of(model.read(plan, text, [1])).calls == [("f", arguments)]
+    for arguments in ({"tags": []}, {"tags": ["a", "b", "a"]}, {"tags": ["c"]}, {"tags": ["a"], "where": {"next": {}}},
+                      {"tags": ["a"], "where": {"x": 1, "y": 2}}, {"tags": "a"}):  # fmt: skip
+        assert not model.admits(plan, model.calls_text([("f", arguments)])), arguments
+    with pytest.raises(ValueError, match=r"^tools: function 'f': uniqueItems: must be absent with strict=true"):
+        model.plan(tools=tools({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}))
+    with pytest.raises(ValueError, match=r"^tools: function 'f': the parameter 'a:b' must be a word"):
+        model.plan(tools=tools({"type": "object", "properties": {"a:b": {}}}, strict=False))
+
+
+def test_spellings_of_python_are_read_as_json(models: dict[tuple[str, bool], Model]) -> None:
+    """Templates before Gemma 4's latest show None."""
+    model = models["gemma4", True]
+    text = '<|tool_call>call:now{a:None,b: True , c:[ ],<|"|>d<|"|>:x-1}<tool_call|>'
+    found = message_of(model.read(model.plan(), text, [1])).calls
+    assert found == [("now", {"a": None, "b": True, "c": [], "d": "x-1"})]
