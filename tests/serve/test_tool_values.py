@@ -99,6 +99,18 @@ def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict
             assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
 
 
+@pytest.mark.parametrize("schema", [{"type": "string", "pattern": "a"}, {"type": ["string", "null"]}, TEXT])
+def test_an_end_right_behind_the_beginning_ends_an_empty_text(
+    models: dict[tuple[str, bool], Model], schema: Any
+) -> None:
+    """Where both are texts that share a line break; so a text that begins with the end is none."""
+    model = models["qwen3_coder", False]
+    plan = plan_of(model, schema_of(schema))
+    begin, end = model.calls_text([("f", {"v": "#"})]).split("\n#\n")
+    assert not model.admits(plan, f"{begin}\n{end}and a\n{end}")
+    assert model.admits(plan, f"{begin}\nand a\n{end}")
+
+
 FORMATS = {
     "time": ("10:20:30Z", "10:20"), "date-time": ("2026-11-28T10:20:30.5+01:00", "2026-11-28"),
     "duration": ("P1Y2M3DT4H", "1 day"), "email": ("a.b+c@d-e.org", "a@b@c"), "hostname": ("a-b.example", "-a"),

@@ -164,7 +164,8 @@ class ToolFamily:
             return expression, after
         is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
         before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
-        early = regex_term(rf"{before}{literal(end)}(?:.|\n)+")
+        at_once = literal(end.removeprefix(self._written.value_begin))  # which ends an empty text
+        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)+")
         return f"(({expression}) {after}) & ~{early}", ""
 
     def _words(self) -> str:
