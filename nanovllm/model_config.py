@@ -93,6 +93,14 @@ class LayerSpec:
     "latent"."""
 
     @property
+    def has_dense_mlp(self) -> bool:
+        return self.mlp in ("dense", "dense and moe")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp in ("moe", "dense and moe")
+
+    @property
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
         keys = (self.values_are_keys, self.shares_keys, self.has_sinks)

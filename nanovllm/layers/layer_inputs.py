@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.context import ModelContext
+from nanovllm.layers.context import ModelContext, Stream
 from nanovllm.layers.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear, part_of
-from nanovllm.layers.norm import RowNorm
+from nanovllm.layers.norm import ReduceAddNorm, RowNorm
 from nanovllm.layers.quantized import column_multiple
 from nanovllm.layers.step import OUTSIDE, Call, wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter
@@ -19,8 +19,8 @@ _PROJECTION = "per_layer_model_projection"
 
 
 class LayerInputs(WeightedModule):
-    """(token ids [T], their embeddings [T, hidden], complete) -> [T, layers, width], of which a rank has a range of the
-    width: (norm(projection of the embedding) + the token's own) / sqrt(2)."""
+    """(token ids [T], stream of their embeddings) -> (embeddings [T, hidden], complete; inputs [T, layers, width], of
+    whose width a rank has a range): (norm(projection of the embedding) + the token's own) / sqrt(2)."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__()
@@ -36,14 +36,16 @@ class LayerInputs(WeightedModule):
         self.projection = ParallelLinear(context, "layer_inputs", columns, hidden, pieces=[piece])
         # The projection times hidden ** -0.5 is what the norm takes; it changes no more than what epsilon weighs.
         self.norm = RowNorm(context, self.width, config.norm_eps * hidden, kind=config.norm_kind)
+        self.whole = ReduceAddNorm(context, None)
         self._scale = torch.tensor(self.width**0.5, dtype=context.dtype).item()
 
-    def forward(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+        _, embedded = self.whole(stream)
         projected = self.projection(embedded, OUTSIDE).view(-1, self.width)
         normed: Any = self.kernels.add_norms(projected, None, self.norm.for_kernel())[0]
         own = normed.view(-1, self.layers, self.width)[..., self.begin : self.begin + self.valid]
         found = F.embedding(token_ids, self.table.flatten(1)).view(-1, self.layers, self.size).mul_(self._scale)
-        return found.add_(F.pad(own, (0, self.size - self.valid))).mul_(2**-0.5)
+        return embedded, found.add_(F.pad(own, (0, self.size - self.valid))).mul_(2**-0.5)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count, width = self.layers, self.width

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.plan.product import ANYTHING, Around
 from nanovllm.layers.context import ModelContext
-from nanovllm.layers.mlp import MLP
+from nanovllm.layers.mlp import dense_mlp
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import RowNorm
 from nanovllm.layers.step import Call
@@ -24,10 +24,7 @@ class MLPBesideExperts(WeightedModule):
         super().__init__()
         config = context.config
         self.kernels, norm = context.kernels, (context, config.hidden_size, config.norm_eps)
-        self.dense = MLP(
-            context, config.hidden_size, config.intermediate_size, activation=config.activation,
-            precisions=(spec.precision("gate_up"), spec.precision("down")), around=ANYTHING,
-        )  # fmt: skip
+        self.dense = dense_mlp(context, spec, ANYTHING)
         self.experts = MoE(context, spec, ANYTHING)
         self.operations = (*self.dense.operations, *self.experts.operations)
         self.norms = {name: RowNorm(*norm, kind=config.norm_kind) for name in ("norm", "experts_norm")}

@@ -23,7 +23,7 @@ from nanovllm.layers.attention import Attention, PagedAttention
 from nanovllm.layers.context import ModelContext, Stream
 from nanovllm.layers.layer_inputs import LayerInputGate, LayerInputs
 from nanovllm.layers.memory import Mixer
-from nanovllm.layers.mlp import MLP
+from nanovllm.layers.mlp import dense_mlp
 from nanovllm.layers.mlp_beside_experts import MLPBesideExperts
 from nanovllm.layers.moe import MoE, is_plain_mixture
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm, StreamScalar
@@ -93,15 +93,6 @@ OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Around]
 """Builders of a layer's mixer by LayerSpec.mixer, from what is around it. A mixer is a module with `operations`, (rows
 [T, hidden], call) -> [wanted, hidden], a partial sum, that says what it remembers (layers/memory.py). A Family may have
 more."""
-
-
-def dense_mlp(context: ModelContext, spec: LayerSpec, around: Around) -> MLP:
-    config = context.config
-    return MLP(
-        context, config.hidden_size, spec.intermediate_size or config.intermediate_size, activation=config.activation,
-        gated=config.gated_mlp,
-        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), around=around,
-    )  # fmt: skip
 
 
 OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Around], Any]] = {
@@ -176,14 +167,15 @@ class DecoderLayer(WeightedModule):
         takes_residual = getattr(self.mlp, "takes_residual", False)
         if placement in ("pre", "sandwich") and spec.mlp != "none" and not takes_residual:
             self.norms["mlp_norm"] = make_norm(context)
-        self.operations = (*self.self_attn.operations, *self.mlp.operations)
+        self.index: int = 0 if before is None else before.index + 1
+        self.input_gate = None if config.layer_inputs is None else LayerInputGate(context, self.index)
+        of_blocks = (*self.self_attn.operations, *self.mlp.operations)
+        self.operations = of_blocks if self.input_gate is None else (*of_blocks, *self.input_gate.operations)
         self.plans = context.planner.layer(self.operations)
         self.scalar = StreamScalar(context) if config.layer_scalars else None
         self.input_layernorm = taken_in(context, self.norms.get("attention_norm"), before)
         self.out_norm, self.out_parts = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
         """Norms of what it hands on; see ReduceAddNorm."""
-        self.index: int = 0 if before is None else before.index + 1
-        self.input_gate = None
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if placement == "parallel":
@@ -191,17 +183,15 @@ class DecoderLayer(WeightedModule):
             return
         norm, after = self.norms.get("mlp_norm"), self.norms.get("attention_out_norm")
         self.post_attention_layernorm = ReduceAddNorm(context, norm, after, factor)
-        cut, end = len(self.self_attn.operations), len(self.operations)
+        cut, end = len(self.self_attn.operations), len(of_blocks)
         mixer = Block(self.input_layernorm, self.self_attn, mixes=True, operations=range(cut))
         mlp = Block(self.post_attention_layernorm, self.mlp, mixes=False, operations=range(cut, end))
         self.blocks = (mixer,) * (spec.mixer != "none") + (mlp,) * (spec.mlp != "none")
-        if config.layer_inputs is not None:
-            self.input_gate = LayerInputGate(context, self.index)
-            self.operations = (*self.operations, *self.input_gate.operations)
+        if self.input_gate is not None:
             joint = ReduceAddNorm(context, None, self.out_norm, factor, parts=self.out_parts)
             self.blocks += (Block(joint, self.input_gate, mixes=False, operations=range(end, end + 2)),)
             self.norms["post_per_layer_input_norm"] = self.out_norm = make_norm(context, is_after=True)
-            self.out_parts, self.plans = (), context.planner.layer(self.operations)
+            self.out_parts = ()
 
     def forward(self, stream: Stream, step: ForwardStep) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
@@ -262,9 +252,7 @@ class DecoderForCausalLM(WeightedModule):
         for spec in config.layers:
             self.layers.append(before := DecoderLayer(context, spec, tables, before))
         self._share_keys()
-        self.layer_inputs = self.whole_embedding = None
-        if config.layer_inputs is not None:
-            self.layer_inputs, self.whole_embedding = LayerInputs(context), ReduceAddNorm(context, None)
+        self.layer_inputs = None if config.layer_inputs is None else LayerInputs(context)
         self.norm = taken_in(context, make_norm(context, is_last=True), before)
         self.group = context.group
         self.lm_head = self.embed_tokens
@@ -300,9 +288,9 @@ class DecoderForCausalLM(WeightedModule):
         """
         embedded, is_alone = self.embed(input_ids), self.group.size == 1
         stream = Stream(embedded) if is_alone else Stream(None, embedded)
-        if self.layer_inputs is not None and self.whole_embedding is not None:
-            _, embedded = self.whole_embedding(stream)
-            stream, step = Stream(embedded), replace(step, layer_inputs=self.layer_inputs(input_ids, embedded))
+        if self.layer_inputs is not None:
+            embedded, inputs = self.layer_inputs(input_ids, stream)
+            stream, step = Stream(embedded), replace(step, layer_inputs=inputs)
         *layers, last = self.layers
         for layer in layers:
             stream = layer(stream, step)

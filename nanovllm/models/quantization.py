@@ -218,9 +218,9 @@ def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tup
         lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
         own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
-        if (spec.mixer != "none") if of_mixer else spec.mlp.startswith("dense"):
+        if (spec.mixer != "none") if of_mixer else spec.has_dense_mlp:
             yield part, [f"{layer}.{module}" for module in own]
-    if spec.mlp.endswith("moe") and moe is not None:
+    if spec.has_experts and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
         yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]
         if moe.shared_size:

@@ -164,8 +164,9 @@ class StateMemory:
         self._lines, end = slots.view(num_lines, self.slot_bytes), 0
         layout, places = self.layout, iter(self.layout.places)
         # block by block where tables of several groups cut one otherwise; else tensor by tensor, as kernels like it
-        cut = blocks.view(num_blocks if layout.is_mixed else min(1, num_blocks), -1) if num_blocks else blocks[None]
+        cut = blocks.view(num_blocks, -1) if layout.is_mixed and num_blocks else blocks[None]
         lanes = [self._lanes(cut, own, num_blocks) for own in layout.lanes]
+        of_tables = [lanes[group] for group in layout.table_groups]
         for mixer in self._mixers:
             own: list[KVCache | torch.Tensor] = []
             for one in mixer.memory:
@@ -175,7 +176,7 @@ class StateMemory:
                     own.append(line.view(one.dtype).view(num_lines, *one.shape))
                 else:
                     table, lane = next(places)
-                    own.append(replace(lanes[layout.table_groups[table]][lane], table=table))
+                    own.append(replace(of_tables[table][lane], table=table))
             mixer.bind(*own)
         parts = [cut] if layout.is_mixed else [part for lane in lanes[0] for part in lane.tensors]
         if self._id_bytes:

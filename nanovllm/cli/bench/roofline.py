@@ -130,14 +130,14 @@ class Roofline:
                 self.query_elements += out // size
             parts.append((hidden * into // size, layer.precision("qkv")))
             parts.append((hidden * out // size, layer.precision("o")))
-            if layer.mlp.startswith("dense"):
+            if layer.has_dense_mlp:
                 mlp = hidden * (layer.intermediate_size or model.intermediate_size) // size
                 gate_up = (1 + model.gated_mlp) * mlp
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
         if model.layer_inputs is not None:  # whose projection every rank has whole
             count, width, _ = model.layer_inputs
             parts.append((count * width * hidden + len(model.layers) * 2 * width * hidden // size, None))
-        sparse = [layer for layer in model.layers if layer.mlp.endswith("moe")]
+        sparse = [layer for layer in model.layers if layer.has_experts]
         self.moe, num_moe = model.moe, len(sparse)
         self.expert_work, self.expert_bytes = 0.0, 0.0
         """Work and bytes of one expert, in all layers together."""

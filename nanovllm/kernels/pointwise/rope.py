@@ -294,13 +294,13 @@ def qk_norm_rope_store(
     normalised. A value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
 
     qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values (which may be missing, as Hkv may be 0: how); its query part is
-    overwritten. positions int32 [T]. slot_mapping
-    int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
-    strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
-    Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq +
-    2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied last.
-    kv_scales: see store_kv_reference. Returns the queries, a view [T, Hq, D] of qkv: as float16 with kv_scales and
-    bfloat16 qkv (kernels/attention/e4m3.py says why), cut at +-65504. Rows of qkv may be strided.
+    overwritten. positions int32 [T]. slot_mapping int32 [T]: block * block_size + offset, -1: store nothing.
+    k_cache, v_cache [blocks, Hkv, block_size, D]: any strides but the last. cos_sin float32 [max_position,
+    rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. Norm weights [D], for norm="width" [heads * D],
+    with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq + 2 Hkv) * D]: added first. query_scale
+    float32 [max_position]: factor on the queries by position, applied last. kv_scales: see store_kv_reference.
+    Returns the queries, a view [T, Hq, D] of qkv: as float16 with kv_scales and bfloat16 qkv
+    (kernels/attention/e4m3.py says why), cut at +-65504. Rows of qkv may be strided.
     """
     num_tokens, half = qkv.shape[0], (how.rotary_dim or how.head_dim) // 2
     queries = _queries(qkv, how, kv_scales)

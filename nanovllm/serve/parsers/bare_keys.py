@@ -46,8 +46,7 @@ class _Rules:
             return self._names[id(schema)]
         name = self._names[id(schema)] = f"{self._prefix}v{len(self._names)}"
         document, types = self._document, self._document.types(schema)
-        unsaid = [one for one in _UNSAID for part in document.parts(schema, "allOf") if one in part]
-        if self._tool.strict and unsaid:
+        if self._tool.strict and (unsaid := [one for one in _UNSAID for part in document.parts(schema) if one in part]):
             raise ValueError(f"tools: function {self._tool.name!r}: {unsaid[0]}: must be absent with strict=true")
         choices = [] if types <= {"string"} else document.choices(schema)
         kinds = [self.value(one) for one in choices] if choices else self._kinds(schema, types)
@@ -77,7 +76,7 @@ class _Rules:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
     def _array(self, schema: Any) -> str:
-        parts = self._document.parts(schema, "allOf")
+        parts = self._document.parts(schema)
         items: Any = next((part["items"] for part in parts if "items" in part), _ANY)
         least = max([0, *(part["minItems"] for part in parts if isinstance(part.get("minItems"), int))])
         bounds = [part["maxItems"] for part in parts if isinstance(part.get("maxItems"), int)]

@@ -48,12 +48,14 @@ class OutputParser:
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)
         self._label = REASONING_LABELS.get(self.reasoning or "", "")
+        self._opened = tuple(name + label for name in names[:1] for label in ("", self._label.rstrip()))
+        """Ends of prompts after which an answer begins with its reasoning."""
         added = tokenizer.added_tokens_decoder.values()
         self._boundaries = [each.content for each in added if each.special and each.content not in names]
         """Tokens that no answer has within its text: what stands before one is no part of it."""
-        self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
+        self._left_to_model = self._thinks != () and not self._template_opens()
 
-    def _template_opens(self, opening: str) -> bool:
+    def _template_opens(self) -> bool:
         """Whether the template itself begins the reasoning, where it is asked for: then a prompt that ends without the
         tag wants none."""
         try:
@@ -61,7 +63,7 @@ class OutputParser:
             prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs=kwargs)
         except ValueError:
             return False
-        return prompt.rstrip().endswith((opening, opening + self._label.rstrip()))
+        return prompt.rstrip().endswith(self._opened)
 
     def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
         """Plan for the answer to a rendered chat. Raises ValueError if the model's family has no tools or the requested
@@ -71,8 +73,8 @@ class OutputParser:
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state, thinks = self._state(prompt), self._thinks
-        ends = tuple(tag.name + label for tag in thinks for label in {"", self._label.rstrip()})
-        marks, is_new = [*thinks], prompt.rstrip().endswith(ends)
+        marks = [*thinks]
+        is_new = prompt.rstrip().endswith((*self._opened, *(tag.name for tag in thinks)))
         if choice is not None and self._family is not None:
             marks += self._family.marks
             thinks += (self._family.opening,) if self._family.is_tagged else ()
