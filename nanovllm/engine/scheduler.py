@@ -33,8 +33,8 @@ class Scheduler:
         self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
         place_cost: PlaceCost = PlaceCost(),  # noqa: B008
     ) -> None:  # fmt: skip
-        """`is_dense`: a step reads all weights, so that a small chunk beside decodes costs little; tokens choose
-        experts. `tokens_per_step`: of a row, at most. `place_cost`: see Drafting."""
+        """`is_dense`: no tokens choose experts: a step reads all weights, so a small chunk beside decodes costs little.
+        `tokens_per_step`: of a row, at most. `place_cost`: see Drafting."""
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
