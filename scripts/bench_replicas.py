@@ -57,9 +57,9 @@ def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> 
         engine.add_request(Prompt(prompt), params)
     while engine.has_unfinished_requests():
         gained = engine.step()
-        tokens += len(gained)
-        for entry in gained.endings:
-            engine.book.forget(gained.request_ids[entry])
+        tokens += len(gained.numbers)
+        for done in gained.done:
+            engine.book.forget(done.request_id)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert tokens == requests * output_len
     each = f"{cpu / requests * 1e6:.0f} us a request, {cpu / tokens * 1e6:.2f} us a token"

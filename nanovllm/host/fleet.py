@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.step import Step
 from nanovllm.host import wire
 from nanovllm.host.fleet_requests import FleetRequests, Send
 from nanovllm.host.pending_call import PendingCall
@@ -66,7 +67,7 @@ class Fleet:
 
     def take(self, number: int, frame: wire.Up) -> None:
         """Handles a frame of an engine."""
-        if isinstance(frame, wire.Step):
+        if isinstance(frame, Step):
             self.requests.take_step(number, frame)
         elif isinstance(frame, wire.Answer):
             self._take_answer(number, frame)

@@ -18,6 +18,7 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step, aborted
 from nanovllm.errors import ReplicaError, check_alive
 from nanovllm.host import wire
 from nanovllm.host.fleet_handles import FleetHandles
@@ -25,7 +26,6 @@ from nanovllm.host.fleet_rows import FleetRows
 from nanovllm.host.frame_reader import FrameReader
 from nanovllm.host.pending_call import PendingCall
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class FleetEngine:
         self._work = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()
         """Tasks of other threads for the one that steps."""
-        self._unreported = StepColumns()
+        self._unreported = Step()
         self._closed = False
         self._error: BaseException | None = None
         self._reader = FrameReader()
@@ -115,19 +115,18 @@ class FleetEngine:
 
     def _queue(self, seqs: list[Sequence]) -> None:
         first = seqs[0]
-        self._rows.open(seqs)
         self._requests.add(first.request_id, first.prompt, wire.params_fields(first.params), first.output_token_ids)
         if self.config.device == "cuda" and self._requests.num_live <= _SPIN_REQUESTS:
             self._reader.spin_until = time.monotonic() + _SPIN_SECONDS
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepColumns:
+    def step(self) -> Step:
         """Takes in results of the engines; waits a moment if there are none."""
         self._check_can_step()
         try:
             self._drain_inbox()
-            waits = not len(self._unreported) and bool(self._requests.num_live) and not self.state.is_paused
+            waits = not self._unreported and bool(self._requests.num_live) and not self.state.is_paused
             self._take_in(_LOOK_SECONDS if waits and not self._requests.out else 0.0)
             self._drain_inbox()
             self._hand_out()
@@ -136,8 +135,8 @@ class FleetEngine:
             raise
         return self._take_unreported()
 
-    def _take_unreported(self) -> StepColumns:
-        gained, self._unreported = self._unreported, StepColumns()
+    def _take_unreported(self) -> Step:
+        gained, self._unreported = self._unreported, Step()
         return gained
 
     def _hand_out(self) -> None:
@@ -145,7 +144,11 @@ class FleetEngine:
         while self._requests.out:
             frames, self._requests.out = self._requests.out, []
             for frame in frames:
-                self._rows.take(frame, self._unreported)
+                if isinstance(frame, wire.Refused):
+                    frame = aborted(frame.request_id, len(self.book.rows_of(frame.request_id) or ()), frame.message)
+                if isinstance(frame, Step):
+                    self._rows.take(frame)
+                    self._unreported.extend(frame)
 
     def _check_can_step(self) -> None:
         check_alive(self._closed, self._error)
@@ -170,7 +173,7 @@ class FleetEngine:
         for handle, frame in come:
             if isinstance(frame, wire.Ready):
                 self._facts[handle.number] = frame.facts
-            elif isinstance(frame, wire.Step) and (frame.rows or frame.finishes):
+            elif isinstance(frame, Step) and frame:
                 reader.spin_until = 0.0
             self._handles.take(handle, frame)
             if self.fleet.ended is not None:
@@ -181,11 +184,11 @@ class FleetEngine:
 
     def has_unfinished_requests(self) -> bool:
         """See Engine.has_unfinished_requests."""
-        return bool(self._inbox or self._requests.num_live or self._unreported.request_ids or self._requests.out)
+        return bool(self._inbox or self._requests.num_live or self._unreported or self._requests.out)
 
     def is_busy(self) -> bool:
         """See Engine.is_busy."""
-        if self._inbox or self._unreported.request_ids or self._requests.out:
+        if self._inbox or self._unreported or self._requests.out:
             return True
         if not self.state.is_paused and self._requests.num_live:
             return True
@@ -209,7 +212,7 @@ class FleetEngine:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+    def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """See Engine.call."""
         check_alive(self._closed, self._error)
         weights = options.pop("weights", None)
@@ -232,7 +235,7 @@ class FleetEngine:
 
     def _load(
         self, weights: "Iterable[tuple[str, torch.Tensor]]", in_flight: str, weight_version: int | None
-    ) -> Generator[StepColumns, None, Any]:
+    ) -> Generator[Step, None, Any]:
         check_version(weight_version, self.state.weight_version)
         yield from self._call("begin_update", {"in_flight": in_flight}, None)
         for name, options, given in (
@@ -247,7 +250,7 @@ class FleetEngine:
 
     def _call(
         self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
-    ) -> Generator[StepColumns, None, Any]:
+    ) -> Generator[Step, None, Any]:
         pending = self._begin(name, options, weights)
         try:
             while pending.waiting:

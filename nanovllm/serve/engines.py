@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.step import Step
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.fleet_handles import FleetHandles
@@ -82,7 +83,7 @@ class Engines:
         now = self._loop.time()
         frames, self.fleet.requests.out = self.fleet.requests.out, []
         for frame in frames:
-            if isinstance(frame, wire.Step):
+            if isinstance(frame, Step):
                 self._streams.take(frame, now)
             else:
                 self._on_frame(frame)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
-from nanovllm.host.wire import Done
+from nanovllm.engine.step import Done
 from nanovllm.serve.request import Completion
 
 _FIRST_TOKEN = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.engine.prompt import Prompt
-from nanovllm.host import wire
+from nanovllm.engine.step import Finish
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Client
 from nanovllm.text.stops import VisibleText
@@ -39,9 +39,9 @@ class Completion:
         self.prefix = b""
         """Beginning of a chunk that holds text alone: all before the text."""
         self.weight_versions: list[tuple[int, int, int]] = []
-        """Versions of the weights, once it has ended: see wire.Finish."""
+        """Versions of the weights, once it has ended: see Finish."""
         self.kept: list[bytes] = []
-        """Ids that each token was sampled from, if they were asked for (wire.Step)."""
+        """Ids that each token was sampled from, if they were asked for (Step)."""
         self.pooled: bytes | None = None
         """Embedding of its prompt, float32, of a model of embeddings."""
         self.finish_reason: str | None = None
@@ -55,7 +55,7 @@ class Completion:
         self.state: Any = None
         """State that an API keeps between two chunks."""
 
-    def finish(self, end: wire.Finish) -> None:
+    def finish(self, end: Finish) -> None:
         """Takes in the completion's end and its last token."""
         token = end.token
         if token is not None:

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from nanovllm.host import wire
+from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError, server_error
 from nanovllm.serve.metrics import Metrics
@@ -50,7 +50,7 @@ class Streams:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def take(self, step: wire.Step, now: float) -> None:
+    def take(self, step: Step, now: float) -> None:
         """Takes a step's tokens in; `flush` sends what came of them."""
         rows, touched = self._rows, self._touched
         gaps: dict[float, int] = {}
@@ -93,7 +93,7 @@ class Streams:
         if step.stats is not None:
             self._metrics.engine = step.stats
 
-    def _finish(self, end: wire.Finish, now: float) -> None:
+    def _finish(self, end: Finish, now: float) -> None:
         completion = self._rows.get(end.row)
         if completion is None:
             return
@@ -112,7 +112,7 @@ class Streams:
         self.rows_by_key[completion.request.key] -= 1
         completion.request.ready[completion] = self._touched[completion.request] = None
 
-    def _end_part(self, part: wire.Done, now: float) -> None:
+    def _end_part(self, part: Done, now: float) -> None:
         if (first := self._rows.get(part.request_id)) is None:
             return
         request = first.request

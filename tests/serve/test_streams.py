@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from nanovllm.engine.prompt import Prompt
-from nanovllm.host import wire
+from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.serve import limits
 from nanovllm.serve.api.completions import CompletionAnswer
 from nanovllm.serve.errors import ApiError, engine_dead
@@ -94,10 +94,10 @@ class Room:
 
     def step(self, *tokens: int, ends: bool = False, now: float = 1.0) -> None:
         rows = list(range(len(tokens)))
-        step = wire.Step([], [])
+        step = Step([], [])
         if ends:
-            step.finishes = [wire.Finish(row, token, "length", None) for row, token in enumerate(tokens)]
-            step.done = [wire.Done(0, 0, 0.0, 0.0, 0.0)]
+            step.finishes = [Finish(row, token, "length", None) for row, token in enumerate(tokens)]
+            step.done = [Done(0, 0, 0.0, 0.0, 0.0)]
         else:
             step.rows, step.tokens = rows, list(tokens)
         self.streams.take(step, now)
@@ -125,7 +125,7 @@ async def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
         room = Room()
         for token in tokens:
             room.step(token)
-        room.streams.take(wire.Step([], [], finishes=[wire.Finish(0, None, "abort", None)]), 2.0)
+        room.streams.take(Step([], [], finishes=[Finish(0, None, "abort", None)]), 2.0)
         room.streams.flush(2.0)
         assert room.metrics.first_token.counts.count(1) == samples
 
@@ -133,10 +133,10 @@ async def test_a_request_without_a_token_has_no_time_to_its_first() -> None:
 @running
 async def test_what_is_counted_of_a_prompt_is_of_its_own_completions() -> None:
     room = Room(prompts=2)
-    room.streams.take(wire.Step([0, 0, 0, 1], [5, 6, 7, 8]), 1.0)
-    ends = [wire.Finish(row, 9, "length", None) for row in (0, 1)]
-    done = [wire.Done(row, 0, 0.0, 0.0, 6.0) for row in (0, 1)]
-    room.streams.take(wire.Step([], [], finishes=ends, done=done), 2.0)
+    room.streams.take(Step([0, 0, 0, 1], [5, 6, 7, 8]), 1.0)
+    ends = [Finish(row, 9, "length", None) for row in (0, 1)]
+    done = [Done(row, 0, 0.0, 0.0, 6.0) for row in (0, 1)]
+    room.streams.take(Step([], [], finishes=ends, done=done), 2.0)
     longest = room.metrics._histograms["request_max_num_generation_tokens"]
     assert (sum(longest.counts), longest.sum) == (2, 4 + 2)
     assert room.metrics._histograms["request_time_per_output_token_seconds"].sum == 6 / 3 + 6 / 1
