@@ -6,13 +6,13 @@ from typing import Any
 
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.host.handle import Lost
 from nanovllm.host.pending_call import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission
-from nanovllm.serve.engines import Engines
+from nanovllm.serve.driver import Driver
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
@@ -27,9 +27,9 @@ from nanovllm.serve.text_pool import TextPool
 class Front:
     """Server between the HTTP connections and the engines: owns the parts that handlers take."""
 
-    engines: Engines
+    engines: Driver
 
-    def __init__(self, path: str, options: ServeOptions, engines: FleetHandles) -> None:
+    def __init__(self, path: str, options: ServeOptions, engines: Engines) -> None:
         """`path`: of the model, as the command names it."""
         self.options = options
         self.model = model = ServedModel(path, options)
@@ -37,7 +37,7 @@ class Front:
         self.pool = TextPool(metrics, len(options.api_keys))
         self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(model, self.streams, self.pool, metrics)
-        self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)
+        self.engines = Driver(engines, self.streams, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
 from nanovllm.serve.loading import Loading
@@ -107,7 +107,7 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions) -> 
     except OSError as error:
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
-    engines = FleetHandles(model, engine_options)
+    engines = Engines(model, engine_options)
     _allow_descriptors()
     _return_memory()
     try:
@@ -143,7 +143,7 @@ class _Life:
     """One run of the server."""
 
     def __init__(
-        self, model: str, options: ServeOptions, listener: socket.socket, engines: FleetHandles, begin: float
+        self, model: str, options: ServeOptions, listener: socket.socket, engines: Engines, begin: float
     ) -> None:
         self._model, self._options, self._listener, self._engines = model, options, listener, engines
         self._begin = begin

@@ -215,11 +215,9 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
     sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     echo = ChildHandle(wire.Start(DEMO, {}))
-    room: list[bool] = []
-    echo.on_backlog = lambda _, waits: room.append(waits)
     for frame in sent:
         echo.send(frame)
-    assert echo.backlog and room[-1]
+    assert echo.backlog and echo.waits
     received: list[Any] = []
     deadline = time.monotonic() + 60
     while len(received) < 3 * len(sent) and time.monotonic() < deadline:
@@ -228,7 +226,7 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
             echo.flush()
         received += echo.receive() if readable else []
     assert received[::3] == received[1::3] == received[2::3] == sent
-    assert not echo.backlog and not room[-1]
+    assert not echo.backlog and not echo.waits
     echo.close(patience=0)
 
 

@@ -23,7 +23,7 @@ from serving import ASK, CHAT, COMPLETIONS, DEMO, JSON, OPENING, Server, refusal
 from system import wait_for
 
 from nanovllm.engine.prompt import Prompt
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.serve import limits
 from nanovllm.serve.api.answer import Answer, answer
 from nanovllm.serve.errors import ApiError
@@ -202,7 +202,7 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: tuple[int, int], caplog: 
     """Also where it looks like one of the request."""
 
     async def ask() -> bytes:
-        front = Front("m", ServeOptions(), cast(FleetHandles, None))
+        front = Front("m", ServeOptions(), cast(Engines, None))
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, size=size)
@@ -252,7 +252,7 @@ def test_metrics_show_no_paths_and_no_process(server: Server, served: httpx.Clie
 
 def test_metrics_name_a_folder_without_those_above_it(tmp_path: Path) -> None:
     async def text(model: str) -> str:
-        return Front(model, ServeOptions(), cast(FleetHandles, None)).metrics.text().decode()
+        return Front(model, ServeOptions(), cast(Engines, None)).metrics.text().decode()
 
     (folder := tmp_path / "private" / "model").mkdir(parents=True)
     for model, name in ((str(folder), "model"), (f"{folder}/../model/", "model"), ("owner/model", "owner/model")):
@@ -340,7 +340,7 @@ def test_others_are_answered_while_a_large_body_is_read() -> None:
     events = threading.Event()
 
     async def read() -> dict[str, Any]:
-        front = Front("m", ServeOptions(), cast(FleetHandles, None))
+        front = Front("m", ServeOptions(), cast(Engines, None))
         call = MagicMock(key=None, size=limits.SMALL_BODY + 1)
         reading = asyncio.create_task(front.pool.read(call, dict))
         while not reading.done():
