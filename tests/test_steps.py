@@ -33,7 +33,7 @@ def nothing_left(llm: LLM) -> Iterator[None]:
 
 
 def run(llm: LLM) -> tuple[Step, list[StepOutput]]:
-    """All that the requests gain: as the engine says it, and as users see it."""
+    """Gains of all requests: as the engine says it, and as users see it."""
     gained, outputs = Step(), []
     while llm.engine.has_unfinished_requests():
         step = llm.engine.step()

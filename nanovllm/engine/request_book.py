@@ -216,7 +216,7 @@ class RequestBook:
         return seqs
 
     def outputs(self, step: Step, left_out: Container[int] = ()) -> list[StepOutput]:
-        """What known rows have gained in a step, which is the last one until now. `left_out`: numbers of others."""
+        """Outputs of known rows in a step, which is the last one until now. `left_out`: numbers of others."""
         found: dict[int, StepOutput] = {}
         ends = ((end.row, end.token) for end in step.finishes)
         for number, token_id in chain(zip(step.rows, step.tokens, strict=True), ends):

@@ -10,7 +10,7 @@ from nanovllm.host import wire
 from nanovllm.host.engines import Engines
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.handle import END_SECONDS, Lost
-from nanovllm.serve.streams import Streams
+from nanovllm.serve.book import Book
 
 _LOOK_SECONDS = 1.0
 
@@ -19,11 +19,11 @@ class Driver:
     """Frames in, frames out, in the event loop."""
 
     def __init__(
-        self, engines: Engines, streams: Streams, on_frame: Callable[[wire.Up], None], on_end: Callable[[Lost], None]
+        self, engines: Engines, book: Book, on_frame: Callable[[wire.Up], None], on_end: Callable[[Lost], None]
     ) -> None:
         """`on_frame`: gets what is not about steps; Ready once, of all engines together. `on_end`: no engine is
         left."""
-        self._engines, self._streams, self._on_frame, self._on_end = engines, streams, on_frame, on_end
+        self._engines, self._book, self._on_frame, self._on_end = engines, book, on_frame, on_end
         self._loop = asyncio.get_running_loop()
         self._calls: set[asyncio.Future[None]] = set()
         """Calls that are not answered yet."""
@@ -53,12 +53,12 @@ class Driver:
         now = self._loop.time()
         for frame in self._engines.take():
             if isinstance(frame, Step):
-                self._streams.take(frame, now)
+                self._book.take(frame, now)
             elif isinstance(frame, Lost):
                 self._on_end(frame)
             else:
                 self._on_frame(frame)
-        self._streams.flush(now)
+        self._book.flush(now)
 
     def abort(self, request_id: int) -> None:
         """Ends a request early."""

@@ -12,6 +12,7 @@ from nanovllm.host.pending_call import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission
+from nanovllm.serve.book import Book
 from nanovllm.serve.driver import Driver
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
@@ -20,7 +21,6 @@ from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.request import Request
 from nanovllm.serve.request_log import RequestLog
 from nanovllm.serve.served_model import ServedModel
-from nanovllm.serve.streams import Streams
 from nanovllm.serve.text_pool import TextPool
 
 
@@ -35,9 +35,9 @@ class Front:
         self.model = model = ServedModel(path, options)
         self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
         self.pool = TextPool(metrics, len(options.api_keys))
-        self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
-        self.admission = Admission(model, self.streams, self.pool, metrics)
-        self.engines = Driver(engines, self.streams, self.on_frame, self.on_engine_end)
+        self.book = Book(metrics, self.pool, lambda request_id: self.engines.abort(request_id))
+        self.admission = Admission(model, self.book, self.pool, metrics)
+        self.engines = Driver(engines, self.book, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
         self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
@@ -63,7 +63,7 @@ class Front:
             self._loop.create_task(self._become_ready(frame.info))
         elif isinstance(frame, wire.Refused):
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
-            self.streams.refuse(frame.request_id, error)
+            self.book.refuse(frame.request_id, error)
 
     async def _load_text(self, folder: str) -> None:
         """Tokenizer and sampling defaults, while the engine loads; a mistake in them ends the start at once."""
@@ -89,7 +89,7 @@ class Front:
 
     def fail(self, error: ApiError) -> None:
         """Ends all that the engines have not answered."""
-        self.streams.fail_all(error)
+        self.book.fail_all(error)
         self.engines.fail(error)
 
     async def control(self, name: str, **options: Any) -> Any:
@@ -119,7 +119,7 @@ class Front:
         self.admission.admit(request.key)
         fleet = self.engines.fleet
         assert fleet is not None
-        ids = self.streams.add(request)
+        ids = self.book.open(request)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(1.0, self._sweep)
         for request_id, prompt, most in zip(ids, request.prompts, request.max_tokens, strict=True):
@@ -132,9 +132,9 @@ class Front:
 
     def _sweep(self) -> None:
         now, wait = self.now(), self.admission.weight_wait
-        self.streams.sweep(now, self.options.request_timeout)
+        self.book.sweep(now, self.options.request_timeout)
         if wait.is_over(now):
-            self.streams.fail_all(errors.weights_incomplete(str(wait.text(now))))
+            self.book.fail_all(errors.weights_incomplete(str(wait.text(now))))
         self.log.totals()
-        busy = bool(self.streams.requests)
+        busy = bool(self.book.requests)
         self._sweeper = self._loop.call_later(1.0, self._sweep) if busy else None

@@ -235,9 +235,9 @@ class _Life:
         front, patience = self._front, self._options.shutdown_timeout
         end = front.now() + patience
         front.admission.become("draining")
-        if count := len(front.streams.requests):
+        if count := len(front.book.requests):
             logger.info("shutting down: %d requests get %.0f s to finish (a second signal ends them)", count, patience)
-        while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
+        while (front.book.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
             await asyncio.sleep(_POLL_SECONDS)
         front.fail(errors.shutting_down())
         await self._http.finish()
