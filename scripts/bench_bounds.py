@@ -108,7 +108,7 @@ def first_token() -> None:
     for _ in range(500):
         begin = time.monotonic()
         engine.add_request(Prompt([5] * 20), SamplingParams(max_tokens=2, ignore_eos=True))
-        while not len(engine.step()):
+        while not engine.step():
             pass
         times.append(time.monotonic() - begin)
         while engine.has_unfinished_requests():
