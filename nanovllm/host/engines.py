@@ -31,7 +31,7 @@ class Engines:
         self.fleet: Fleet | None = None
         """Fleet of the engines, once all are ready."""
         self.ready: dict[int, wire.Ready] = {}
-        """What each engine has said of itself."""
+        """Last Ready of each engine, by its number."""
         self.reader = FrameReader()
         """Reader of all handles, whose `fileno` an event loop can watch."""
         self._percents: dict[int, int] = {}

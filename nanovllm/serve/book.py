@@ -179,7 +179,7 @@ class Book:
         return not (call.is_full or call.is_gone)
 
     def _gained(self, request: Request) -> bytes:
-        """All that has not been sent, with the end where that is all."""
+        """Bytes of what has not been sent, and of the end where nothing more is to come."""
         out, form = [], request.format
         ready, request.ready = request.ready, {}
         for row in ready:

@@ -40,7 +40,7 @@ class Row:
     prompt_index: int
     text: VisibleText
     push: Callable[[int], str] = field(init=False)
-    """Of `text`."""
+    """Method of `text`."""
     request: "Request" = field(init=False)
     number: int = -1
     """The engine's number of it."""

@@ -168,6 +168,21 @@ def test_a_shape_that_nobody_measured_takes_the_nearest_ones_kernels() -> None:
     assert table.serving(other) == GemmTable((), {}).serving(other), "the kinds are different"
 
 
+def test_operations_of_one_kind_have_a_launch_each() -> None:
+    """As a plugin's mixer may have them."""
+    first, second = (Product("qkv", 6144, 4096, "bfloat16", around=Around(before)) for before in ("rms", "norm"))
+    launches = plan((first, second), 1, Rules(KNOWN[0], own_kernels=True, table=H200)).launches
+    assert [(each.config.is_skinny, each.norm) for each in launches] == [(True, True), (True, False)]
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_row_in_fp8_is_normed_inside_where_its_scale_is_its_own(is_static: bool) -> None:
+    """With a scale of the checkpoint, norm and rounding are kernels of their own, and no report says otherwise."""
+    product = Product("qkv", 6144, 4096, FP8, around=Around("rms"), has_static_inputs=is_static)
+    found = launch(product, 1, Rules(KNOWN[0], own_kernels=True, table=H200))
+    assert found.config.kernel == "stream" and found.norm is not is_static
+
+
 def test_ranges_are_as_few_as_can_be() -> None:
     by_rows = [(1, OWN), (2, OWN), (4, LIBRARY), (8, OWN)]
     table = GemmTable(("x",), {Gemm("qkv", 512, 512, "bfloat16", True): ranges_of(by_rows)})

@@ -1,4 +1,4 @@
-"""From checked fields to a request in flight, and from there to the response."""
+"""Answers to checked requests: a request in flight is made, and its response sent."""
 
 from functools import partial
 from typing import Any, Protocol
