@@ -55,7 +55,7 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
 
 
 def pids(llm: LLM) -> list[int]:
-    links = list(llm.engine._reader.handles.values())  # type: ignore[attr-defined]
+    links = list(llm.engine.engines.reader.handles.values())  # type: ignore[attr-defined]
     return ray.get([link._actor.__ray_call__.remote(lambda actor: os.getpid()) for link in links], timeout=60)
 
 
