@@ -268,7 +268,7 @@ class EngineLoop:
             generation_tokens=self._num_generated,
             prefix_cache_queries=scheduler.num_prompt_tokens if self.config.enable_prefix_caching else 0,
             prefix_cache_hits=scheduler.num_prompt_cached_tokens,
-            prefix_cache_state_misses=scheduler.num_prompt_state_misses, num_preemptions=scheduler.num_preemptions,
+            prefix_cache_state_misses=memory.cache.num_state_misses, num_preemptions=scheduler.num_preemptions,
             finished=dict(self._num_finished), iteration_tokens=tuple(self._iterations),
             iteration_tokens_sum=self.num_prefill_tokens + self.num_decode_tokens,
             spec_decode_num_drafts=drafting.num_drafts, spec_decode_num_draft_tokens=drafting.num_draft_tokens,

@@ -55,8 +55,6 @@ class Scheduler:
         """Prompt tokens of all requests that have begun; each prompt counts once."""
         self.num_prompt_cached_tokens = 0
         """Prompt tokens of these that the prefix cache had."""
-        self.num_prompt_state_misses = 0
-        """Prompt tokens of these whose blocks it had without a state after them."""
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -278,8 +276,6 @@ class Scheduler:
             if seq.index == 0:
                 self.num_prompt_tokens += seq.num_prompt_tokens
                 self.num_prompt_cached_tokens += seq.num_prompt_cached_tokens
-                num_found = min(seq.prefix.num_cached * self.memory.block_size, seq.num_prompt_tokens)
-                self.num_prompt_state_misses += max(0, num_found - seq.num_prompt_cached_tokens)
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
         plan.new_slots.append(seq)
