@@ -64,7 +64,7 @@ class Simulator:
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
         self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
-        self._send(Step([], [], stats=EngineStats(iteration_tokens=(0,) * 14)))
+        self._send(Step(stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:
             self._take_in(0.0 if self._rows else 1.0)
@@ -99,7 +99,7 @@ class Simulator:
             self._rows = {i: row for i, row in self._rows.items() if row.request_id != frame.request_id}
 
     def _step(self) -> Step:
-        step = Step([], [])
+        step = Step()
         for row in list(self._rows.values())[: self._most]:
             token, reason = row.next_token()
             if not reason:

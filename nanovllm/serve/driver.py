@@ -70,12 +70,13 @@ class Driver:
     async def call(self, name: str, **options: Any) -> Any:
         """Runs a call of engine/calls.py and returns the engines' answer. Raises as they do, or as `fail` says."""
         assert self.fleet is not None
-        pending = self.fleet.call(name, options)
+        answered: asyncio.Future[None] = self._loop.create_future()
+        pending = self.fleet.call(
+            name, options, on_done=lambda _: None if answered.done() else answered.set_result(None)
+        )
         self._loop.call_soon(self._hand_out)
         if pending.waiting:
-            answered: asyncio.Future[None] = self._loop.create_future()
             self._calls.add(answered)
-            pending.on_done = lambda: None if answered.done() else answered.set_result(None)
             try:
                 await answered
             finally:

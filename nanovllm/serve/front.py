@@ -29,8 +29,14 @@ class Front:
 
     engines: Driver
 
-    def __init__(self, path: str, options: ServeOptions, engines: Engines) -> None:
-        """`path`: of the model, as the command names it."""
+    def __init__(
+        self,
+        path: str,
+        options: ServeOptions,
+        engines: Engines,
+        on_progress: Callable[[str, int], None] = lambda stage, percent: None,
+    ) -> None:
+        """`path`: of the model, as the command names it. `on_progress`: gets stage and percent of the start."""
         self.options = options
         self.model = model = ServedModel(path, options)
         self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
@@ -40,7 +46,7 @@ class Front:
         self.engines = Driver(engines, self.book, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
-        self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
+        self._on_progress = on_progress
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""
         self._loop = asyncio.get_running_loop()
@@ -56,7 +62,7 @@ class Front:
         """Takes in whatever engines say beside their steps."""
         if isinstance(frame, wire.Progress):
             self.admission.progress = (frame.stage, frame.percent)
-            self.on_progress(frame.stage, frame.percent)
+            self._on_progress(frame.stage, frame.percent)
             if frame.folder and self._text is None:
                 self._text = self._loop.create_task(self._load_text(frame.folder))
         elif isinstance(frame, wire.Ready):

@@ -146,17 +146,21 @@ class _Life:
         self, model: str, options: ServeOptions, listener: socket.socket, engines: Engines, begin: float
     ) -> None:
         self._model, self._options, self._listener, self._engines = model, options, listener, engines
-        self._begin = begin
+        self._begin, self._loading = begin, Loading(options.log_format)
         self._num_signals = 0
 
     async def run(self) -> int:
+        with self._loading:
+            return await self._run()
+
+    async def _run(self) -> int:
         from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
         from nanovllm.serve.front import Front
         from nanovllm.serve.http.app import App
         from nanovllm.serve.http.server import HttpServer
 
         loop = asyncio.get_running_loop()
-        front = self._front = Front(self._model, self._options, self._engines)
+        front = self._front = Front(self._model, self._options, self._engines, self._loading.show)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         operations = ROUTES | ADMIN_ROUTES if self._options.admin_api_keys else ROUTES
@@ -164,14 +168,11 @@ class _Life:
         http = self._http = HttpServer(app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
-        self._loading = Loading(self._options.log_format)
-        self._loading.show(*front.admission.progress)  # what came while the port was opened
-        front.on_progress = self._loading.show
+        self._loading.show(*front.admission.progress)
         try:
             await self._launch_engines()
             return await self._live()
         finally:
-            self._loading.close()
             await http.stop()
             front.engines.close()
             front.log.close()

@@ -1,7 +1,4 @@
-"""Anthropic's Messages API in terms of chat completions: requests one way, answers and stream events the other.
-
-Nothing here knows of connections.
-"""
+"""Requests of Anthropic's Messages API, as chat completion requests. formats/messages.py has the answers."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""OpenAI's Responses API in terms of chat completions: requests one way, answers and stream events the other.
-
-Nothing here knows of connections.
-"""
+"""Requests of OpenAI's Responses API, as chat completion requests. formats/responses.py has the answers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
