@@ -60,6 +60,15 @@ def test_usage_of_a_stream(client: httpx.Client) -> None:
     assert not any("usage" in chunk for chunk in chunks[:-1])
 
 
+def test_usage_so_far_in_each_chunk(client: httpx.Client) -> None:
+    options = {"continuous_usage_stats": True}
+    assert not any("usage" in chunk for chunk in streamed(client, CHAT, ASK | {"stream_options": options}))
+    chunks = streamed(client, CHAT, ASK | {"stream_options": options | {"include_usage": True}})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[2] and counts[-2:] == [9, 9]
+    assert chunks[-1]["choices"] == []
+
+
 def test_refused_streams_have_a_status(served: httpx.Client) -> None:
     """Also where only the engine finds out what is wrong."""
     for name, value in (

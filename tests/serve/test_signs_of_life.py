@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from front import InProcess
-from serving import ANSWER, MESSAGES, QUESTION, RESPONSES, Server, ready_server, user
+from serving import ANSWER, CHAT, MESSAGES, QUESTION, RESPONSES, Server, ready_server, user
 
 LIMITS = {"PING_SECONDS": 0.5, "BEGIN_SECONDS": 0.1}
 ADMIN = {"authorization": "Bearer admin"}
@@ -58,6 +58,16 @@ def test_the_first_event_of_a_message_knows_the_cached_tokens(paused: Server) ->
             for name in ("input_tokens", "cache_read_input_tokens"):
                 assert begin[name] == end[name]
             assert (begin["cache_read_input_tokens"] > 0) is is_cached
+
+
+def test_chunks_that_tell_their_usage_know_the_cached_tokens(paused: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": user("other words " * 60), "max_tokens": 4, "stream": True, "stream_options": options}
+    with paused.client() as client:
+        for _ in range(2):
+            with client.stream("POST", CHAT, json=body) as response:
+                usages = [event["usage"]["prompt_tokens_details"]["cached_tokens"] for event in named_events(response)]
+        assert usages[0] > 0 and len({*usages}) == 1
 
 
 def test_references_to_items_of_the_last_answer_are_taken(client: httpx.Client) -> None:

@@ -35,6 +35,7 @@ Prompts = NotEmpty | Annotated[list[NotEmpty | Ids | Count], Meta(min_length=1)]
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

@@ -30,7 +30,9 @@ class ChoicesFormat(Format):
         self.served, self.fields, self.prompts, self.params = served, fields, prepared.prompts, params
         self.id, self.model = call.given_id or self.id_prefix + call.request_id, fields.model or served.name
         self.created = int(time.time())
-        self.include_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        options = fields.stream_options or api.StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self.usage_in_chunks = self.include_usage and bool(options.continuous_usage_stats)
         self.k: int | None = params.get("logprobs")
         self.show = token_formatter(served.tokenizer.token_bytes, bool(fields.return_tokens_as_token_ids))
         self._prompt_entries: dict[int, shapes.PromptLogprobs] = {}
@@ -87,9 +89,9 @@ class ChoicesFormat(Format):
     # -- streamed -----------------------------------------------------------------------------------------------
 
     def chunk(self, row: Row, text: str) -> bytes:
-        if row.end is None and row.ids is None and row.lines is None:
+        if row.end is None and row.ids is None and row.lines is None and not self.usage_in_chunks:
             return row.prefix + msgspec.json.encode(text) + self.fast_suffix
-        return self.event(self.with_details(self.delta(row, text), row))
+        return self.event(self.with_details(self.delta(row, text), row), row)
 
     def with_details(self, choice: dict[str, Any], row: Row) -> dict[str, Any]:
         """A chunk's choice with its end and with what was asked for beside the text."""
@@ -102,11 +104,12 @@ class ChoicesFormat(Format):
             row.lines = []
         return choice
 
-    def event(self, choice: dict[str, Any]) -> bytes:
-        """A chunk with one choice."""
+    def event(self, choice: dict[str, Any], row: Row) -> bytes:
+        """A chunk with one choice, and with the usage so far where that is asked for."""
         if self.fields.return_token_ids:
             choice.setdefault("token_ids", [])
-        return self._begin + msgspec.json.encode(choice) + b"]}\n\n"
+        usage = b',"usage":' + msgspec.json.encode(self.usage(row.request)) if self.usage_in_chunks else b""
+        return self._begin + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
     def _with_end(self, choice: dict[str, Any], row: Row) -> dict[str, Any]:
         choice = {"index": row.index, **choice, "finish_reason": self.finish_reason(row)}

@@ -49,7 +49,7 @@ class ChatFormat(ChoicesFormat):
 
     def head(self, row: Row) -> bytes:
         choice = {"index": row.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        head = self.event({**choice, "finish_reason": None})
+        head = self.event({**choice, "finish_reason": None}, row)
         if self.fields.return_token_ids:
             ids = msgspec.json.encode({"prompt_token_ids": self.prompts[0].token_ids})
             head = head.removesuffix(b"}\n\n") + b"," + ids[1:] + b"\n\n"
@@ -63,16 +63,16 @@ class ChatFormat(ChoicesFormat):
         if row.reader is None:
             return super().chunk(row, text)
         found = self.read(row, text)
-        if row.end is None and not row.lines and not row.ids:
+        if row.end is None and not row.lines and not row.ids and not self.usage_in_chunks:
             if not found:
                 return b""
             if len(found) == 1 and found[0].kind == "content":
                 return row.prefix + msgspec.json.encode(found[0].text) + self.fast_suffix
         *before, last = [_delta(each) for each in joined(found)] or [{}]
         shape = {"index": row.index, "finish_reason": None, "logprobs": None}
-        events = [self.event({**shape, "delta": delta}) for delta in before]
+        events = [self.event({**shape, "delta": delta}, row) for delta in before]
         choice = {"delta": last, "logprobs": self._logprobs(row)}
-        return b"".join([*events, self.event(self.with_details(choice, row))])
+        return b"".join([*events, self.event(self.with_details(choice, row), row)])
 
     def read(self, row: Row, text: str) -> list[Delta]:
         """Reads a text: content, reasoning and calls in it."""

@@ -44,7 +44,7 @@ class CompletionFormat(ChoicesFormat):
         choice = {"index": row.index, "text": prompt.text or "", "logprobs": logprobs, "finish_reason": None}
         if with_ids:
             choice["prompt_token_ids"] = prompt.token_ids
-        return self.event(choice)
+        return self.event(choice, row)
 
     def delta(self, row: Row, text: str) -> dict[str, Any]:
         return {"text": text, "logprobs": None if row.lines is None else self._logprobs(row, row.lines)}

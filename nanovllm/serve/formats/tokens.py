@@ -37,7 +37,7 @@ class GenerateFormat(TextlessFormat):
     def chunk(self, row: Row, text: str) -> bytes:
         choice = self._choice(row)
         row.ids, row.lines = [], None if row.lines is None else []
-        return self.event(choice)
+        return self.event(choice, row)
 
     def _choice(self, row: Row) -> dict[str, Any]:
         logprobs = None if row.lines is None else {"content": id_entries(row.lines, self.k or 0)}
