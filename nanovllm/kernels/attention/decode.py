@@ -144,6 +144,30 @@ def _has_query(heads, own_end, G: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G: tl.constexpr, D: tl.constexpr,
+                  PLACES: tl.constexpr):
+    """Queries [lanes, D up to a power of two] of a row and those that share its keys; zeros where there is none."""
+    mask = _has_query(heads, own_end, G, PLACES)[:, None] & (dims < D)[None, :]
+    queries = Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :]
+    if PLACES > 1:
+        queries += (place * q_strides[0])[:, None]
+    return tl.load(queries, mask=mask, other=0.0)
+
+
+@triton.jit
+def _visible(n, first, own_end, window, BLOCK_N: tl.constexpr, E4M3: tl.constexpr, WINDOWED: tl.constexpr,
+             PLACES: tl.constexpr):
+    """Mask of the keys of the tile at key n that each lane sees [lanes or 1, BLOCK_N], or with E4M3 its transpose."""
+    if PLACES > 1:
+        own_first = own_end[:, None] - window if WINDOWED else first
+        visible = keys_within(n, own_first, own_end[:, None], BLOCK_N, WINDOWED)
+        return tl.trans(visible) if E4M3 else visible
+    else:
+        visible = keys_within(n, first, own_end, BLOCK_N, WINDOWED)
+        return visible[:, None] if E4M3 else visible[None, :]
+
+
+@triton.jit
 def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
                   G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
                   FIXED: tl.constexpr, PLACES: tl.constexpr, own_end):
@@ -212,8 +236,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
     load_scales); then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
     fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum. With PLACES above 1 a
-    tile's lanes are the heads of up to so many rows, each of which sees keys up to its own end, or the last `window` of
-    them: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
+    tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
 
     With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
     kernel there are ordinary ones (the embedding), so they are complete."""
@@ -239,18 +262,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
         v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA)
         own_end = tl.load(ENDS + row * PLACES + place, mask=place < PLACES, other=0) if PLACES > 1 else end
-        mask = _has_query(heads, own_end, G, PLACES)[:, None] & (dims < D)[None, :]
-        queries = Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :]
-        if PLACES > 1:
-            queries += (place * q_strides[0])[:, None]
-        q = tl.load(queries, mask=mask, other=0.0)
-        if PLACES > 1:
-            own_first = own_end[:, None] - window if WINDOWED else first
-            visible = keys_within(n, own_first, own_end[:, None], BLOCK_N, WINDOWED)
-            visible = tl.trans(visible) if E4M3 else visible
-        else:
-            visible = keys_within(n, first, end, BLOCK_N, WINDOWED)
-            visible = visible[:, None] if E4M3 else visible[None, :]
+        q = _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
+        visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)

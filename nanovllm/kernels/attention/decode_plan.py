@@ -160,7 +160,7 @@ class DecodePlan:
         self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
         self.places, self.together = places, together
         self.why = f"{together} of up to {places} rows of a sequence share its keys"
-        """For a report."""
+        """Report."""
         if together < places:
             self.why += ": more lanes would spill registers"
         self._alone = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
@@ -175,8 +175,8 @@ class DecodePlan:
 
     @classmethod
     def places_together(cls, places: int, group_size: int, head_dim: int, fp8: bool = False) -> int:
-        """How many of a sequence's `places` rows, each of `group_size` heads a key head, share the lanes of a tile: as
-        many as fit without spilled registers, in parts of about the same size."""
+        """Number of a sequence's `places` rows, each of `group_size` heads a key head, that share a tile: as many
+        as fit without spilled registers, in parts of about the same size."""
         most = max(1, cls._lanes(head_dim, fp8) // group_size)
         return triton.cdiv(places, triton.cdiv(places, most))
 
@@ -198,7 +198,7 @@ class DecodePlan:
         return min(num_rows, triton.cdiv(num_rows, self.places) * triton.cdiv(self.places, self.together))
 
     def cuts(self, num_rows: int) -> tuple[DecodeConfig, DecodeConfig]:
-        """How chunks are cut in a batch of so many rows, and in one whose rows are of few sequences."""
+        """Configurations of a batch of so many rows, and of one whose rows are of few sequences (its chunks alone)."""
         own, few = self.config(num_rows), self.config(self.few(num_rows))
         return own, replace(own, min_chunk=max(few.min_chunk, own.block_n), max_splits=few.max_splits)
 
