@@ -155,7 +155,7 @@ class ModelRunner:
         if mode is not None:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
         types, sizes = (self.device, self.dtype, self.kv_dtype), (config.most_places, self.max_model_len)
-        setup = AttentionSetup(specs, self.block_size, *types, *sizes)
+        setup = AttentionSetup(specs, self.block_size, *types, *sizes, config.tokens_per_step)
         found, self.backend_reason = select_backend(name, setup)
         if mode is not None:
             self.backend_reason = f"exact_bits={mode!r}"
