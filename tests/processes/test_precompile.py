@@ -179,7 +179,7 @@ HEAD = DRY_RUN.replace('skip_tokenizer_init=True)', '''skip_tokenizer_init=True,
     "read_model_config(config)", "with_drafter(config, read_model_config(config))").replace(
     "StepGraphs(runner.work.run_padded, 72, config.max_num_batched_tokens, None)",
     """StepGraphs(runner.work.run_padded, config.most_places, config.max_num_batched_tokens, None,
-    see=runner.work.see_padded, draft=runner.work.draft_padded, max_drafting=72)""").replace(
+    see=runner.work.see_padded, draft=runner.work.draft_padded, max_drafting=config.most_drafting)""").replace(
     "import torch\n", "import torch\nfrom nanovllm.models.drafters import with_drafter\n") + """
 from nanovllm.startup.dry_run import launching_nothing
 runner.allocate_state(runner.state_memory.size(1))
