@@ -190,7 +190,8 @@ MORE_OF_A_HEAD = [
     ("eagle3", "the model's end", "right", 3), ("eagle3", "padded options", "head", 3),
     ("eagle3", "options", "head", 3), ("eagle3", "tiny pool, not one ahead", "head", 3),
     ("dspark", "mixed", "head", 8), ("dflash", "options", "half", 3), ("dspark", "the model's end", "right", 3),
-    ("dflash", "ends", "right", 7), ("dflash", "padded", "head", 3), ("dspark", "tiny pool, not one ahead", "head", 3),
+    ("dflash", "ends", "right", 7), ("dflash", "padded options", "right", 3),
+    ("dspark", "tiny pool, not one ahead", "head", 3),
 ]  # fmt: skip
 
 

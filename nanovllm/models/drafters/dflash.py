@@ -98,9 +98,11 @@ class Drafter(shared.Drafter):
             self.lm_head = head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self._head, self.vocab_start = head.logits, head.vocab_start
 
+    def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
+        return self._normed(super().taken_in(taps), self.hidden_norm)
+
     def enter(self, hidden: torch.Tensor, step: ForwardStep) -> None:
         """Stores the entries of a step's tokens, which `taken_in` has made: their keys and values in each layer."""
-        hidden = self._normed(hidden, self.hidden_norm)
         for layer in self.layers:
             layer.self_attn.keep(hidden, step)
 
