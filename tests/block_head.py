@@ -13,7 +13,7 @@ SIZES = {
     "hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": 1030, "max_position_embeddings": 2048,
     "num_hidden_layers": 2, "num_target_layers": 4, "tie_word_embeddings": False, "attention_bias": False,
-    "layer_types": ["full_attention", "full_attention"], "block_size": 8,
+    "layer_types": ["full_attention", "full_attention"], "block_size": 16,
 }  # fmt: skip
 SKIPPED = {"dflash": 1, "dspark": 0}
 TAPS, MASK = [0, 1, 2], 1029
@@ -75,9 +75,7 @@ def save(folder: Path, method: str, tensors: dict[str, torch.Tensor] | None = No
 class Twin:
     """The definition: the last token and masks see the whole text and each other."""
 
-    def __init__(
-        self, target: Any, tensors: dict[str, torch.Tensor], method: str, **changed: Any
-    ) -> None:  # fmt: skip
+    def __init__(self, target: Any, tensors: dict[str, torch.Tensor], method: str, **changed: Any) -> None:
         self.raw, self.w, self.skipped = config_of(method, **changed), tensors, SKIPPED[method]
         self.embedding = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
         self.head = tensors.get("lm_head.weight", target.get_output_embeddings().weight)

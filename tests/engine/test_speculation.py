@@ -156,6 +156,7 @@ def use(llm: LLM, drafter: Drafter | None) -> None:
         draft = work.drafter.draft
 
         def draft_otherwise(state: DeviceState, num_rows: int) -> None:
+            assert num_rows <= work.drafter.most_rows
             draft(state, num_rows)
             drafter(state, [slot for slot in work.drafter.rows.slot[:num_rows].tolist() if slot >= 0])
 
@@ -190,7 +191,7 @@ MORE_OF_A_HEAD = [
     ("eagle3", "the model's end", "right", 3), ("eagle3", "padded options", "head", 3),
     ("eagle3", "options", "head", 3), ("eagle3", "tiny pool, not one ahead", "head", 3),
     ("dspark", "mixed", "head", 8), ("dflash", "options", "half", 3), ("dspark", "the model's end", "right", 3),
-    ("dflash", "ends", "right", 7), ("dflash", "padded options", "right", 3),
+    ("dflash", "ends", "right", 7), ("dflash", "padded options", "right", 3), ("dspark", "options", "half", 15),
     ("dspark", "tiny pool, not one ahead", "head", 3),
 ]  # fmt: skip
 

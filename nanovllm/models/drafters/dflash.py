@@ -57,6 +57,7 @@ def read_block(
         config.require(name, 1.0)
     count = len(model.layers)
     config.require("num_target_layers", count)
+    config.require("markov_head_type", "vanilla")
     if (size := config.integer("block_size")) < num_queries:
         refuse("block_size", size, f"at least {num_queries}, the tokens of a pass")
     taps = check_taps(_LAYERS, config.get(_LAYERS), -1, count - 2)
@@ -162,7 +163,7 @@ class Passes(ModelDrafter):
         hidden = model(ids.flatten(), step).view(num_rows, count, -1)[:, model.skipped :]
         logits = model.logits(hidden.flatten(0, 1)).view(num_rows, drafted, -1)
         rows.row_slot[own] = row_slot[:, model.skipped]
-        latest -= 1 + model.skipped  # as far as a draft goes after which rows go on, one position at a time
+        latest -= 1 + model.skipped  # `_take` goes on by entries, so far before the tokens at which it drafts
         for place in range(drafted):
             self._take(model.followed(logits[:, place], previous), state, place)
             previous = rows.input_ids[own]

@@ -15,7 +15,6 @@ from nanovllm.layers.context import ModelContext
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, parameter, whole
 from nanovllm.model_config import DrafterConfig, ModelConfig
-from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.drafters import dflash
 from nanovllm.models.drafters.dflash import Passes
 
@@ -32,7 +31,6 @@ def read(
     raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection[str], num_tokens: int
 ) -> DrafterConfig:
     """See models/drafters/__init__.py."""
-    ConfigReader(raw).require("markov_head_type", "vanilla")
     return dflash.read_block(raw, folder, model, names, num_tokens, "Qwen3DSparkModel")
 
 
