@@ -192,7 +192,7 @@ class DrafterConfig:
     switches: frozenset[str] = frozenset()
     """Switches of its method that are on."""
     mask_token_id: int = 0
-    """What stands for tokens that are drafted in one pass."""
+    """Token that stands for those that are drafted in one pass."""
     markov_rank: int = 0
     """Width of what a drafted token adds to the logits of the next; 0: it adds nothing."""
 

@@ -110,8 +110,7 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
-        must have been launched."""
+        """Plans the next step, once the last is launched. None: no row is there, or can go on before results arrive."""
         self._publish_last_plan()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()

@@ -143,7 +143,7 @@ class Passes(ModelDrafter):
         self.model.enter(hidden, step)
 
     def draft(self, state: DeviceState, num_rows: int) -> None:
-        """Where the row has no block for a token of the pass, that one is left out, and the pass is shorter."""
+        """Drafts in a pass, of fewer tokens where the row has no block for all of them."""
         num_rows = min(num_rows, self.most_rows)
         rows, model, own, drafted = self.rows, self.model, slice(num_rows), self._num_drafts
         slots, before, latest = rows.slot[own], rows.positions[own], rows.latest[own]

@@ -1,5 +1,5 @@
-"""What models that draft share, and what each makes its own of: a rank's share of one, and its work after a step whose
-tokens are known: it takes the step in, and drafts what may follow."""
+"""Bases of the methods' classes: a rank's share of a model that drafts, and its work after a step whose tokens are
+known: it takes the step in, and drafts what may follow."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
