@@ -184,8 +184,8 @@ class EngineConfig:
 
     speculative_config: dict[str, Any] | None = None
     """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
-    what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head
-    (docs/speculation.md)."""
+    what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head;
+    "dspark" and "dflash" alike (docs/speculation.md)."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache
@@ -285,6 +285,11 @@ class EngineConfig:
         return self.speculation is not None and self.speculation.model is not None
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
+        return self.speculation is not None and self.speculation.method == "eagle3"
+
+    @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the text."""
         return self.speculation is not None and self.speculation.model is None
@@ -303,6 +308,11 @@ class EngineConfig:
     def most_places(self) -> int:
         """Maximum rows of one token of a step on the device."""
         return most_places(self.max_num_seqs, self.tokens_per_step)
+
+    @property
+    def most_drafting(self) -> int:
+        """Maximum requests for which a model drafts in a step: a step could verify drafts of so many."""
+        return self.most_places // self.tokens_per_step
 
     def uses(self, optimisation: str) -> bool:
         """Whether one of OPTIMISATIONS is in force."""

@@ -191,6 +191,10 @@ class DrafterConfig:
     """Tensors that its checkpoint may lack, and has."""
     switches: frozenset[str] = frozenset()
     """Switches of its method that are on."""
+    mask_token_id: int = 0
+    """Token that stands for those that are drafted in one pass."""
+    markov_rank: int = 0
+    """Width of what a drafted token adds to the logits of the next; 0: it adds nothing."""
 
 
 @dataclass(frozen=True)

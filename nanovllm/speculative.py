@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 from nanovllm.errors import is_integer, is_number, near_miss, refuse, shown
 
-METHODS = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "eagle3": ("model",)}
+METHODS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"), "eagle3": ("model",), "dflash": ("model",),
+    "dspark": ("model",),
+}  # fmt: skip
 """Entries that go with a method, beside those of all."""
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""

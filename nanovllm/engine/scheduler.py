@@ -39,7 +39,7 @@ class Scheduler:
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
         self._num_wide_in_flight = 0  # steps with several places a decode
-        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.model_drafts)
+        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.reads_pairs)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
@@ -110,17 +110,17 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
-        must have been launched."""
+        """Plans the next step, once the last is launched. None: no row is there, or can go on before results arrive."""
         self._publish_last_plan()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()
-        plan = StepPlan(drafts=self.drafting.wants_drafts(self.running))
+        plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if prompts or self.waiting:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
+            plan.drafts = self.drafting.wants_drafts(self.running)
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
                 plan.lines = lines.columns(plan.seqs, plan.keeps)

@@ -235,7 +235,7 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
 def _drafting_buffers(
     config: EngineConfig, model: ModelConfig, drafter: DrafterConfig, rows: int
 ) -> list[torch.Tensor]:
-    """Tensors of ModelDrafter (runner/model_drafter.py), and of its layer by position."""
+    """Tensors of ModelDrafter (models/drafters/shared.py), and of its layers by position."""
     assert config.max_model_len
     own, dtype = drafter.model, getattr(torch, config.dtype)
     taps = torch.empty(

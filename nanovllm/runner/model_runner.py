@@ -26,7 +26,7 @@ from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.drafters import build
+from nanovllm.models.drafters import build, passes
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
@@ -34,7 +34,6 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
-from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
@@ -141,11 +140,8 @@ class ModelRunner:
             self.kernels, self.backend.token_major_cache, to,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.backend, self.io)
-        if model.drafter is not None and config.speculation is not None:
-            sizes = (config.max_num_seqs, self.max_model_len, self.block_size, config.speculation.num_tokens)
-            self.work.drafter = ModelDrafter(
-                self.drafter, model.drafter, self.kernels, self.group, self.backend, *sizes
-            )  # fmt: skip
+        if self.drafter is not None:
+            self.work.drafter = passes(config, context, self.drafter, self.backend)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:
@@ -289,7 +285,7 @@ class ModelRunner:
         work = self.work
         drafting: tuple[Any, ...] = ()
         if work.drafter is not None:
-            drafting = (work.see_padded, work.draft_padded, self.config.max_num_seqs)
+            drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
             partial(before_capture, self.model), *drafting,

@@ -12,9 +12,9 @@ from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.step import ForwardStep, wanted_rows
+from nanovllm.models.drafters.shared import ModelDrafter
 from nanovllm.runner.cuda_graphs import LogitsView, StepGraphs
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
 from nanovllm.wire.step import PLACES_WORD, StepCounts, row_lengths

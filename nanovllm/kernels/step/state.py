@@ -105,11 +105,11 @@ class DraftRows:
     """Rows for which a model drafts, of up to B: their entries, and their tokens on the way (step/model_drafts.py)."""
 
     slot: torch.Tensor
-    """int32 [B], as all but the last three; -1: none."""
+    """int32 [B], as all but the last two; -1: none."""
     index: torch.Tensor
     """The row's last entry among the tokens of the step."""
     latest: torch.Tensor
-    """Position up to whose block the row has blocks."""
+    """The last position for which the row has a block, within the model's length."""
     row_slot: torch.Tensor
     """`slot`, or -1 where the row has ended."""
     positions: torch.Tensor
@@ -118,8 +118,6 @@ class DraftRows:
     context_lens: torch.Tensor
     input_ids: torch.Tensor
     slot_mapping: torch.Tensor
-    cu_seqlens: torch.Tensor
-    """int32 [B + 1]: 0, 1, 2, ..."""
     num_drafted: torch.Tensor
     """int32 [1]: tokens drafted in this step."""
     hidden: torch.Tensor
@@ -130,7 +128,6 @@ class DraftRows:
         columns = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(9))
         named = dict(zip((field.name for field in fields(cls)), columns, strict=False))
         return cls(
-            **named, cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            num_drafted=torch.zeros(1, dtype=torch.int32, device=device),
+            **named, num_drafted=torch.zeros(1, dtype=torch.int32, device=device),
             hidden=torch.zeros(2, rows, hidden_size, dtype=dtype, device=device),
         )  # fmt: skip
