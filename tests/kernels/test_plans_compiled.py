@@ -13,11 +13,11 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import dense, int4, int4_row
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
-from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, INT4, PACKED
 from nanovllm.kernels.plan.device import Device
@@ -64,18 +64,18 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype == INT4:
         words = empty(-(-one.k // 128), one.n, 32, dtype=torch.int16)
-        weight = int4.Int4Weight(words, empty(len(words), one.n, 2), 128, False, one.k)
+        weight = int4.PackedWeight(words, empty(len(words), one.n, 2), 128, False, one.k)
         (int4_row if config.is_skinny else int4).linear(x, weight, config, **around)
     else:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
 
-def empty_packed(count: int, n: int, k: int) -> PackedExperts:
+def empty_packed(count: int, n: int, k: int) -> PackedWeight:
     """Experts of gpt-oss in MXFP4, whatever their number; others in int4, in groups of 128."""
     words = empty(count, -(-k // 128), n, 32, dtype=torch.int16)
     if k == 2880:
-        return PackedExperts(words, empty(*words.shape[:3], dtype=torch.int32), "e2m1", 32, False, k)
-    return PackedExperts(words, empty(*words.shape[:3], 2), "int4", 128, False, k)
+        return PackedWeight(words, empty(*words.shape[:3], dtype=torch.int32), "e2m1", 32, False, k)
+    return PackedWeight(words, empty(*words.shape[:3], 2), "int4", 128, False, k)
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
