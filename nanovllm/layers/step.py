@@ -26,6 +26,8 @@ class ForwardStep:
     """Attends for all layers; it was prepared for `attention`."""
     lines: Lines | None = None
     """Lines of rows with memory of fixed size; None: layers have none."""
+    layer_inputs: torch.Tensor | None = None
+    """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py)."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
 

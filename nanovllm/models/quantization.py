@@ -28,6 +28,10 @@ _RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
 }
 """Parts of other mixers. Gates of delta nets are never quantised."""
+_OF_LAYER_INPUTS = (
+    "model.layers.0.per_layer_input_gate", "model.layers.0.per_layer_projection", "model.per_layer_model_projection",
+)  # fmt: skip
+"""Products of layers/layer_inputs.py, as checkpoints name them; the first layer stands for all."""
 _BLOCK = [128, 128]
 _NV_GROUP, _MX_GROUP = 16, 32
 _INT4_GROUP = 128
@@ -291,16 +295,20 @@ def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tup
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
         own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
+        own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
-        if (spec.mixer != "none") if of_mixer else spec.mlp == "dense":
+        if (spec.mixer != "none") if of_mixer else spec.has_dense_mlp:
             yield part, [f"{layer}.{module}" for module in own]
-    if spec.mlp == "moe" and moe is not None:
+    if spec.has_experts and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
         yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]
         if moe.shared_size:
             shared = f"{layer}.mlp.{moe.shared_name}"
             yield "shared_gate_up", [f"{shared}.gate_proj", f"{shared}.up_proj"]
             yield "shared_down", [f"{shared}.down_proj"]
+        if moe.latent_size:
+            yield "latent", [f"{layer}.mlp.{name}_latent_proj" for name in ("fc1", "fc2")]
 
 
 def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[str], spelling: CheckpointNames) -> Any:
@@ -308,6 +316,10 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     that we hold as one is quantised and another is not."""
     moe, layers = fields.get("moe"), []
     named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
+    if missing := [module for module in wide_inputs if module not in named]:
+        bound = f"a list that has {missing[0]} too: it is served unquantised alone"
+        refuse("quantization_config: modules that are not converted", names[:3], bound)
     for index, spec in enumerate(fields["layers"]):
         of_experts = found.method == "mxfp4" and (found.while_loading or not found.layout)
         wide = {*PARTS, "shared_gate_up", "shared_down"} if of_experts else set()

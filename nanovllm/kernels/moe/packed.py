@@ -18,7 +18,7 @@ from nanovllm.kernels.plan.config import GemmConfig
 
 def multiply(
     x: Tensor, weight: PackedWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
-    gated: bool, activation: tuple[float, float | None],
+    gated: bool, activation: tuple[float | None, float | None],
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`: if gated [T * top_k, I], of x [T, H], else [top_k, T, H], of that; see moe/experts.py.
     activation: alpha and limit."""
