@@ -199,7 +199,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
 
 @pytest.mark.parametrize("group", [-1, 16, 96, 256])
 def test_other_groups_are_refused(group: int) -> None:
-    with pytest.raises(ValueError, match=f"groups of {group} columns: must be of \\(0, 32, 64, 128\\)"):
+    with pytest.raises(ValueError, match=f"groups of {group} columns of int4: must be one of \\(0, 32, 64, 128\\)"):
         PackedWeight.empty(8, 256, group, False, torch.float32, DEVICE)
 
 

@@ -34,6 +34,7 @@ from nanovllm.models.planned import layer_kinds
 from nanovllm.models.registry import read_model_config
 
 KERNELS = select_kernels("cuda")
+GROUPS = {"int4": 128, "mxfp4": 32, "nvfp4": 16, "int8": 128}
 OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
 
 
@@ -75,9 +76,8 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
 def empty_packed(method: str, *shape: int) -> PackedWeight:
     """A weight [..., n, k] in one of PACKED."""
     *stack, n, k = shape
-    group = {"mxfp4": 32, "nvfp4": 16}.get(method, 128)
     meta = torch.device("meta")
-    return PackedWeight.empty(n, k, group, False, torch.bfloat16, meta, tuple(stack), FORMATS[method][0])
+    return PackedWeight.empty(n, k, GROUPS[method], False, torch.bfloat16, meta, tuple(stack), FORMATS[method][0])
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
@@ -111,8 +111,8 @@ def compile_plans(
     for model in models if quantization is None or models == DENSE else models[:1]:
         made = quantization if quantization in ("fp8", "int4") else None
         config = read_model_config(EngineConfig(model, load_format="dummy", quantization=made))
-        if quantization in PACKED and made is None:
-            how = Quantization(quantization)
+        if quantization in GROUPS and made is None:
+            how = Quantization(quantization, group=GROUPS[quantization])
             config = replace(config, layers=tuple(replace(layer, quantization=how) for layer in config.layers))
         rules = Rules(device, world, own_kernels=True, table=shipped_table(device.name))
         kinds, head = layer_kinds(config, rules, "bfloat16")
@@ -146,7 +146,7 @@ def test_a_small_models_plan_compiles(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8", *PACKED])
+@pytest.mark.parametrize("quantization", [None, "fp8", *GROUPS])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_dense_models_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):
@@ -155,7 +155,7 @@ def test_every_dense_models_plan_compiles(device: str, quantization: str | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8", *PACKED])
+@pytest.mark.parametrize("quantization", [None, "fp8", *GROUPS])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_mixtures_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):

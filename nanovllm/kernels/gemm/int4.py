@@ -99,7 +99,7 @@ class PackedWeight:
 def check_group(group: int, code: str = INT4) -> None:
     """Raises ValueError for a size of groups that the kernels do not take."""
     if group not in GROUPS[code]:
-        raise ValueError(f"groups of {group} columns: must be of {GROUPS[code]}, 0 for all, in {code}")
+        raise ValueError(f"groups of {group} columns of {code}: must be one of {GROUPS[code]}, 0 for all")
 
 
 def check_fits(x: Tensor, weight: PackedWeight) -> None:

@@ -10,17 +10,7 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
-from nanovllm.kernels.gemm.unpack import (
-    SPAN,
-    WORDS,
-    add_block,
-    e2m1_run,
-    int8_run,
-    scale_and_zero,
-    side_by_side,
-    unpacked,
-    words_at,
-)
+from nanovllm.kernels.gemm.unpack import SPAN, WORDS, add_block, planes_of, run_of, words_at
 
 
 @triton.jit
@@ -67,7 +57,7 @@ def int4_gemm_kernel(
     w_rows, live = weight_rows(tl.arange(0, BLOCK_N), pid, n_out, BLOCK_N, PAIRED)
     if EVEN_N:
         live = w_rows >= 0
-    w_ptrs = words_at(w_ptr, w_rows, live, CODE, GROUP)
+    w_ptrs = words_at(w_ptr, tl.where(live, w_rows, 0), CODE, GROUP)
     if PDL:
         _prefetch(w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out, BLOCK_N, CODE, GROUP, PAIRED, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
@@ -76,41 +66,17 @@ def int4_gemm_kernel(
     row = tl.arange(0, ROWS)
     x_ptr += first_row.to(tl.int64) * k
     rows -= first_row
-    SUB: tl.constexpr = SPAN if GROUP == 0 else GROUP
-    acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-    if CODE == "int4":
-        for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
-            block = tl.where(step < end, step, step - (end - begin))
-            at = block * n
-            if EVEN_N:
-                words = tl.load(w_ptrs + at * WORDS)
-            else:
-                words = tl.load(w_ptrs + at * WORDS, mask=live[:, None], other=0)
-            planes = unpacked(words, dtype, PTX)
-            for part in tl.static_range(SPAN // SUB):
-                group = 0 if GROUP == 0 else block * (SPAN // SUB) + part
-                scale, zero = scale_and_zero(groups_ptr, group * n + w_rows, live, dtype, HAS_ZEROS, PTX)
-                cols = block * SPAN + part * SUB + tl.arange(0, SUB)
-                x_live = (row < rows)[:, None]
-                if not EVEN_K:
-                    x_live = x_live & (cols < k)[None, :]
-                x = tl.load(x_ptr + row[:, None] * k + cols[None, :], mask=x_live, other=0.0)
-                numbers = side_by_side(planes, part, SUB, BLOCK_N) - zero
-                sums = tl.dot(numbers, tl.trans(x), input_precision="ieee")
-                acc += scale.to(tl.float32) * sums
-    else:
-        w_rows = tl.where(live, w_rows, 0)
-        factors, accs = (), (acc,)
-        if factors_ptr is not None:
-            factors = (tl.load(factors_ptr + w_rows)[:, None],)
-        for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
-            block = tl.where(step < end, step, step - (end - begin))
-            accs = add_block(accs, w_ptrs, groups_ptr, w_rows, block, n, 0, x_ptr + row[:, None] * k, row < rows, k,
-                             factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
-        acc = accs[0]
+    w_rows = tl.where(live, w_rows, 0)
+    factors, accs = (1.0,), (tl.zeros([BLOCK_N, ROWS], dtype=tl.float32),)
+    if factors_ptr is not None:
+        factors = (tl.load(factors_ptr + w_rows)[:, None],)
+    for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
+        block = tl.where(step < end, step, step - (end - begin))
+        accs = add_block(accs, w_ptrs, groups_ptr, w_rows, block, n, 0, x_ptr + row[:, None] * k, row < rows, k,
+                         factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
 
     _finish(
-        tl.trans(acc), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
+        tl.trans(accs[0]), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
         ROWS, BLOCK_N, PAIRED, ADDS_UP,
     )  # fmt: skip
 
@@ -165,35 +131,16 @@ def int4_widen_kernel(
     dtype = out_ptr.dtype.element_ty
     block = tl.program_id(1)
     local = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows, word = first + local, tl.arange(0, WORDS)
-    live = w_rows < end
-    if CODE == "int4":
-        words = tl.load(
-            w_ptr + (block * n + w_rows[:, None]) * WORDS + word[None, :], mask=live[:, None], other=0
-        )
-        planes = unpacked(words, dtype, PTX)
-        for plane in tl.static_range(4):
-            if GROUP == 0:
-                group_at = w_rows
-            else:
-                group_at = (block * SPAN + plane * WORDS) // GROUP * n + w_rows
-            scale, zero = scale_and_zero(groups_ptr, group_at, live, dtype, HAS_ZEROS, PTX)
-            cols = block * SPAN + plane * WORDS + word
-            at = local.to(tl.int64)[:, None] * k + cols[None, :]
-            tl.store(out_ptr + at, (planes[plane] - zero) * scale, mask=live[:, None] & (cols < k)[None, :])
-    else:
-        SUB: tl.constexpr = 4 * GROUP if CODE == "e2m1" else SPAN
-        w_rows = tl.minimum(w_rows, end - 1)
-        w_ptrs = words_at(w_ptr, w_rows, None, CODE, GROUP)
-        for part in tl.static_range(SPAN // SUB):
-            if CODE == "e2m1":
-                scale = tl.load(factors_ptr + w_rows)[:, None]
-                numbers = e2m1_run(w_ptrs, groups_ptr, w_rows, 0, block, part, n, GROUP, dtype, PTX)
-            else:
-                numbers = int8_run(w_ptrs, w_rows, 0, block, n, dtype)
-                at = (0 if GROUP == 0 else block) * n + w_rows
-                scale, _ = scale_and_zero(groups_ptr, at, live, dtype, HAS_ZEROS, PTX)
-            cols = block * SPAN + part * SUB + tl.arange(0, SUB)
-            at = local.to(tl.int64)[:, None] * k + cols[None, :]
-            wide = numbers.to(tl.float32) * scale.to(tl.float32)
-            tl.store(out_ptr + at, wide.to(dtype), mask=live[:, None] & (cols < k)[None, :])
+    live = first + local < end
+    w_rows = tl.minimum(first + local, end - 1)
+    w_ptrs = words_at(w_ptr, w_rows, CODE, GROUP)
+    planes, factor = planes_of(w_ptrs, 0, block, n, dtype, CODE, PTX), 1.0
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + w_rows)[:, None]
+    SUB: tl.constexpr = 4 * GROUP if CODE == "e2m1" else SPAN if GROUP == 0 else GROUP
+    for part in tl.static_range(SPAN // SUB):
+        numbers, scale = run_of(planes, w_ptrs, groups_ptr, factor, w_rows, 0, block, part, n, dtype, CODE, GROUP, SUB,
+                                HAS_ZEROS, PTX)  # fmt: skip
+        cols = block * SPAN + part * SUB + tl.arange(0, SUB)
+        at = local.to(tl.int64)[:, None] * k + cols[None, :]
+        tl.store(out_ptr + at, (numbers.to(tl.float32) * scale).to(dtype), mask=live[:, None] & (cols < k)[None, :])

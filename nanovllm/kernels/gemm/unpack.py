@@ -71,14 +71,14 @@ def side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def scale_and_zero(groups_ptr, at, live, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
+def scale_and_zero(groups_ptr, at, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
     """Scale of one group of the weight rows at `at`, and the unpacked number that stands for 0. A pair of 16 bits each
     is read as one number of 32, the least that a pipelined copy takes."""
     if dtype == tl.float32:
-        scale = tl.load(groups_ptr + 2 * at, mask=live, other=0.0)
-        stored = tl.load(groups_ptr + 2 * at + 1, mask=live, other=0.0)
+        scale = tl.load(groups_ptr + 2 * at)
+        stored = tl.load(groups_ptr + 2 * at + 1)
     else:
-        pair = tl.load(groups_ptr.to(tl.pointer_type(tl.int32)) + at, mask=live, other=0)
+        pair = tl.load(groups_ptr.to(tl.pointer_type(tl.int32)) + at)
         scale = pair.to(tl.int16).to(dtype, bitcast=True)
         stored = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
     if HAS_ZEROS:
@@ -164,16 +164,39 @@ def int8_run(w_ptrs, w_rows, first, block, n, dtype: tl.constexpr):
 
 
 @triton.jit
-def words_at(w_ptr, w_rows, live, CODE: tl.constexpr, GROUP: tl.constexpr):
+def words_at(w_ptr, w_rows, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to the words of weight rows that are read at a time, of block 0: all of a block, or of e2m1 those of
-    four groups. live: None, or whether there is such a row; else it is row 0."""
+    four groups."""
     OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
     RUN: tl.constexpr = GROUP if CODE == "e2m1" else OF_ROW
-    if live is None:
-        return w_ptr + w_rows[:, None] * OF_ROW + tl.arange(0, RUN)[None, :]
+    return w_ptr + w_rows[:, None] * OF_ROW + tl.arange(0, RUN)[None, :]
+
+
+@triton.jit
+def planes_of(w_ptrs, first, block, n, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
+    """What `run_of` needs of the words of a whole block: of "int4" alone."""
+    if CODE == "int4":
+        return unpacked(tl.load(w_ptrs + (block * n + first) * WORDS), dtype, PTX)
     else:
-        word = tl.arange(0, RUN)
-        return w_ptr + tl.where(live, w_rows, 0)[:, None] * OF_ROW + word[None, :]
+        return ()
+
+
+@triton.jit
+def run_of(
+    planes, w_ptrs, scale_ptr, factor, w_rows, first, block, part: tl.constexpr, n, dtype: tl.constexpr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """SUB columns of the weight rows `first` + `w_rows`, in `dtype`, and what their products are times, in float32."""
+    if CODE == "e2m1":
+        return e2m1_run(w_ptrs, scale_ptr, w_rows, first, block, part, n, GROUP, dtype, PTX), factor
+    else:
+        at = (0 if GROUP == 0 else block * (SPAN // SUB) + part) * n + first + w_rows
+        scale, zero = scale_and_zero(scale_ptr, at, dtype, HAS_ZEROS, PTX)
+        if CODE == "int8":
+            numbers = int8_run(w_ptrs, w_rows, first, block, n, dtype)
+        else:
+            numbers = side_by_side(planes, part, SUB, w_rows.shape[0]) - zero
+        return numbers, scale.to(tl.float32)
 
 
 @triton.jit
@@ -186,30 +209,15 @@ def add_block(
     SUB: tl.constexpr = 4 * GROUP if CODE == "e2m1" else SPAN if GROUP == 0 else GROUP
     planes = ()
     for half in tl.static_range(len(accs)):
-        if CODE == "int4":
-            planes = planes + (unpacked(tl.load(w_ptrs + (block * n + half * n_out) * WORDS), dtype, PTX),)
+        planes = planes + (planes_of(w_ptrs, half * n_out, block, n, dtype, CODE, PTX),)
     for part in tl.static_range(SPAN // SUB):
-        runs = ()
-        for half in tl.static_range(len(accs)):
-            if CODE == "e2m1":
-                run = e2m1_run(w_ptrs, scale_ptr, w_rows, half * n_out, block, part, n, GROUP, dtype, PTX)
-            elif CODE == "int8":
-                run = int8_run(w_ptrs, w_rows, half * n_out, block, n, dtype)
-            else:
-                run = side_by_side(planes[half], part, SUB, w_rows.shape[0])
-            runs = runs + (run,)
         cols = block * SPAN + part * SUB + tl.arange(0, SUB)
         mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
         x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
         added = ()
         for half in tl.static_range(len(accs)):
-            if CODE == "e2m1":
-                scale, zero = factors[half], 0.0
-            else:
-                at = (0 if GROUP == 0 else block * (SPAN // SUB) + part) * n + half * n_out + w_rows
-                stored, zero = scale_and_zero(scale_ptr, at, at >= 0, dtype, HAS_ZEROS, PTX)
-                scale = stored.to(tl.float32)
-            numbers = runs[half] - zero if CODE == "int4" else runs[half]
+            numbers, scale = run_of(planes[half], w_ptrs, scale_ptr, factors[half], w_rows, half * n_out, block, part,
+                                    n, dtype, CODE, GROUP, SUB, HAS_ZEROS, PTX)  # fmt: skip
             added = added + (accs[half] + scale * tl.dot(numbers, tl.trans(x), input_precision="ieee"),)
         accs = added
     return accs

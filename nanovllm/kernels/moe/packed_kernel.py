@@ -34,7 +34,7 @@ def packed_tile_kernel(
     row = choice // TOP_K if GATED else position
     x_ptrs = X + row.to(tl.int64)[:, None] * k
     w_rows = tl.minimum(first_col + tl.arange(0, BLOCK_N), n_out - 1)
-    w_ptrs = words_at(W, w_rows, None, CODE, GROUP)
+    w_ptrs = words_at(W, w_rows, CODE, GROUP)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
     factors = ()
