@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from types import NoneType
 from typing import Any
 
@@ -52,16 +51,10 @@ def _require_absent(raw: dict[str, Any], *names: str) -> None:
             refuse(f"quantization_config: {name}", raw[name], "absent")
 
 
-@cache
-def _say(what: str) -> None:
-    """Logs it, once."""
-    logger.warning("%s", what)
-
-
 def _keep_wide(method: str, inputs: Any) -> None:
     """Says that activations are not rounded, where a checkpoint's `inputs` are."""
     if inputs:
-        _say(f"{method}: weights alone are quantised here; activations stay in 16 bits, and scales of them are unused")
+        logger.warning("%s: weights alone are quantised here; activations stay wide, their scales are unused", method)
 
 
 def _check_cache(scheme: Any) -> None:
@@ -70,7 +63,7 @@ def _check_cache(scheme: Any) -> None:
     if scheme and (found.get("type"), found.get("num_bits")) != ("float", 8):
         refuse("quantization_config: kv_cache_scheme", scheme, "absent, or of 8-bit floats")
     if scheme:
-        _say('FP8 keys and values: the checkpoint\'s scales are unused; kv_cache_dtype="fp8" measures its own')
+        logger.warning('scales of FP8 keys and values are unused: kv_cache_dtype="fp8" measures its own')
 
 
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
@@ -96,10 +89,11 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
-    form, bits = group.get("format") or raw.get("format"), weights.get("num_bits")
-    if bits == (4 if weights.get("type", "float") == "float" else 8):
+    form, kind = group.get("format") or raw.get("format"), (weights.get("type", "float"), weights.get("num_bits"))
+    if kind in (("float", 4), ("int", 8)):
         _check_cache(raw.get("kv_cache_scheme"))
-        return (_read_fp4 if bits == 4 else _read_int8)(weights, inputs, form), raw.get("ignore") or []
+        read = _read_fp4 if kind == ("float", 4) else _read_int8
+        return read(weights, inputs, form), raw.get("ignore") or []
     _require_absent(raw, "kv_cache_scheme")
     if weights.get("type", "float") == "int":
         return _read_packed(weights, inputs, form), raw.get("ignore") or []
@@ -320,16 +314,16 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     if missing := [module for module in wide_inputs if module not in named]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"
         refuse("quantization_config: modules that are not converted", names[:3], bound)
+    only_experts = found.method == "mxfp4" and (found.while_loading or not found.layout)
     for index, spec in enumerate(fields["layers"]):
-        of_experts = found.method == "mxfp4" and (found.while_loading or not found.layout)
-        wide = {*PARTS, "shared_gate_up", "shared_down"} if of_experts else set()
+        wide: set[str] = set()
         for part, modules in _modules(f"model.layers.{index}", spec, moe):
             spelt = {spelling.module(module) for module in modules}
             skipped = [module for module in sorted(spelt) if module in named]
             if 0 < len(skipped) < len(spelt):
                 bound = f"all or none of {', '.join(sorted(spelt)[:3])}, which are one matrix here"
                 refuse("quantization_config: modules that are not converted", skipped[0], bound)
-            wide |= {part} if skipped else set()
+            wide |= {part} if skipped or (only_experts and part != "experts") else set()
         layers.append(replace(spec, quantization=found, wide=frozenset(wide)))
     return tuple(layers)
 

@@ -1,6 +1,8 @@
 """NVFP4, MXFP4 and integers of 8 bits, in dense layers and experts: a packed checkpoint gives the tokens of the wide
 one that it stands for, alone or in a crowd, in chunks, preempted, from the cache and on two ranks."""
 
+import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from workload import ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
+from nanovllm.runner.memory_plan import weight_bytes
 
 REQUESTS = make_requests()
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
@@ -67,8 +70,20 @@ def test_experts_give_the_wide_checkpoints_tokens(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_plan_reads_the_headers_of_every_format(dense: Callable[[str], tuple[Path, Path]], name: str) -> None:
-    assert main(["plan", str(dense(name)[0]), "-tp", "1"]) == 0
+def test_a_plan_counts_what_ranks_hold_and_the_log_says_what_is_unused(
+    dense: Callable[[str], tuple[Path, Path]], name: str, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    packed, _ = dense(name)
+    assert main(["plan", str(packed), "--dtype", "float32", "--json"]) == 0
+    ranks = DENSE[name].get("tensor_parallel_size", 1)
+    plans = {one["tensor_parallel_size"]: one["weights"] for one in json.loads(capsys.readouterr().out)["plans"]}
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), LLM(str(packed), tensor_parallel_size=ranks, **ROOMY) as llm:
+        assert weight_bytes(llm.engine.executor.runner.weights.all) == plans[ranks]
+    said = " ".join(record.message for record in caplog.records)
+    assert ("weights alone are quantised here" in said) == (name in ("modelopt", "nvfp4", "int8"))
+    assert ("scales of FP8 keys and values are unused" in said) == (name == "modelopt")
 
 
 def test_what_ignore_lists_name_by_patterns_stays_wide(
