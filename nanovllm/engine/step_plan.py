@@ -41,6 +41,10 @@ class StepPlan:
     """Rows that take a slot in this step, for which the packed step has a slot record."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
+    following_ids: list[int] = field(default_factory=list)
+    """The token after the last of each row that samples none, where a model drafts."""
+    drafts: bool = False
+    """Whether a model drafts after this step."""
 
     @property
     def num_rows(self) -> int:
@@ -60,4 +64,5 @@ class StepPlan:
                 (seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens) for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines, places=self.places,
+            following_ids=self.following_ids, drafts=self.drafts,
         )  # fmt: skip
