@@ -33,9 +33,9 @@ _OF_LAYER_INPUTS = (
 """Products of layers/layer_inputs.py, as checkpoints name them; the first layer stands for all."""
 _BLOCK = [128, 128]
 _NV_GROUP, _MX_GROUP = 16, 32
-_INT4_GROUP = 128
-"""Columns of a group where weights of 4 bits are made while loading."""
-_INT8_GROUP = 128
+_INT4_GROUP = _INT8_GROUP = 128
+"""Columns of a group: of int4 where it is made while loading, of int8 where it has any."""
+_INSTEAD = "take the checkpoint that it was made of, with quantization='fp8' or 'int4' or without"
 
 
 def _option(value: Any, name: str, *known: Any) -> Any:
@@ -216,7 +216,8 @@ def _read_modelopt(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     found = raw.get("quantization") or raw
     if not isinstance(found, dict):
         refuse("quantization_config: quantization", found, "an object")
-    _option(found.get("quant_algo"), "quant_algo", "NVFP4")
+    if found.get("quant_algo") != "NVFP4":
+        refuse("quantization_config: quant_algo", found.get("quant_algo"), f"'NVFP4' ({_INSTEAD})")
     _option(found.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
     algorithm, fp8 = found.get("kv_cache_quant_algo"), {"type": "float", "num_bits": 8}
     _check_cache(found.get("kv_cache_scheme") or (fp8 if algorithm == "FP8" else algorithm))
@@ -252,9 +253,8 @@ def read_quantization(
         return made, []
     known = [name for name in METHODS if has_mxfp4 or name != "mxfp4"]
     if not isinstance(raw, dict) or raw.get("quant_method", "mxfp4" if has_mxfp4 else None) not in known:
-        instead = "take the checkpoint that it was made of, with quantization='fp8' or 'int4' or without"
         named = " or ".join(map(repr, known))
-        refuse("quantization_config", raw, f"absent, or with quant_method {named} ({instead})")
+        refuse("quantization_config", raw, f"absent, or with quant_method {named} ({_INSTEAD})")
     found, names = METHODS[raw.get("quant_method", "mxfp4")](raw)
     if wanted is not None and wanted != found.method:
         refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
