@@ -25,7 +25,7 @@ def _fault(exponents: torch.Tensor) -> str:
 
 
 def _packings(columns: int) -> tuple[Packing, Packing]:
-    """Of numbers and scales of a matrix with so many columns."""
+    """Packings of numbers and scales of a matrix with so many columns."""
     groups = -(-columns // MX_GROUP)
     numbers, scales = partial(words_of, group=MX_GROUP), partial(scales_of, group=MX_GROUP)
     of_numbers = Rounding(columns, (".weight_packed", ".weight"), lambda wide: quantize(wide)[0])

@@ -40,28 +40,28 @@ class DerivedTensor(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How files hold a part of a weight that ranks hold in another way (models/packed_tensors.py)."""
+    """Form in files of a part of a weight that ranks hold in another way (models/packed_tensors.py)."""
 
     dim: int
     """Dimension of its columns; those before it are the same."""
     tail: tuple[int, ...]
-    """Its dimensions in the file, from `dim` on."""
+    """Dimensions in the file, from `dim` on."""
     dtype: torch.dtype
     each: int
     """Numbers of the file along `dim` that make one of ours."""
     pack: Callable[[torch.Tensor], torch.Tensor]
     """Rows [..., *tail], or a range of whole `each` of them -> ours."""
     fault: Callable[[torch.Tensor], str] = lambda part: ""
-    """What is wrong with these values; "": nothing."""
+    """Fault of these values; "": none."""
     rounding: "Rounding | None" = None
     """None: it is not made of wide matrices."""
 
 
 class Rounding(NamedTuple):
-    """How a part of a packed weight is made of the matrix in a wide type."""
+    """Rule by which a part of a packed weight is made of the matrix in a wide type."""
 
     columns: int
-    """Of the matrix."""
+    """Columns of the matrix."""
     ends: tuple[str, str]
     """End of the part's name, and what the matrix has in its place."""
     of_wide: Callable[[torch.Tensor], torch.Tensor]
@@ -183,7 +183,7 @@ class CheckpointWeight:
     is_scale: bool = False
     """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
     packing: Packing | None = None
-    """Of a tensor that files hold in another way; `shape` is ours."""
+    """Form of a tensor that files hold in another way; `shape` is ours."""
     may_be_turned: bool = False
     """Checkpoints have it with its last two dimensions exchanged, too."""
 

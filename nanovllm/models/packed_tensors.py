@@ -96,7 +96,7 @@ class PackingReader:
     def _derived(
         self, weight: CheckpointWeight, source: TensorSource, each: int, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> DerivedTensor:
-        """What `make` makes on the device of `source`, of which `each` of the columns are one of the weight's."""
+        """Tensor that `make` makes on the device of `source`; `each` columns of this are one of the weight's."""
         assert weight.packing is not None
         columns = weight.packing.dim
 

@@ -191,7 +191,7 @@ _FP4 = {"nvfp4-pack-quantized": ("nvfp4", _NV_GROUP), "mxfp4-pack-quantized": ("
 
 
 def _read_fp4(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
-    """As _read_packed, of 4-bit floats."""
+    """Same as _read_packed, of 4-bit floats."""
     method, group = _FP4[_option(form, "format", *_FP4)]
     for name, wanted in (("group_size", group), ("symmetric", True), ("dynamic", False)):
         _option(weights.get(name, wanted), f"weights.{name}", wanted)
@@ -200,7 +200,7 @@ def _read_fp4(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any)
 
 
 def _read_int8(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
-    """As _read_packed, of integers of 8 bits."""
+    """Same as _read_packed, of integers of 8 bits."""
     _option(form, "format", "pack-quantized", "int-quantized")
     for name, wanted in (("symmetric", True), ("dynamic", False)):
         _option(weights.get(name, wanted), f"weights.{name}", wanted)

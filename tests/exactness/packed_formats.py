@@ -70,8 +70,10 @@ def of_modelopt(path: str, tensors: Tensors) -> np.ndarray:
 def nvfp4(path: str, weight: np.ndarray) -> Tensors:
     found, of_tensor = _nvfp4(path, weight)
     of_tensors = {name: torch.tensor([1 / of_tensor]) for name in ("weight_global_scale", "input_global_scale")}
+    attention, _, projection = path.rpartition(".")
+    of_cache = {f"{attention}.{projection[0]}_scale": torch.ones(1)} if projection in ("k_proj", "v_proj") else {}
     return {
-        f"{path}.weight_packed": found.pop("numbers"), **found,
+        f"{path}.weight_packed": found.pop("numbers"), **found, **of_cache,
         **{f"{path}.{name}": value.float() for name, value in of_tensors.items()},
     }  # fmt: skip
 
@@ -131,7 +133,7 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
 
 
 _E2M1 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-_INT8 = {"num_bits": 8, "type": "int"}
+_INT8, _FP8 = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float", "dynamic": False}
 _OF_ROWS = {**_INT8, "strategy": "channel", "group_size": None}
 _TOKENS = {**_INT8, "strategy": "token", "dynamic": True, "symmetric": True}
 
@@ -142,17 +144,20 @@ class Format(NamedTuple):
     write: Callable[[str, np.ndarray], Tensors]
     """(module, matrix [out, in]) -> its tensors."""
     read: Callable[[str, Tensors], np.ndarray]
-    """What they stand for, by the format's definition."""
+    """Matrix that they stand for, by the format's definition."""
 
 
 MODELOPT = {
     "quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.37.0"},
-    "ignore": ["lm_head", "*.mlp.gate"], "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "ignore": ["lm_head", "*.mlp.gate"], "kv_cache_scheme": _FP8,
     "config_groups": {"group_0": {"weights": _E2M1, "input_activations": _E2M1, "targets": ["Linear"]}},
 }  # fmt: skip
 FORMATS: dict[str, Format] = {
     "modelopt": Format(MODELOPT, modelopt, of_modelopt),
-    "nvfp4": Format(_compressed("nvfp4-pack-quantized", _E2M1, {**_E2M1, "dynamic": "local"}), nvfp4, of_nvfp4),
+    "nvfp4": Format(
+        {**_compressed("nvfp4-pack-quantized", _E2M1, {**_E2M1, "dynamic": "local"}), "kv_cache_scheme": _FP8},
+        nvfp4, of_nvfp4,
+    ),
     "mxfp4": Format(
         _compressed("mxfp4-pack-quantized", {**_E2M1, "strategy": "group", "group_size": 32}), mxfp4, of_mxfp4
     ),

@@ -43,7 +43,7 @@ CODES = [(E2M1, 16), (E2M1, 32), (INT8, 0), (INT8, 128)]
 
 
 def made_of(code: str, group: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedWeight, torch.Tensor]:
-    """The same of other codes."""
+    """A weight of another code, and its values."""
     experts, values = packed_experts(code, group, False, 1, n, k, dtype, DEVICE)
     ones = torch.ones(n, device=DEVICE) if code == E2M1 and group == 32 else experts.of_expert(0).factors
     return replace(experts.of_expert(0), factors=ones), values[0].double()

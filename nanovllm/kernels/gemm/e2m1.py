@@ -16,7 +16,7 @@ SPAN = 128
 MOST_EXPONENT = 128
 """Largest exponent, of bias 127, of a power of two: the kernel makes a number's bits exact by 2^126 times it."""
 NV_FACTOR = 256.0
-"""In groups of 16 the kernel's numbers are 2^-8 times what they stand for: PackedWeight.factors make up for it."""
+"""Factor from the kernel's numbers to what they stand for, in groups of 16: a part of PackedWeight.factors."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

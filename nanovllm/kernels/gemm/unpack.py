@@ -174,7 +174,7 @@ def words_at(w_ptr, w_rows, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def planes_of(w_ptrs, first, block, n, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
-    """What `run_of` needs of the words of a whole block: of "int4" alone."""
+    """Planes of a whole block, which `run_of` needs of "int4" alone."""
     if CODE == "int4":
         return unpacked(tl.load(w_ptrs + (block * n + first) * WORDS), dtype, PTX)
     else:
