@@ -153,8 +153,8 @@ class EngineConfig:
     """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
     of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
-    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts of
-    gpt-oss alone. None: as the checkpoint has them."""
+    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts
+    alone. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"
     """"fp8": round an untied output head to e4m3 while it loads. "auto": the model's dtype."""
     exact_bits: str | None = None

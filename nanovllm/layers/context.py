@@ -8,9 +8,8 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.plan.plan import Planner
 from nanovllm.kernels.plan.product import Around
-from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.matrix import DenseMatrix, Weight
-from nanovllm.layers.mxfp4 import MXFP4Matrix
+from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import Piece
@@ -41,11 +40,9 @@ class LayerContext:
         where each has one."""
         if precision is None:
             return DenseMatrix(rows, columns, pieces, self.dtype, self.device, stack)
-        if precision.method == "int4":
-            return Int4Matrix(precision, rows, columns, self.dtype, self.device, stack)
-        if precision.method == "mxfp4":
-            return MXFP4Matrix(stack, rows, columns, self.device)
-        return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
+        if precision.method == "fp8":
+            return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
+        return PackedMatrix(precision, rows, columns, self.dtype, self.device, stack)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
-from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
-from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
+from nanovllm.kernels.gemm.int4 import PackedWeight, check_fits
+from nanovllm.kernels.gemm.unpack import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import INT4, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -230,7 +230,7 @@ def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.
 
 
 def linear(
-    x: Tensor, weight: Int4Weight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
+    x: Tensor, weight: PackedWeight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, k] @ weight^T -> [1, n]; norm, gated and residual as in skinny.linear, but that the product is rounded
@@ -241,7 +241,7 @@ def linear(
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.groups, norm and norm.weight, out, residual, weight.n, n_out, norm.eps if norm else 0.0,
+        x, weight.words, weight.scales, norm and norm.weight, out, residual, weight.n, n_out, norm.eps if norm else 0.0,
         K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
         AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
         PAIRED=gated, num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),

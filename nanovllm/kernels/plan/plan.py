@@ -22,6 +22,7 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
+    PACKED,
     STREAM_ROWS,
     TILE_ROWS,
     Choices,
@@ -183,8 +184,9 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
 
 def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     """Kernel of a rule that goes before the nearest shape, if there is one."""
-    if gemm.dtype == INT4:
-        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows, device.processors)
+    if gemm.dtype in PACKED:
+        is_row = rows == 1 and gemm.dtype == INT4
+        return int4_row_config(gemm) if is_row else int4_config(gemm, rows, device.processors)
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 
@@ -199,7 +201,7 @@ def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
         fits = product.n % 16 == 0 and product.k % 16 == 0
         fits &= product.scale_rows != 128 or -(-product.k // 128) % 4 == 0
         return GemmConfig("scaled") if fits and device.scaled_library else FP8_MANY_ROWS
-    if product.dtype == INT4:
+    if product.dtype in PACKED:
         if device.is_cuda and rows <= INT4_ROWS:
             return int4_config(product.gemm(1)._replace(kind=""), rows, device.processors)
         return GemmConfig("widened")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, KINDS, MXFP4, Gemm
+from nanovllm.kernels.plan.config import FP8, INT4, INT8, ITEM_SIZES, KINDS, MXFP4, NVFP4, Gemm
 
 
 class Around(NamedTuple):
@@ -73,7 +73,7 @@ class Product:
     """Weight rows, of gate and up both."""
     k: int
     dtype: str
-    """Dtype of the weight, by torch's name or INT4."""
+    """Dtype of the weight, by torch's name or one of PACKED."""
     x_dtype: str = "bfloat16"
     around: Around = ANYTHING
     has_bias: bool = False
@@ -113,4 +113,5 @@ class Product:
     @property
     def num_bytes(self) -> int:
         """Bytes of one weight [n, k]."""
-        return self.n * self.k * {FP8: 2, INT4: 1, MXFP4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
+        halves = {FP8: 2, INT8: 2, INT4: 1, MXFP4: 1, NVFP4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8))
+        return self.n * self.k * halves // 2
