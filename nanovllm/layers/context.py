@@ -8,6 +8,7 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.plan.plan import Planner
 from nanovllm.kernels.plan.product import Around
+from nanovllm.layers.adapted import AdaptedMatrix, AdapterRoom
 from nanovllm.layers.int4 import Int4Matrix
 from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.mxfp4 import MXFP4Matrix
@@ -32,6 +33,17 @@ class LayerContext:
     device: torch.device
     planner: Planner = field(default_factory=Planner, kw_only=True)
     """Says which kernel multiplies."""
+    adapters: AdapterRoom | None = field(default=None, kw_only=True)
+    """Memory for adapters of the linear layers; None: they take none."""
+
+    def linear_matrix(
+        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...]
+    ) -> Weight:
+        """A `matrix` that rows may have adapters for."""
+        found = self.matrix(precision, rows, columns, pieces)
+        if self.adapters is None:
+            return found
+        return AdaptedMatrix(found, self.kernels, self.adapters, (rows, columns), pieces, self.dtype, self.device)
 
     def matrix(
         self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],

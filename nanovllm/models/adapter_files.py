@@ -51,13 +51,13 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(folder: Path, max_rank: int) -> Adapter:
-    """Reads a folder that PEFT's save_pretrained wrote. Raises FileNotFoundError, and ValueError naming the field or
-    the tensor that is not served."""
+    """Reads a folder that PEFT's save_pretrained wrote. Raises ValueError naming the field or the tensor that is not
+    served."""
     try:
         written, data = (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
     except OSError as error:
         needs = f"must be a folder with {CONFIG} and {TENSORS}"
-        raise FileNotFoundError(f"lora_path={shown(str(folder))}: {needs} ({error.strerror})") from None
+        raise ValueError(f"lora_path={shown(str(folder))}: {needs} ({error.strerror})") from None
     try:
         config = json.loads(written)
         tensors = load(data)

@@ -173,6 +173,8 @@ class DecoderLayer(WeightedModule):
         self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, of_family.mlps)(context, spec, around)
         self.operations = (*self.self_attn.operations, *self.mlp.operations)
         self.plans = context.planner.layer(self.operations)
+        self.adapted_plans = context.planner.layer(tuple(one.adapted for one in self.operations))
+        """Plans of steps in which rows have adapters."""
         self.input_layernorm = ReduceAddNorm(context, self.norms.get("attention_norm"), incoming, factor)
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
@@ -193,7 +195,7 @@ class DecoderLayer(WeightedModule):
         for block in self.blocks:
             if not stream.num_rows:
                 break
-            plan: LayerPlan = self.plans[stream.num_rows]
+            plan: LayerPlan = (self.plans if step.adapters is None else self.adapted_plans)[stream.num_rows]
             first, last = block.ends(plan)
             if first.norm:
                 x = residual = block.reduce_norm.add(stream)

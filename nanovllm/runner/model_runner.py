@@ -20,6 +20,7 @@ from nanovllm.kernels.plan.config import Choices
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.adapted import room_for
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
@@ -27,6 +28,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
@@ -42,7 +44,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import PLACES_WORD, StepCounts, dummy_step, packed_capacity
+from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.models.transformers_model import TransformersModel
@@ -111,8 +113,9 @@ class ModelRunner:
         by_transformers = self._load_transformers_model() if model.implementation == "transformers" else None
         self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
         context = ModelContext(
-            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner
-        )
+            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner,
+            adapters=room_for(config),
+        )  # fmt: skip
         self.model: Any = by_transformers or DecoderForCausalLM(context)
         self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self.model.attention_layers())))
         mixers = self.model.mixers()
@@ -129,6 +132,7 @@ class ModelRunner:
         self.memory.count(lambda: sleepable.nbytes)
         to = sleepable if config.enable_sleep and module is None and self.device.type == "cuda" else None
         self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress, to)
+        self.adapters = None if context.adapters is None else RankAdapters(self.model, model, config.max_lora_rank, self.io)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, to,
@@ -272,7 +276,7 @@ class ModelRunner:
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model),
+            partial(before_capture, self.model), self.adapters is not None,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -289,7 +293,8 @@ class ModelRunner:
         pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
-                shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
+                sizes = num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = graphs.shape_for(*sizes, packed[ADAPTERS_WORD] > 0)
             step = self.io.upload(packed)
             self.state_memory.begin(step, packed)
             if graphs is not None and shape is not None:

@@ -16,7 +16,7 @@ from nanovllm.runner.cuda_graphs import LogitsView
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import PLACES_WORD, StepCounts, row_lengths
+from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, row_lengths
 
 
 class StepWork:
@@ -37,7 +37,7 @@ class StepWork:
         self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
-        self._has_head = context.config.pooling is None
+        self._has_head, self._has_adapters = context.config.pooling is None, context.adapters is not None
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled; or what stands for them."""
 
@@ -49,7 +49,7 @@ class StepWork:
         width = table_width(self._max_model_len, self._block_size, num_tables)
         num_drafts = 0 if self._speculation is None else self._speculation.num_tokens
         self.state = DeviceState.allocate(
-            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids
+            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids, self._has_adapters
         )
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
 
@@ -69,12 +69,13 @@ class StepWork:
         longest = int((starts + lengths).max())
         attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
         attention.token_ends = lengths.cumsum(dtype=np.int64)
-        return self._forward(buffers, attention, counts.num_sample_rows, keep_hidden)
+        has_adapters = packed[ADAPTERS_WORD] > 0
+        return self._forward(buffers, attention, counts.num_sample_rows, keep_hidden, has_adapters)
 
     def run_padded(self, shape: StepShape) -> None:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
         captures."""
-        num_decode_rows, num_chunk_tokens = shape
+        num_decode_rows, num_chunk_tokens, has_adapters = shape
         num_rows = num_decode_rows + (MAX_PREFILL_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
         step = self._io.step_buffer
@@ -84,7 +85,7 @@ class StepWork:
             self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers)
         attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
-        logits, _ = self._forward(buffers, attention, num_rows)
+        logits, _ = self._forward(buffers, attention, num_rows, has_adapters=has_adapters)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
 
@@ -117,8 +118,9 @@ class StepWork:
         )  # fmt: skip
 
     def _forward(
-        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, keep_hidden: bool = False
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, keep_hidden: bool = False,
+        has_adapters: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Samples for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts,
@@ -126,7 +128,9 @@ class StepWork:
         `run_exact` does.
         """
         lines = Lines(*buffers.lines) if self.state.num_lines else None
-        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend, lines)
+        adapters = buffers.token_adapters(self.state.adapters) if has_adapters and self.state.adapters is not None else None
+        mappings = buffers.slot_mapping.unbind()
+        step = ForwardStep(buffers.positions, mappings, attention, self._backend, lines, adapters)
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
         hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:

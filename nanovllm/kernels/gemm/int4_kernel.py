@@ -11,7 +11,7 @@ depend on the other rows.
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
+from nanovllm.kernels.gemm.epilogue import add_delta, store_tile, weight_rows
 
 SPAN: tl.constexpr = tl.constexpr(128)
 """Columns of a block: 32 words of 16 bits for each weight row, of which word i has the columns i, i + 32, i + 64 and
@@ -114,7 +114,7 @@ def _prefetch(
 
 @triton.jit(do_not_specialize=["rows"])
 def int4_gemm_kernel(
-    x_ptr, w_ptr, groups_ptr, out_ptr, scratch_ptr, counter_ptr, rows, n, n_out, k,
+    x_ptr, w_ptr, groups_ptr, out_ptr, scratch_ptr, counter_ptr, DELTA, rows, n, n_out, k,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PAIRED: tl.constexpr, ADDS_UP: tl.constexpr, PREFETCH: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
@@ -122,7 +122,7 @@ def int4_gemm_kernel(
     """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k], weights int16 [blocks of k, n, 32], groups
     [groups of k, n, 2] (scale, zero). GROUP: columns of a group; 0: all. out [rows, n_out], or of several splits
     float32 [splits, rows, n_out], unless the last of them ADDS_UP. PREFETCH: blocks to bring into L2 before x may be
-    read, a power of two."""
+    read, a power of two. DELTA: see add_delta; of several splits the first adds it."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
@@ -165,6 +165,10 @@ def int4_gemm_kernel(
             sums = tl.dot(numbers, tl.trans(x), input_precision="ieee")
             acc += scale.to(tl.float32) * sums
 
+    if DELTA is not None:
+        if split == 0:
+            at = (first_row + row).to(tl.int64)[None, :]
+            acc = add_delta(acc, DELTA, at, w_rows[:, None], live[:, None] & (row < rows)[None, :], n)
     _finish(
         tl.trans(acc), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
         ROWS, BLOCK_N, PAIRED, ADDS_UP,

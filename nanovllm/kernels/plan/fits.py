@@ -23,6 +23,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
         if product.scale_rows is not None and product.n % (32 if product.around.after == "gate" else 16):
             return f"{product.n} weight rows are no whole 16s that share scales"
     if config.kernel == "roles":
+        if product.is_adapted:
+            return "it adds nothing that adapters do"
         if not device.has_roles:
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:
