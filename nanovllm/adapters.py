@@ -23,8 +23,8 @@ class LoRARequest:
     lora_int_id: int = 0
     """vLLM's number, which says nothing here: names tell adapters apart."""
     lora_path: str = ""
-    """Folder with adapter_config.json and adapter_model.safetensors, as PEFT writes them, which the first request loads.
-    "": LLM.load_adapter has loaded it."""
+    """Folder that PEFT has written (adapter_config.json, adapter_model.safetensors), which the first request loads. "":
+    LLM.load_adapter has loaded it."""
     load_inplace: bool = False
     """Read the folder again, whatever had the name before; requests that run keep what they began with."""
 
@@ -52,14 +52,14 @@ class Adapters:
     engine: Engine
     _turns: Turns
     _saved: dict[str, "TemporaryDirectory[str]"]
-    """By name, folders of adapters from memory, which replicas that are restarted read again; they go with the entry."""
+    """Folders of adapters from memory by name, which replicas that are restarted read again; they go with the entry."""
 
     def load_adapter(
         self, name: str, path: str | Path | None = None, *, tensors: "Mapping[str, torch.Tensor] | None" = None,
         config: Mapping[str, Any] | None = None,
     ) -> LoRARequest:  # fmt: skip
-        """Loads a LoRA adapter, from a folder as PEFT writes it or from memory, under this name, in place of what had it
-        before; returns what requests ask for it with. Needs enable_lora=True.
+        """Loads a LoRA adapter, from a folder as PEFT writes it or from memory, under this name, in place of what had
+        it before; returns what requests ask for it with. Needs enable_lora=True.
 
         `tensors`: by PEFT's names, on any device; `config`: the entries of adapter_config.json. Requests that run keep
         the adapter that they began with. Raises ValueError naming the field or tensor that is not served, with nothing
@@ -91,13 +91,14 @@ class Adapters:
             return None
         self._turns.require_open()
         loaded = self.engine.state.adapters.get(request.lora_name)
-        if loaded is None or request.load_inplace or request.lora_path and loaded.path != _absolute(request):
+        if loaded is None or request.load_inplace or (request.lora_path and loaded.path != _absolute(request)):
             return self._load_adapter(request, request.load_inplace)
         return loaded.digest
 
     def _load_adapter(self, request: LoRARequest, replaces: bool) -> str:
         if not request.lora_path:
-            raise ValueError(f"lora_name={request.lora_name!r}: no adapter of this name is loaded, and lora_path is empty")
+            fault = "no adapter of this name is loaded, and lora_path is empty"
+            raise ValueError(f"lora_name={request.lora_name!r}: {fault}")
         options = {"lora_name": request.lora_name, "lora_path": _absolute(request), "load_inplace": replaces}
         digest: str = self._turns.call("load_adapter", **options)["digest"]
         return digest
@@ -118,5 +119,5 @@ def _save(folder: Path, tensors: "Mapping[str, torch.Tensor]", config: Mapping[s
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a value of a LoraConfig: sets of names, and enums that are texts."""
+    """Returns what JSON has for a value of a LoraConfig: for sets of names, and for enums that are texts."""
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from nanovllm.adapters import LoRARequest
@@ -87,8 +88,8 @@ class AsyncLLM:
         RuntimeError if the engine has failed or is closed."""
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        added = self._in_thread(lambda: self._add(prompt, params, stream, lora_request), lambda made: self._drop(made[0]))
-        number, given = await added
+        add = partial(self._add, prompt, params, stream, lora_request)
+        number, given = await self._in_thread(add, lambda made: self._drop(made[0]))
         texts = [self._text(params, given) for _ in range(params.n)]
         running = params.n
         try:

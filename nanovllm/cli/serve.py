@@ -40,7 +40,7 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "enable_request_id_headers": (("true",), "every answer has x-request-id"),
     "enable_server_load_tracking": (("true",), "/load is always available"),
     "headless": (("false",), "data_parallel_backend=ray places replicas on other machines"),
-    "lora_modules": ((), "adapters are not supported; merge them into the checkpoint"),
+    "lora_modules": ((), "requests to the server take no adapters; LLM.generate does"),
     "max_queued_requests": ((), "use max_num_queued_reqs"),
     "middleware": ((), "put a proxy before the server"),
     "response_role": (("assistant",), "chat templates have no other role for answers"),

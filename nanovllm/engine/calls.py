@@ -198,12 +198,6 @@ def _folder(name: str) -> Path:
 # -- adapters -------------------------------------------------------------------------------------------------------
 
 
-class LoadAdapter(msgspec.Struct):
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-
-
 def _load_adapter(
     engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None
 ) -> Any:
@@ -211,13 +205,7 @@ def _load_adapter(
     return {"digest": engine.control.load_adapter(lora_name, lora_path, load_inplace, digest)}
 
 
-class RemoveAdapter(msgspec.Struct):
-    lora_name: str
-    lora_int_id: int | None = None
-
-
-def _remove_adapter(engine: CalledEngine, lora_name: str, lora_int_id: int | None = None) -> Any:
-    """`lora_int_id`: vLLM's, which says nothing here."""
+def _remove_adapter(engine: CalledEngine, lora_name: str) -> Any:
     engine.control.remove_adapter(lora_name)
     return {"status": "removed"}
 
@@ -349,10 +337,8 @@ CALLS: dict[str, CallSpec] = {
         _load_weights, LoadWeights, empties_cache=True, brings_weights=True, replaces_weights=lambda options: True,
         counts_version=True,
     ),
-    "load_adapter": CallSpec(
-        _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters
-    ),
-    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter"),
+    "load_adapter": CallSpec(_load_adapter, None, merge=_one_digest, missed=_missed_adapters),
+    "remove_adapter": CallSpec(_remove_adapter, None),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

@@ -14,7 +14,7 @@ TAGS = ("weights", "kv_cache")
 
 class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):
     digest: str
-    """Of the bytes of its files, which is what rows know it by."""
+    """Digest of the bytes of its files, which is what rows know it by."""
     path: str
     """Folder that it was read from."""
 

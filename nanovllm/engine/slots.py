@@ -117,7 +117,7 @@ class AdapterSlots:
         assert users == self._users, (users, self._users)
 
     def note_passed(self, digests: Set[str], waiting: Set[str]) -> None:
-        """Ends a step's admissions, in which rows of `digests` found no slot. waiting: the adapters of all that wait."""
+        """Ends a step's admissions, in which rows of `digests` found no slot. waiting: adapters of all that wait."""
         self._heirs = {slot: heir for slot, heir in self._heirs.items() if heir in waiting}
         self._passed = {digest: count for digest, count in self._passed.items() if digest in waiting}
         for digest in sorted(digests, key=lambda digest: -self._passed.get(digest, 0)):

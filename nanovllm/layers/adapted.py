@@ -34,7 +34,7 @@ class AdapterPart(NamedTuple):
     """Places of one checkpoint matrix's adapter in those of a layer."""
 
     path: str
-    """Its module, as our layers name it."""
+    """Path of its module, as our layers name it."""
     a: CheckpointWeight
     b: CheckpointWeight
 
@@ -90,7 +90,7 @@ class AdaptedMatrix(nn.Module):
         return self.base.multiply(x, launch, call)
 
     def parts(self, path: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
-        """Where the A [rank, in] and B [out, rank] of each part go in `a` and `b`, of one slot. path: the layer's."""
+        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part. path: the layer's."""
         for number, piece in enumerate(self.pieces):
             own = a[number * self.rank : (number + 1) * self.rank]
             is_split = any(cut.dim for cut in piece.cuts)  # along columns
@@ -98,6 +98,5 @@ class AdaptedMatrix(nn.Module):
             of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(own, 0, 0),), cuts)
             module = piece.path(path.rpartition(".")[0]) if piece.name else path
             name, (out, columns) = f"{module}.weight", piece.shape
-            yield AdapterPart(
-                module, CheckpointWeight(name, (self.rank, columns), of_a), CheckpointWeight(name, (out, self.rank), of_b)
-            )
+            of_rank = CheckpointWeight(name, (self.rank, columns), of_a)
+            yield AdapterPart(module, of_rank, CheckpointWeight(name, (out, self.rank), of_b))

@@ -44,7 +44,7 @@ class Adapter(NamedTuple):
     """An adapter by the modules of a checkpoint, as transformers names them."""
 
     digest: str
-    """Of the bytes of its files: two adapters with one digest compute the same."""
+    """Digest of the bytes of its files: two adapters with one digest compute the same."""
     config: Mapping[str, Any]
     modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """A [r, in] as it was trained, and s B [out, r] float32."""
@@ -83,7 +83,8 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={shown(value)}: this field is not served; it must be left out")
     for name, kinds in _KINDS.items():
         if not isinstance(value := config.get(name), kinds):
-            refuse(name, value, "of type " + " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds))
+            allowed = ("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            refuse(name, value, "of type " + " or ".join(allowed))
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         for value in (config.get(name), *(config.get(patterns) or {}).values()):
             if not is_number(value) or value <= 0 or (name == "r" and not is_integer(value)):

@@ -27,7 +27,7 @@ class RankAdapters:
             for name, part in model.named_modules() if isinstance(part, AdaptedMatrix)
         }  # fmt: skip
         self._held: dict[str, dict[str, Halves]] = {}
-        """By digest, the halves of each layer that the adapter has, by the layer's path."""
+        """Halves of each layer that an adapter has, by the adapter's digest and the layer's path."""
 
     @torch.inference_mode()
     def put(self, folder: Path) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
+from nanovllm.layers.adapted import AdaptedMatrix, room_for
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
@@ -74,6 +75,8 @@ class RankPlan:
     weights: int
     buffers: int
     """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
+    adapters: int
+    """Bytes of the slots of adapters."""
     slots: int
     """Bytes of memory of fixed size, in all lines."""
     num_lines: int
@@ -107,20 +110,19 @@ class RankPlan:
 
     @property
     def used(self) -> int:
-        return self.weights + self.buffers + self.slots + self.peer + self.libraries
+        return self.weights + self.buffers + self.adapters + self.slots + self.peer + self.libraries
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by what takes them; "libraries" are all that has no name of its own."""
-        slots = {"slots": self.slots} if self.slots else {}
-        return {
-            "weights": self.weights, **slots, "libraries": self.used - self.weights - self.slots, **self.reserved
-        }  # fmt: skip
+        named = {"weights": self.weights, "adapters": self.adapters, "slots": self.slots}
+        named = {name: size for name, size in named.items() if size or name == "weights"}
+        return {**named, "libraries": self.used - sum(named.values()), **self.reserved}
 
     @property
     def surely_fits(self) -> bool:
         """A token fits beside what every engine takes that is none of the estimates."""
-        left = self.share - self.weights - self.buffers - self.slots - self.reserved["filters"]
+        left = self.share - self.weights - self.buffers - self.adapters - self.slots - self.reserved["filters"]
         return left >= self.layout.num_tables * self.block_bytes
 
     @property
@@ -163,7 +165,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     GPU can do. config: no "auto" is left."""
     assert config.kvcache_block_size and config.max_model_len
     rules = rules_of(config, model, gpu.device, config.uses("fused_kernels"))
-    layers, counts = one_of_each(model, rules, config.dtype)
+    layers, counts = one_of_each(model, rules, config.dtype, room_for(config))
     dtype, kv_dtype = getattr(torch, config.dtype), torch.float8_e4m3fn
     if config.kv_cache_dtype == "fp8":
         check_fp8_cache(gpu.device.capability)
@@ -185,7 +187,8 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
     block_bytes += 4 * config.kvcache_block_size * (config.speculation is not None)
     plan = RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout), 0, 0,
+        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
+        _adapter_bytes(layers, counts), 0, 0,
         config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
         layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
@@ -208,6 +211,15 @@ def _weights(layers: DecoderForCausalLM, counts: list[int]) -> int:
     found = weight_bytes(layers.checkpoint_weights())
     for layer, count in zip(layers.layers, counts, strict=True):
         found += (count - 1) * weight_bytes(layer.checkpoint_weights(""))
+    return found
+
+
+def _adapter_bytes(layers: DecoderForCausalLM, counts: list[int]) -> int:
+    """Bytes of the slots of adapters of a model whose layers stand for so many each."""
+    found = 0
+    for layer, count in zip(layers.layers, counts, strict=True):
+        adapted = (part for part in layer.modules() if isinstance(part, AdaptedMatrix))
+        found += count * sum(part.a.nbytes + part.b.nbytes for part in adapted)
     return found
 
 
@@ -247,13 +259,15 @@ def _step_bytes(
 ) -> int:
     """Bytes of activations at the peak of a step: in the widest part of its widest layer, inputs and outputs there
     beside the residual stream and the rows that are normed; or of the logits of all rows."""
-    hidden, widest, weight = layers.config.hidden_size, 0, 0
+    hidden, widest, weight, deltas = layers.config.hidden_size, 0, 0, 0
     for layer in layers.layers:
         widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
+        adapted = any(isinstance(part, AdaptedMatrix) for part in layer.modules())  # their sums, wide and as rounded
+        deltas = max((4 + dtype.itemsize) * one.n for one in layer.operations) if adapted else 0
         for one in layer.operations if not rules.device.has_tma else ():
             if one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
-    inside = int((tokens * (3 * hidden * dtype.itemsize + widest) + weight) * _ROUNDED_UP)
+    inside = int((tokens * (3 * hidden * dtype.itemsize + widest + deltas) + weight) * _ROUNDED_UP)
     return max(inside, (slots + MAX_PREFILL_ROWS) * layers.lm_head.weight.shape[0] * dtype.itemsize)
 
 

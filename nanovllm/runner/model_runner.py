@@ -132,7 +132,9 @@ class ModelRunner:
         self.memory.count(lambda: sleepable.nbytes)
         to = sleepable if config.enable_sleep and module is None and self.device.type == "cuda" else None
         self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress, to)
-        self.adapters = None if context.adapters is None else RankAdapters(self.model, model, config.max_lora_rank, self.io)
+        self.adapters = None
+        if context.adapters is not None:
+            self.adapters = RankAdapters(self.model, model, config.max_lora_rank, self.io)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, to,
@@ -200,9 +202,8 @@ class ModelRunner:
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()
-                self.launch(dummy_step(
-                    config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, bool(fixed)
-                ))
+                sizes = config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+                self.launch(dummy_step(*sizes, bool(fixed), config.enable_lora))
                 torch.cuda.synchronize(self.device)
                 step_bytes = self.memory.end_step()
             self._progress()

@@ -128,7 +128,9 @@ class StepWork:
         `run_exact` does.
         """
         lines = Lines(*buffers.lines) if self.state.num_lines else None
-        adapters = buffers.token_adapters(self.state.adapters) if has_adapters and self.state.adapters is not None else None
+        adapters = None
+        if has_adapters and self.state.adapters is not None:
+            adapters = buffers.token_adapters(self.state.adapters)
         mappings = buffers.slot_mapping.unbind()
         step = ForwardStep(buffers.positions, mappings, attention, self._backend, lines, adapters)
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None

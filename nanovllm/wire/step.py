@@ -163,11 +163,13 @@ def block_copies(packed: np.ndarray) -> slice | None:
     return slice(packed.size - num_words, packed.size) if num_words else None
 
 
-def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False) -> np.ndarray:
+def dummy_step(
+    max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False, has_adapters: bool = False
+) -> np.ndarray:
     """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
     No blocks are handed out: every row reads and writes what its slot's block table happens to hold; and the first is
-    copied to itself.
+    copied to itself. has_adapters: it runs as one where rows have adapters.
     """
     num_rows = min(max_num_seqs, num_tokens)
     counts = np.full(num_rows, num_tokens // num_rows)
@@ -179,4 +181,5 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines
         num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
         block_copies=(0, 0),
         lines=[[NO_LINE] * num_rows, [0] * num_rows, [NO_LINE] * num_rows, [0] * num_rows] if has_lines else (),
+        num_adapted=num_rows if has_adapters else 0,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def make_adapters(model: nn.Module, folder: Path) -> list[tuple[Path, dict[str, 
 
 
 def scores(output: RequestOutput) -> list[float]:
-    """Log-probabilities of all tokens but the first, or of the output's, where those of the prompt were not asked for."""
+    """Log-probabilities of all tokens but the first; of the output's, where those of the prompt were not asked for."""
     ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
     tables = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
     pairs = zip(ids[-len(tables) :], tables, strict=True)
@@ -175,8 +175,9 @@ def test_of_a_young_adapter_most_survives_in_bfloat16(tmp_path: Path) -> None:
     torch.manual_seed(0)
     group: Any = SimpleNamespace(rank=0, size=1, width_multiple=1, exact_bits=None)
     context = LayerContext(
-        group, select_kernels("cpu"), torch.bfloat16, torch.device("cpu"), planner=Planner(), adapters=AdapterRoom(1, 16)
-    )
+        group, select_kernels("cpu"), torch.bfloat16, torch.device("cpu"), planner=Planner(),
+        adapters=AdapterRoom(1, 16),
+    )  # fmt: skip
     with torch.inference_mode():
         layer = MergedColumnParallelLinear(context, 1024, {"up_proj": 512})
         layer.weight.normal_(0, 1024**-0.5)

@@ -1,4 +1,4 @@
-"""What adapters add to a product: the kernels against their twin, alone and compiled."""
+"""Sums that adapters add to a product: the kernels against their twin, alone and compiled."""
 
 from typing import Any
 
@@ -57,7 +57,8 @@ def compile_all(rank: int) -> None:
         for starts in ((0,), (0, 4096, 5120)):
             slots = empty(rows, dtype=torch.int32)
             a, b = empty(8, len(starts) * rank, 4096), empty(8, 6144, rank)
-            adapters.adapter_delta(empty(rows, 4096), slots, a, b, starts, Norm(empty(4096), 1e-6) if rows < 16 else None)
+            norm = Norm(empty(4096), 1e-6) if rows < 16 else None
+            adapters.adapter_delta(empty(rows, 4096), slots, a, b, starts, norm)
 
 
 @pytest.mark.parametrize("rank", [16, 64])

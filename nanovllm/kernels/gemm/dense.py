@@ -44,8 +44,8 @@ def linear(
 
 
 def library_linear(x: Tensor, weight: Tensor, delta: Tensor) -> Tensor:
-    """x [M, K] @ weight [N, K]^T + delta float32 [M, N], rounded once, by the library. Rows whose delta is -0.0 have the
-    bits of F.linear."""
+    """x [M, K] @ weight [N, K]^T + delta float32 [M, N], rounded once, by the library. Rows whose delta is -0.0 have
+    the bits of F.linear."""
     if x.is_cuda:  # as the product alone, but that its float32 sums begin with delta, rounded
         return torch.addmm(delta.to(x.dtype), x, weight.t())
     y = F.linear(x, weight)

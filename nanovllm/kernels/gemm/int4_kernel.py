@@ -165,7 +165,7 @@ def int4_gemm_kernel(
             sums = tl.dot(numbers, tl.trans(x), input_precision="ieee")
             acc += scale.to(tl.float32) * sums
 
-    if DELTA is not None:
+    if DELTA is not None:  # noqa: SIM102 (a constant)
         if split == 0:
             at = (first_row + row).to(tl.int64)[None, :]
             acc = add_delta(acc, DELTA, at, w_rows[:, None], live[:, None] & (row < rows)[None, :], n)

@@ -241,8 +241,8 @@ def linear(
     x: Tensor, weight: Int4Weight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in skinny.linear, but that the product is rounded
-    before the activation."""
+    """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in skinny.linear, but that the product is
+    rounded before the activation."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     check_fits(x, weight)
     if rows != 1:
@@ -255,8 +255,8 @@ def linear(
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.groups, norm and norm.weight, out, residual, delta, weight.n, n_out, norm.eps if norm else 0.0,
-        K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
+        x, weight.words, weight.groups, norm and norm.weight, out, residual, delta, weight.n, n_out,
+        norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
         AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
         PAIRED=gated, num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip

@@ -169,8 +169,8 @@ def linear(
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     steps = triton.cdiv(k, config.block_k)
     skinny_fma_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, norm and norm.weight, out, residual, delta, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0, K=k,
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
+        x, weight, norm and norm.weight, out, residual, delta, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0,
+        K=k, ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
         STEPS=steps, PRELOAD=min(config.stages, steps), EVEN_K=k == steps * config.block_k,
         EVEN_N=n % config.block_n == 0, PAIRED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
         maxnreg=config.max_registers or None, **pdl_options(x.device),

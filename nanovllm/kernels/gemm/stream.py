@@ -137,8 +137,8 @@ def linear(
     x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
     gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [M <= 8, K] @ weight^T -> [M, N]; norm, of x that is no FP8Rows, gated, residual, delta as in skinny.linear, but
-    that the product is rounded before the activation, and in e4m3 before it is added."""
+    """x [M <= 8, K] @ weight^T -> [M, N]; norm, of x that is no FP8Rows, gated, residual, delta as in skinny.linear,
+    but that the product is rounded before the activation, and in e4m3 before it is added."""
     (rows, k), values, dtype = tuple(x.shape), values_of(weight), x.dtype
     n_out = values.shape[0] // 2 if gated else values.shape[0]
     _check(x, weight, config, n_out)

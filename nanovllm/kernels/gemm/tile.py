@@ -158,8 +158,8 @@ def _finish(
     acc, SCALE, BIAS, DELTA, base, first, end, first_col, n_out, row, rows, n, BLOCK_N: tl.constexpr,
     IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows, n]:
-    see add_delta; of several splits the first adds it."""
+    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows,
+    n]: see add_delta; of several splits the first adds it."""
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
         acc *= scale[None, :] if X_LEFT else scale[:, None]
@@ -167,7 +167,7 @@ def _finish(
         col = first_col + tl.arange(0, BLOCK_N)
         bias = tl.load(BIAS + base + col, mask=col < n_out, other=0.0).to(tl.float32)
         acc += bias[None, :] if X_LEFT else bias[:, None]
-    if DELTA is not None:
+    if DELTA is not None:  # noqa: SIM102 (a constant)
         if tl.program_id(2) == 0:
             w_row = first + tl.arange(0, BLOCK_N)
             at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
@@ -236,8 +236,8 @@ def store_by_choice(
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def tile_kernel(
-    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups, scale_rows,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
+    scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
     IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
     TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
