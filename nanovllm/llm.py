@@ -98,7 +98,8 @@ class LLM(Embedding, Adapters):
         """Continues each prompt (text or token ids); returns the finished requests in the order of the prompts.
 
         `sampling_params`, `lora_request`: one for all, or one for each. Everything is checked before anything is
-        started: ValueError names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
+        started: ValueError names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the
+        engine goes on.
         """
         self._turns.require_open()
         given = as_batch(prompts)

@@ -83,7 +83,8 @@ class LayerSpec:
     """Query heads, of the whole model; None: ModelConfig.num_attention_heads."""
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
-    """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up" and "shared_down"."""
+    """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up", "shared_down" and
+    "latent"."""
 
     @property
     def signature(self) -> Hashable:
@@ -118,6 +119,9 @@ class MoEConfig:
     """Intermediate size of the expert that every token goes to; 0: none."""
     shared_name: str = "shared_experts"
     """Name of the shared expert in the checkpoint."""
+    latent_size: int = 0
+    """Width of what experts see of a token: a projection, from whose width another one projects their sum back; 0: they
+    see all of it."""
     gated: bool = True
     """An expert is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2)."""
     shared_gate: bool = False

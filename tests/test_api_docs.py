@@ -1,4 +1,4 @@
-"""The API reference is complete and builds; README and docs have no misspelt word."""
+"""The API reference is complete and builds, and so do the pages as a site; README and docs have no misspelt word."""
 
 import inspect
 from collections.abc import Iterator
@@ -40,6 +40,17 @@ def test_the_api_reference_builds_without_warnings(tmp_path: Path) -> None:
     load(ROOT / "scripts" / "api_docs").build(tmp_path)
     page = (tmp_path / "nanovllm.html").read_text(encoding="utf-8")
     assert all(f'id="{name}"' in page for name in nanovllm.__all__ if not name.startswith("_"))
+
+
+def test_the_pages_build_as_a_site_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert all(door in home for door in ("Start", "Guides", "Reference", "Internals"))
+    assert "examples/custom_model.py" in (tmp_path / "models" / "index.html").read_text(encoding="utf-8")
 
 
 def test_no_word_is_misspelt() -> None:

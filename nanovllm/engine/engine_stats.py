@@ -21,6 +21,9 @@ class EngineStats:
     prefix_cache_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache, at the first admission of each request."""
     prefix_cache_hits: int = 0
+    prefix_cache_state_misses: int = 0
+    """Prompt tokens whose blocks the prefix cache had, but no state of the recurrent layers after them: computed anew.
+    """
     num_preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     """Number of ended completions by finish reason."""

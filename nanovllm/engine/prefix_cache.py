@@ -58,6 +58,8 @@ class PrefixCache:
     ) -> None:
         """enabled: False: nothing is found or kept. lines: where layers have memory of fixed size."""
         self._lines = lines
+        self.num_state_misses = 0
+        """Prompt tokens, of each prompt when it first begins, that were cached but had no state after them."""
         self._to_keep: set[bytes] = set()
         """Keys of the blocks after which prompts that run keep a state: rows that can begin with one wait for it."""
         self.block_size, self.groups, self.enabled = block_size, groups, enabled
@@ -238,6 +240,9 @@ class PrefixCache:
         """Notes that a row begins to run with this prefix."""
         seq.prefix.num_published, seq.prefix.matched, seq.prefix.keeps_states = prefix.num_blocks, [], True
         if self._lines is not None:
+            if seq.index == 0 and seq.num_prompt_cached_tokens is None:
+                found = min(seq.prefix.num_cached * self.block_size, seq.num_prompt_tokens)
+                self.num_state_misses += max(0, found - prefix.num_tokens)
             self._lines.admit(seq, seq.prefix.keys[prefix.num_blocks - 1] if prefix.num_blocks else None)
 
     def withhold(self, seq: Sequence, num_blocks: int = _ALL_BLOCKS) -> None:

@@ -226,7 +226,7 @@ class Scheduler:
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
 
-        A request that begins with what a row is computing now, or whose adapter lacks a slot, waits and lets others pass.
+        A request that begins with what a row is computing now, or whose adapter lacks a slot, waits: others pass.
         """
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)

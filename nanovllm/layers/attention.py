@@ -16,6 +16,7 @@ from nanovllm.layers.context import ModelContext
 from nanovllm.layers.heads import HeadSplit, heads_of
 from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Pages
+from nanovllm.layers.quantized import aligned
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.step import Call, wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, joined, parameter, whole
@@ -53,7 +54,7 @@ class GateParallelLinear(ParallelLinear):
         if config.gate_in_queries:
             shape = (2 * heads.num_heads * head_dim, config.hidden_size)
             pieces = (Piece("q_proj", shape, heads.part_cuts(head_dim, 1, 2)),)
-        rows = -(-heads.local_heads * each // 8) * 8
+        rows = aligned(heads.local_heads * each)
         precision = precision if config.gate_in_queries else None
         super().__init__(context, "gate", rows, config.hidden_size, pieces=pieces, precision=precision)
         self.kernels, self.activation = context.kernels, activation

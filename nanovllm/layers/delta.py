@@ -12,6 +12,7 @@ from nanovllm.layers.context import Call, ModelContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
+from nanovllm.layers.quantized import aligned
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule, moved, parameter, whole
 from nanovllm.model_config import LayerSpec
@@ -52,14 +53,14 @@ class GatedDeltaNet(WeightedModule):
         precision, (of_values, of_gates) = spec.precision("qkv"), self._pieces(hidden)
         joined = precision is None
         self.in_proj = ParallelLinear(
-            context, "in", _padded(sum(self.rows)) if joined else sum(self.rows[:2]), hidden,
+            context, "in", aligned(sum(self.rows)) if joined else sum(self.rows[:2]), hidden,
             pieces=of_values + of_gates if joined else of_values, precision=precision, around=Around(around.before),
         )  # fmt: skip
         self.gate_proj = None
         if not joined:  # rows as few as those of the gates would lower the rows that share a scale
             first = sizes.channels + values
             at_first = (piece._replace(cuts=tuple(moved(piece.cuts, -first, 0))) for piece in of_gates)
-            self.gate_proj = ParallelLinear(context, "gates", _padded(sum(self.rows[2:])), hidden, pieces=at_first)
+            self.gate_proj = ParallelLinear(context, "gates", aligned(sum(self.rows[2:])), hidden, pieces=at_first)
         self.out_proj = RowParallelLinear(
             context, net.value_heads * net.value_dim, hidden, name="out", pads=False, precision=spec.precision("o"),
             around=around.last(),
@@ -151,7 +152,3 @@ class GatedDeltaNet(WeightedModule):
         yield self.heads.query_weight(f"{prefix}.A_log", self.A_log)
         yield self.heads.query_weight(f"{prefix}.dt_bias", self.dt_bias)
         yield whole(f"{prefix}.norm.weight", self.norm)
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // 8) * 8

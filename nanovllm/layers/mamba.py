@@ -11,6 +11,7 @@ from nanovllm.layers.context import Call, ModelContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.linear import ParallelLinear, RowParallelLinear
 from nanovllm.layers.memory import Slot
+from nanovllm.layers.quantized import aligned
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule, moved, parameter
 from nanovllm.model_config import LayerSpec
@@ -61,7 +62,7 @@ class Mamba2(WeightedModule):
             *moved(heads.query_cuts(1), first, first_whole),
         )  # fmt: skip
         self.in_proj = ParallelLinear(
-            context, "in", -(-sum(self.rows) // 8) * 8, hidden, precision=spec.precision("qkv"),
+            context, "in", aligned(sum(self.rows)), hidden, precision=spec.precision("qkv"),
             pieces=(Piece("in_proj", (first_whole + net.heads, hidden), cuts),), around=Around(around.before),
         )  # fmt: skip
         self.out_proj = RowParallelLinear(

@@ -67,9 +67,10 @@ class DenseMatrix(nn.Module):
 
     def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
         """See Weight."""
-        if self.weight.dim() == 3:
-            return experts.linear(x, self.weight, launch.config, call.routing, **call.around(launch))
-        return dense.linear(x, self.weight, launch.config, **call.around(launch))
+        weight = self.weight
+        if weight.dim() == 3:
+            return experts.linear(x, weight, launch.config, call.routing, **call.around(launch))
+        return dense.linear(x, weight, launch.config, **call.around(launch))
 
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0, expert: int | None = None

@@ -22,7 +22,7 @@ from nanovllm.kernels.plan.plan import Launch
 from nanovllm.kernels.plan.product import Around, Choice
 from nanovllm.kernels.pointwise.norm import MOST_PARTS
 from nanovllm.layers.context import LayerContext, ModelContext
-from nanovllm.layers.linear import Operation, part_of, product_of
+from nanovllm.layers.linear import Operation, ParallelLinear, part_of, product_of
 from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.mlp import MLP
 from nanovllm.layers.mxfp4 import MXFP4Matrix, stacked_weights
@@ -70,15 +70,17 @@ class Router(Operation):
 class MoE(WeightedModule):
     """x [T, hidden] -> a partial sum: [T, hidden], or [top_k, T, hidden] whose sum it is, for a ReduceAddNorm.
 
-    gate_up [experts, 2 I, hidden], gates first (without gates [experts, I, hidden]), and down [experts, hidden, I],
-    where I is this rank's part of the width, padded with zeros to a multiple of 8.
+    gate_up [experts, 2 I, H], gates first (without gates [experts, I, H]), and down [experts, H, I], where I is this
+    rank's part of the width, padded with zeros to a multiple of 8, and H is hidden, or the width of latent rows
+    (LatentMoE, Elango et al., 2026), which every rank makes for itself. It projects its part of the sum back.
     """
 
     def __init__(self, context: ModelContext, spec: LayerSpec, around: Around) -> None:
         super().__init__()
         group, config, hidden_size = context.group, context.config.moe, context.config.hidden_size
         assert config is not None
-        self.config, self.kernels, self.hidden_size = config, context.kernels, hidden_size
+        self.config, self.kernels = config, context.kernels
+        self.row_size = row_size = config.latent_size or hidden_size
         how, device = spec.precision("experts"), context.planner.rules.device
         if how is not None and how.method == "fp8" and device.is_cuda and not device.has_tma:
             raise ValueError("quantization: FP8 experts need a GPU of compute capability 9.x or 10.x")
@@ -86,12 +88,12 @@ class MoE(WeightedModule):
         count = config.num_experts
         *gate_up, down = self.pieces
         rows = len(gate_up) * self.size
-        of_gate_up = context.matrix(how, rows, hidden_size, tuple(gate_up), (count,))
-        of_down = context.matrix(how, hidden_size, self.size, (down,), (count,))
+        of_gate_up = context.matrix(how, rows, row_size, tuple(gate_up), (count,))
+        of_down = context.matrix(how, row_size, self.size, (down,), (count,))
         self.gate_up_bias = self.down_bias = None
         if config.bias:
             make = partial(parameter, dtype=context.dtype, device=context.device)
-            self.gate_up_bias, self.down_bias = make(count, rows), make(count, hidden_size)
+            self.gate_up_bias, self.down_bias = make(count, rows), make(count, row_size)
             self.gate_up_bias.zero_()
         self.adds_bias = group.rank == 0
         self.shared: MLP | None = None
@@ -101,6 +103,15 @@ class MoE(WeightedModule):
                 context, hidden_size, config.shared_size, activation="silu" if config.gated else "relu2",
                 gated=config.gated, precisions=precisions, around=Around(), path="shared.",
             )  # fmt: skip
+        self.to_latent = self.from_latent = None
+        if config.latent_size:
+            self.to_latent, self.from_latent = (
+                ParallelLinear(
+                    context, name, n, k, pieces=(Piece(f"{name}_latent_proj", (n, k), (Cut(0, 0, 0, n),)),),
+                    precision=spec.precision("latent"),
+                )
+                for name, n, k in (("fc1", row_size, hidden_size), ("fc2", hidden_size, row_size))
+            )  # fmt: skip
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,
             config.top_groups, config.scale,
@@ -109,29 +120,30 @@ class MoE(WeightedModule):
         choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain_mixture(config))
         if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
             around = around.apart
-        is_alone = group.size == 1 and not config.shared_size
+        is_alone = group.size == 1 and not config.shared_size and not config.latent_size
         around = around._replace(adds_parts=is_alone and 1 < config.top_k <= MOST_PARTS)
         self.router = Router(context, hidden_size, config, choice, around)
         made = partial(product_of, context, choice=choice)
         self.gate_up = Operation(
-            context, made("experts.gate_up", of_gate_up, rows, hidden_size, around.first("gate")), of_gate_up
+            context, made("experts.gate_up", of_gate_up, rows, row_size, around.first("gate")), of_gate_up
         )
-        self.down = Operation(context, made("experts.down", of_down, hidden_size, self.size, around.last()), of_down)
+        self.down = Operation(context, made("experts.down", of_down, row_size, self.size, around.last()), of_down)
+        first, last = (() if one is None else (one.product,) for one in (self.to_latent, self.from_latent))
         self.operations = (
-            self.router.product, *(() if self.shared is None else self.shared.operations), self.gate_up.product,
-            self.down.product,
+            self.router.product, *(() if self.shared is None else self.shared.operations), *first,
+            self.gate_up.product, self.down.product, *last,
         )  # fmt: skip
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """An expert's gate (where it has one), up and down, of which this rank keeps a range of the width."""
-        width, hidden = self.config.intermediate_size, self.hidden_size
+        width, row_size = self.config.intermediate_size, self.row_size
         names = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
         rows = (Cut(0, place * self.size, self.begin, self.valid) for place in range(2))
         down = Cut(1, 0, self.begin, self.valid)
         return (
-            *(Piece(name, (width, hidden), (cut,)) for name, cut in zip(names, rows, strict=False)),
-            Piece("down_proj", (hidden, width), (down,)),
+            *(Piece(name, (width, row_size), (cut,)) for name, cut in zip(names, rows, strict=False)),
+            Piece("down_proj", (row_size, width), (down,)),
         )
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -140,9 +152,11 @@ class MoE(WeightedModule):
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
         call = call._replace(routing=routed)
         shared = None if self.shared is None else self.shared(x, call)
-        y = self.down(self.gate_up(x, call), call)
+        y = self.down(self.gate_up(x if self.to_latent is None else self.to_latent(x, call), call), call)
         if routed.routing is None or self.down.product.around.adds_parts:
             return y
+        if self.from_latent is not None:
+            y = self.from_latent(self.kernels.combine(y, x.dtype), call)[None]
         gate = logits if self.config.shared_gate else None
         return self.kernels.combine(y, x.dtype, shared, gate, self.top_k.num_experts)
 
@@ -158,6 +172,8 @@ class MoE(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.router.checkpoint_weights(prefix)
         yield from _LAYOUTS[self.config.layout](self, prefix)
+        for latent in (self.to_latent, self.from_latent):
+            yield from () if latent is None else latent.checkpoint_weights(prefix)
         if self.shared is not None:
             yield from self.shared.checkpoint_weights(f"{prefix}.{self.config.shared_name}")
 
@@ -178,7 +194,8 @@ def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
 
 def is_plain_mixture(config: MoEConfig) -> bool:
     """Whether the mixture is a softmax, experts without biases and their sum, and nothing else."""
-    only_experts = not config.bias and config.gated and config.activation_limit is None and not config.shared_size
+    only_experts = not config.bias and config.gated and config.activation_limit is None
+    only_experts &= not config.shared_size and not config.latent_size
     return only_experts and config.scoring == "softmax" and config.num_groups == 1
 
 
@@ -197,7 +214,7 @@ def _stacked(
     gate_up_name: str, down_name: str, moe: MoE, prefix: str, may_be_turned: bool = False
 ) -> Iterator[CheckpointWeight]:
     """All experts in one tensor: gate and up [experts, 2 I, hidden], and down [experts, hidden, I]."""
-    count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.hidden_size
+    count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.row_size
     gate_up = moe.gate_and_up(moe.gate_up.matrix.weight)
     halves = tuple(Shard(gate_up[:, half], 1, half * size + moe.begin) for half in range(2))
     if moe.size == size:  # no padding and no other rank: one piece
@@ -215,7 +232,7 @@ def _pairs_of(moe: MoE) -> Callable[[torch.Tensor], torch.Tensor]:
 def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """"experts.gate_up_proj" [experts, hidden, 2 I], whose columns are gate, up, gate, up, ..., "experts.down_proj"
     [experts, I, hidden], or what layers/mxfp4.py has of them, and their biases."""
-    count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.hidden_size
+    count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.row_size
     gate_up: Any = moe.gate_up.matrix
     down: Any = moe.down.matrix
     if isinstance(gate_up, MXFP4Matrix):

@@ -20,6 +20,11 @@ _ALIGNMENT = 8
 """Elements; what our kernels ask of the inputs of a layer."""
 
 
+def aligned(size: int) -> int:
+    """The size with padding at its end, as our kernels ask."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def column_multiple(quantization: Quantization | None, ranks: int = 0) -> int:
     """Multiple that a rank's share of a layer's inputs must be: ranks that cut within a group of columns would round
     otherwise. One rank cuts nothing, and weights of 4 bits pad their columns themselves."""

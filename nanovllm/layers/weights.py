@@ -6,7 +6,7 @@ parameters. Loading, checking for missing or surplus names, dummy weights and li
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -295,6 +295,12 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 class WeightedModule(nn.Module):
     """A layer that knows its checkpoint tensors."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """forward, and hooks on it; without what else nn.Module looks for, some eight times a layer and step."""
+        if self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*arguments, **options)
+        return self.forward(*arguments, **options)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         """The tensors under `prefix` (a module path as in the checkpoint, without the trailing dot)."""

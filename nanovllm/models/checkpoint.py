@@ -63,10 +63,11 @@ def _file_tensor(path: Path, name: str, part: Any) -> FileTensor:
     return FileTensor(part, FILE_DTYPES[dtype], torch.Size(part.get_shape()))
 
 
-def open_checkpoint(folder: Path, option: str = "model") -> dict[str, FileTensor]:
-    """All tensors of a folder that an option names."""
+def open_checkpoint(folder: Path, option: str | None = "model") -> dict[str, FileTensor]:
+    """All tensors of a folder that an option names. Raises FileNotFoundError where there are no files, but for no
+    option."""
     files = weight_files(folder)
-    if not files:
+    if not files and option is not None:
         raise FileNotFoundError(f"{option}={str(folder)!r}: must be a folder with *.safetensors")
     tensors: dict[str, FileTensor] = {}
     for file in files:

@@ -9,7 +9,6 @@ from nanovllm.errors import short
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_checkpoint
-from nanovllm.models.files import weight_files
 from nanovllm.models.packed_tensors import reader_for
 from nanovllm.models.registry import names_of
 
@@ -29,8 +28,7 @@ def _header(shape: Sequence[int], dtype: torch.dtype) -> DerivedTensor:
 
 def headers_of_folder(folder: Path) -> dict[str, DerivedTensor]:
     """Empty where there are no files; raises ValueError as opening them does."""
-    tensors = open_checkpoint(folder) if weight_files(folder) else {}
-    return {name: _header(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return {name: _header(one.shape, one.dtype) for name, one in open_checkpoint(folder, None).items()}
 
 
 def headers_of_hub(model: str, revision: str | None = None) -> dict[str, DerivedTensor]:

@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
-from nanovllm.kernels.plan.plan import Launch, LayerPlan, Planner, Rules
+from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.layers.adapted import AdapterRoom
 from nanovllm.layers.context import ModelContext
@@ -79,7 +79,8 @@ def lines(config: ModelConfig, rules: Rules, dtype: str, all_rows: list[int]) ->
         yield from _heading("operation", all_rows)
         for number, one in enumerate(kind.operations):
             yield f"| {_name(one)} | " + " | ".join(_cell(plan.launches[number]) for plan in plans.values()) + " |"
-        yield "| between them | " + " | ".join(map(_between, plans.values())) + " |"
+        between = ["complete stream" if plan.is_complete else "add + norm" for plan in plans.values()]
+        yield "| between them | " + " | ".join(between) + " |"
         names = [one.name for one in kind.operations]
         whys = {rows: [each.why for each in (*plan.launches, plan)] for rows, plan in plans.items()}
         yield from _reasons([*names, "norms"], whys)
@@ -101,10 +102,6 @@ def _name(one: Product) -> str:
 def _cell(launch: Launch) -> str:
     """Kernel and numbers, and what it computes besides."""
     return f"{launch.config}" + "".join(f" + {name}" for name in INSIDE if getattr(launch, name))
-
-
-def _between(plan: LayerPlan) -> str:
-    return "complete stream" if plan.is_complete else "add + norm"
 
 
 def _reasons(names: list[str], whys: dict[int, list[str]]) -> Iterator[str]:

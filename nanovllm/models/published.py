@@ -83,6 +83,12 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
         moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
+    "Nemotron-3-Super-120B-A12B": _shape(
+        "NemotronH", 88, 4096, 2688, 32, 2, 131072, 262144, [2, 11], head_dim=128, mamba_num_heads=128,
+        mamba_head_dim=64, ssm_state_size=128, n_routed_experts=512, num_experts_per_tok=22, moe_latent_size=1024,
+        moe_intermediate_size=2688, moe_shared_expert_intermediate_size=5376, routed_scaling_factor=5.0,
+        hybrid_override_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }  # fmt: skip

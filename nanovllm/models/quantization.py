@@ -221,6 +221,8 @@ def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tup
             shared = f"{layer}.mlp.{moe.shared_name}"
             yield "shared_gate_up", [f"{shared}.gate_proj", f"{shared}.up_proj"]
             yield "shared_down", [f"{shared}.down_proj"]
+        if moe.latent_size:
+            yield "latent", [f"{layer}.mlp.{name}_latent_proj" for name in ("fc1", "fc2")]
 
 
 def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[str], spelling: CheckpointNames) -> Any:

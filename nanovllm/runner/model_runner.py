@@ -192,13 +192,13 @@ class ModelRunner:
             return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         budget = self.memory.kv_budget(config.gpu_memory_utilization)
-        self.state_memory.choose_lines(budget)
-        fixed = self.state_memory.fixed_bytes
+        memory.choose_lines(budget)
+        fixed = memory.fixed_bytes
         if fixed:  # before anything is allocated
             num_blocks(budget, *needs, None, option, self.memory.crowded, fixed)
         with self.io.stream_context():
             with self.memory.libraries():
-                self.allocate_state(self.state_memory.size(1))
+                self.allocate_state(memory.size(1))
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()

@@ -149,6 +149,7 @@ class Metrics:
             "prefix_cache_queries": engine.prefix_cache_queries,
             "prefix_cache_hits": engine.prefix_cache_hits,
             "prompt_tokens_cached": engine.prefix_cache_hits,
+            "prefix_cache_state_misses": engine.prefix_cache_state_misses,
             "num_preemptions": engine.num_preemptions,
             "slow_clients_closed": self.slow_clients,
         }

@@ -22,8 +22,8 @@ class CallMessages:
     """The form in which a template wants calls, found out by renderings when it is first asked for."""
 
     def __init__(self, render: Callable[[Chat], str], knows_calls: bool, is_harmony: bool) -> None:
-        """`render`: writes a chat as it is. Raises ValueError where the template refuses it. `knows_calls`: the
-        template has calls in some form."""
+        """`render`: writes a chat as it is; "" where the template refuses it. `knows_calls`: the template has calls in
+        some form."""
         self._render, self._knows_calls = render, knows_calls
         self._ways = [_together, _apart, _in_channels] if is_harmony else [_together, _apart]
         self._best: dict[tuple[bool, bool], _Way] = {}
@@ -83,12 +83,9 @@ class CallMessages:
         return self._best[key](message, form.empty)
 
     def _count(self, messages: Chat, form: "_Form", num_calls: int) -> int:
-        """Number of marks, of `_said`, that the template shows; -1 where it refuses the messages."""
+        """Number of marks, of `_said`, that the template shows."""
         results = [{"role": "tool", "tool_call_id": _probe_id(i), "content": "x"} for i in range(num_calls)]
-        try:
-            text = self._render([{"role": "user", "content": "x"}, *messages, *map(form.result, results)])
-        except ValueError:
-            return -1
+        text = self._render([{"role": "user", "content": "x"}, *messages, *map(form.result, results)])
         return len({*re.findall(r"probe(?:name|value)\d|probewords|probethoughts", text)})
 
 

@@ -12,7 +12,7 @@ class SystemMessages:
     """The places in which a template shows system messages, each found out when it is first asked for."""
 
     def __init__(self, render: Callable[[Chat], str]) -> None:
-        """`render`: writes a chat as it is. Raises ValueError where the template refuses it."""
+        """`render`: writes a chat as it is; "" where the template refuses it."""
         self._render = render
         self._shown: dict[tuple[str, ...], bool] = {}
 
@@ -28,23 +28,22 @@ class SystemMessages:
         if num_first > 1 and not self._shows(*roles[:2], "user"):
             while len(out) > 1:
                 out[:2] = [_joined(out[0], out[0], out[1])]
-        folded: dict[str, Any] | None = None
-        """A message that is to be part of the next one, as a user's."""
+        is_folded = False
+        """Whether the last message is a system message that is to be part of the next one."""
         for message in chat[num_first:]:
             role = str(message.get("role"))
             if role in _SYSTEM and not self._shows_late(role):
-                if folded is None and out and out[-1].get("role") in _HEARERS:
+                if out and out[-1].get("role") in _HEARERS:
                     out[-1] = _joined(out[-1], out[-1], message)
                 else:
-                    folded = {**message, "role": "user"} if folded is None else _joined(folded, folded, message)
-                continue
-            if folded is not None and role in _HEARERS:
-                message, folded = _joined(message, folded, message), None
-            elif folded is not None:
-                out.append(folded)
-                folded = None
-            out.append(message)
-        return out if folded is None else [*out, folded]
+                    out.append({**message, "role": "user"})
+                    is_folded = True
+            elif is_folded and role in _HEARERS:
+                out[-1], is_folded = _joined(message, out[-1], message), False
+            else:
+                out.append(message)
+                is_folded = False
+        return out
 
     def _shows_late(self, role: str) -> bool:
         return self._shows("user", role, "assistant", "user") and self._shows("user", "assistant", "user", role)
@@ -53,11 +52,8 @@ class SystemMessages:
         """Whether the template writes all messages of a chat of these roles, in their order."""
         if roles not in self._shown:
             marks = [f"probe{i}x" for i in range(len(roles))]
-            try:
-                text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
-                places = [text.find(mark) for mark in marks]
-            except ValueError:
-                places = [-1]
+            text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+            places = [text.find(mark) for mark in marks]
             self._shown[roles] = min(places) >= 0 and places == sorted(places)
         return self._shown[roles]
 

@@ -51,20 +51,26 @@ class ChatTemplate:
         self._fixed = _OWN_VARIABLES.union(self._special_tokens, self._environment.globals)
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
-        self._system = SystemMessages(lambda chat: self._fill(RENDER_SECONDS, messages=_readable(chat, self)))
-        self._calls = CallMessages(self._probe, "tool_calls" in source, "<|channel|>" in source)
+        self._system = SystemMessages(lambda chat: self._probe(_readable(chat, self)))
+        self._calls = CallMessages(self._probe_calls, "tool_calls" in source, "<|channel|>" in source)
         self._parts: dict[str, tuple[bool, bool]] = {}
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literals = "\0".join(literals)
         """All text that the template itself can write."""
 
-    def _probe(self, chat: list[dict[str, Any]]) -> str:
-        """A chat as it is, rendered with or without tools. Raises ValueError as `render`."""
+    def _probe(self, chat: list[dict[str, Any]], **values: Any) -> str:
+        """A chat as it is, rendered; "" where the template refuses it."""
         try:
-            return self._fill(RENDER_SECONDS, messages=chat, tools=_TOOLS, add_generation_prompt=True)
+            return self._fill(RENDER_SECONDS, messages=chat, **values)
         except ValueError:
-            return self._fill(RENDER_SECONDS, messages=chat, add_generation_prompt=True)
+            return ""
+
+    def _probe_calls(self, chat: list[dict[str, Any]]) -> str:
+        """The same beside tools, or without any where the template wants it so."""
+        return self._probe(chat, tools=_TOOLS, add_generation_prompt=True) or self._probe(
+            chat, add_generation_prompt=True
+        )
 
     def takes_parts(self, role: str) -> bool:
         """Whether the template goes through the parts of such a message's content; others want one text."""
@@ -93,7 +99,7 @@ class ChatTemplate:
         after = [] if role in ("user", "tool") else [user]
         try:
             message = {"role": role, "content": content, "tool_call_id": "1"}
-            text = self._probe(self._calls.placed([*before, message, *after]))
+            text = self._probe_calls(self._calls.placed([*before, message, *after]))
         except ValueError:
             return None
         first, second = text.find(marks[0]), text.find(marks[1])

@@ -115,6 +115,7 @@ CASES = {
     "nemotron_h that ends with experts": Case(
         "NemotronH", {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-*E"},
         {"layers_block_type": None, "hybrid_override_pattern": "M-*E"}),
+    "nemotron_h with latent experts": Case("NemotronH", {**NEMOTRON, "moe_latent_size": 24}),
     "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
     "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
     "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),

@@ -125,10 +125,11 @@ RANKS = (
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
     "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h",
+    "nemotron_h with latent experts",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = (
     "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
-    "qwen3_next", "lfm2", "nemotron_h",
+    "qwen3_next", "lfm2", "nemotron_h", "nemotron_h with latent experts",
 )  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head, channel and
 group."""

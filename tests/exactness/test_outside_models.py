@@ -231,28 +231,36 @@ def test_rows_that_have_begun_sleep(model: Model) -> None:
 
 
 def test_a_chat_goes_on_from_the_state_of_its_last_turn(model: Model) -> None:
-    """Each turn begins with what the turn before computed, but for the last block, and says what it says alone."""
+    """Each turn begins with what the turn before computed, and says what it says alone. A block that the turn's last
+    token but one fills has no state after it: that is counted."""
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     turns = [[7, 3, 9, 11], [5, 5], [1], [2, 4]]
     with model.start(max_model_len=256) as llm, model.start(max_model_len=256, enable_prefix_caching=False) as alone:
-        text = [(13 * i + 5) % 140 for i in range(37)]
+        text, misses = [(13 * i + 5) % 140 for i in range(37)], 0
         for turn in [[], *turns]:
             known = len(text)
             text += turn
             [output], [wanted] = (each.generate([text], params, use_tqdm=False) for each in (llm, alone))
             assert output.token_ids == wanted.token_ids
             assert output.num_cached_tokens >= (known - 2) // 16 * 16 * bool(turn)
+            misses += ((known - 1) // 16 * 16 - output.num_cached_tokens) * bool(turn)
+            assert llm.stats().prefix_cache_state_misses == misses
             text += output.token_ids
+        assert misses == 16
 
 
 def test_a_beginning_in_common_is_computed_twice_at_most(model: Model) -> None:
-    """The first text leaves a state at its end alone; the second one finds where they part, and leaves one there."""
+    """The first text leaves a state at its end alone; the second one finds where they part, misses a state there, and
+    leaves one."""
     shared = [(11 * i + 3) % 140 for i in range(50)]
     texts = [[*shared, *[number] * 30] for number in range(5)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with model.start(max_model_len=256) as llm:
-        cached = [llm.generate([text], params, use_tqdm=False)[0].num_cached_tokens for text in texts]
-    assert cached == [0, 0, 48, 48, 48]
+        found = []
+        for text in texts:
+            [output] = llm.generate([text], params, use_tqdm=False)
+            found.append((output.num_cached_tokens, llm.stats().prefix_cache_state_misses))
+    assert found == [(0, 0), (0, 48), (48, 48), (48, 48), (48, 48)]
 
 
 def test_completions_of_one_prompt_compute_it_once(model: Model) -> None:
@@ -260,3 +268,16 @@ def test_completions_of_one_prompt_compute_it_once(model: Model) -> None:
     with model.start(max_model_len=256) as llm:
         llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, n=8), use_tqdm=False)
         assert llm.engine.computed[0] <= 100 + 7 * 16
+        assert llm.stats().prefix_cache_state_misses == 0
+
+
+def test_a_state_that_another_row_took_is_missed(model: Model) -> None:
+    """With one state, each text takes the one that the text before it left; its blocks stay."""
+    first, second = ([(n * i + 3) % 140 for i in range(50)] for n in (11, 17))
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    found = []
+    with model.start(num_state_lines=1) as llm:
+        for text in (first, second, first):
+            [output] = llm.generate([text], params, use_tqdm=False)
+            found.append((output.num_cached_tokens, llm.stats().prefix_cache_state_misses))
+    assert found == [(0, 0), (0, 0), (0, 48)]

@@ -157,7 +157,7 @@ def test_products_of_few_rows(gated: bool, rows: int, config: GemmConfig) -> Non
             ones = torch.ones(k, device=DEVICE)
             normed = already_rounded(x) / x.square().mean(1, keepdim=True).sqrt()
             gate, up = exact(quantize_rows_reference(normed), weight).chunk(2, 1)
-            if DEVICE == "cuda":
+            if DEVICE == "cuda" and rows == 1:  # rows that the kernel rounds itself
                 got = stream.linear(x, weight, config, norm=norm.Norm(ones, 0.0), gated=True)
                 assert_close(got, silu(gate) * up)
             continue

@@ -29,7 +29,7 @@ from nanovllm.kernels.plan.config import (
 )
 from nanovllm.kernels.plan.device import KNOWN, Device
 from nanovllm.kernels.plan.fits import why_not
-from nanovllm.kernels.plan.plan import Planner, Rules, choose, launch, plan, row_ends
+from nanovllm.kernels.plan.plan import LAST_KEPT, Planner, Rules, choose, launch, plan, row_ends
 from nanovllm.kernels.plan.product import Around, Choice, Product
 from nanovllm.kernels.plan.rules import FEW_TOKENS
 from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shipped_table
@@ -150,7 +150,7 @@ def test_a_plan_is_the_same_up_to_the_end_of_its_range(
     assert layer[rows] == plan((product,), rows, rules)
     for more in range(rows, rows + 3000, 7):
         layer[more]
-    assert len(layer) <= TILE_ROWS + len(row_ends((product,), rules))
+    assert len(layer) <= TILE_ROWS + len(row_ends((product,), rules)) + LAST_KEPT
 
 
 def test_a_shape_that_nobody_measured_takes_the_nearest_ones_kernels() -> None:
@@ -166,6 +166,21 @@ def test_a_shape_that_nobody_measured_takes_the_nearest_ones_kernels() -> None:
     assert table.serving(Gemm("o", 1024, 512, "bfloat16", True))[0] == ((1, limited), (16, replace(OWN, split_k=2)))
     other = Gemm("qkv", 1024, 4096, "bfloat16", True)
     assert table.serving(other) == GemmTable((), {}).serving(other), "the kinds are different"
+
+
+def test_operations_of_one_kind_have_a_launch_each() -> None:
+    """As a plugin's mixer may have them."""
+    first, second = (Product("qkv", 6144, 4096, "bfloat16", around=Around(before)) for before in ("rms", "norm"))
+    launches = plan((first, second), 1, Rules(KNOWN[0], own_kernels=True, table=H200)).launches
+    assert [(each.config.is_skinny, each.norm) for each in launches] == [(True, True), (True, False)]
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_row_in_fp8_is_normed_inside_where_its_scale_is_its_own(is_static: bool) -> None:
+    """With a scale of the checkpoint, norm and rounding are kernels of their own, and no report says otherwise."""
+    product = Product("qkv", 6144, 4096, FP8, around=Around("rms"), has_static_inputs=is_static)
+    found = launch(product, 1, Rules(KNOWN[0], own_kernels=True, table=H200))
+    assert found.config.kernel == "stream" and found.norm is not is_static
 
 
 def test_ranges_are_as_few_as_can_be() -> None:

@@ -82,7 +82,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     weight, _ = made(32, 2048, 128, False, torch.float32)
-    with pytest.raises(ValueError, match="take one row, got 2"):
+    with pytest.raises(ValueError, match="at most 1 rows, not 2"):
         int4_row.linear(torch.zeros(2, 2048, device=DEVICE), weight, CONFIG)
     with pytest.raises(ValueError, match=r"residual is \[1, 16\]"):
         x, residual = torch.zeros(1, 2048, device=DEVICE), torch.zeros(1, 16, device=DEVICE)

@@ -119,7 +119,7 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
 
 @pytest.mark.parametrize(
     ("shape_x", "shape_w", "message"),
-    [((5, 64), (8, 64), "1 to 4 rows"), ((1, 64), (8, 72), "does not fit"), ((1, 60), (8, 60), "multiple of 8")],
+    [((5, 64), (8, 64), "at most 4 rows"), ((1, 64), (8, 72), "does not fit"), ((1, 60), (8, 60), "multiple of 8")],
 )
 def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

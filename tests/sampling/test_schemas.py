@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -120,16 +121,28 @@ def test_bounds_move_where_they_must() -> None:
         assert json.dumps(schema) == before
 
 
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "#/$defs/x": lambda part: {"x": part},
+    "#/$defs/x/allOf/0": lambda part: {"x": {"allOf": [part]}},
+    "#/$defs/a%20b": lambda part: {"a b": part},
+    "#/$defs/a~1b": lambda part: {"a/b": part},
+    "#name": lambda part: {"x": {"$anchor": "name", "allOf": [part]}},
+}
+"""References, and the definitions in which they name a part."""
+
+
 @pytest.mark.parametrize(
     ("pattern", "is_refused"),
     [("^score$", True), ("^(a|score)$", True), ("^[a]$", True), ("^a|b$", False), ("^s", False), ("score", False)],
 )
-@pytest.mark.parametrize("apart", [False, True])
-def test_patterns_of_declared_names(pattern: str, is_refused: bool, apart: bool) -> None:
+@pytest.mark.parametrize("reference", [None, *PARTS])
+def test_patterns_of_declared_names(pattern: str, is_refused: bool, reference: str | None) -> None:
     number = {"type": "integer"}
     declared = {"type": "object", "properties": {"score": number, "a": number}, "additionalProperties": False}
     patterns = {"patternProperties": {pattern: number}}
-    schema = {"$defs": {"x": patterns}, "allOf": [declared, {"$ref": "#/$defs/x"}]} if apart else declared | patterns
+    schema: dict[str, Any] = declared | patterns
+    if reference is not None:
+        schema = {"$defs": PARTS[reference](patterns), "allOf": [declared, {"$ref": reference}]}
     try:
         COMPILER.check("json", json.dumps(schema))
     except ValueError as error:

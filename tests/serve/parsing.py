@@ -23,9 +23,10 @@ TAGS = {
     "llama3_json": ["<|python_tag|>"],
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
+    "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
-REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2"), "think")
+REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron"), "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony"}
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
@@ -138,8 +139,9 @@ class Model:
             return "\n".join(one.format(*each) for each in named)
         if self.family == "mistral":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
-        if self.family == "mistral_list":
-            return "[TOOL_CALLS][" + ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named) + "]"
+        if self.family in ("mistral_list", "nemotron"):
+            listed = ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named)
+            return f"<TOOLCALL>[{listed}]</TOOLCALL>" if self.family == "nemotron" else f"[TOOL_CALLS][{listed}]"
         if self.family == "llama3_json":
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
         if self.family == "minimax_m2":

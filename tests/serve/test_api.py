@@ -344,7 +344,8 @@ def test_metrics(front: InProcess, client: httpx.Client) -> None:
     assert len(series) == len(set(series)), "a series is there twice"
     for name in (
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries"),
-        *("prefix_cache_hits", "num_preemptions", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("prefix_cache_hits", "prefix_cache_state_misses", "num_preemptions"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds"),
         *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
         *("iteration_tokens_total", "cache_config_info", "engine_sleep_state", "admission_rejections"),

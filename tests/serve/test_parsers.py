@@ -208,7 +208,8 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
     [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
-     ("gemma", None, None), ("minimax", "minimax_m2", "think"), (None, "hermes", "think")],
+     ("nemotron2", "nemotron", "think"), ("nemotron3", "qwen3_coder", "think"), ("gemma", None, None),
+     ("minimax", "minimax_m2", "think"), (None, "hermes", "think")],
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:
     name = Path(__file__).parent / "templates" / f"{template}.jinja"

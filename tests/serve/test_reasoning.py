@@ -90,12 +90,13 @@ def test_reasoning_tokens_are_counted(models: dict[tuple[str, bool], Model]) -> 
 
 
 def test_a_template_that_opens_reasoning_itself_wants_none_where_it_does_not() -> None:
-    left_to_the_model = Path(__file__).parent / "templates" / "hermes.jinja"
+    left_to_the_model = "hermes"
     for template, think, state in (
-        (None, False, "none"), (None, True, "open"),
+        (None, False, "none"), (None, True, "open"), ("nemotron3", False, "none"), ("nemotron3", True, "open"),
         (left_to_the_model, False, "none"), (left_to_the_model, True, "optional"),
     ):  # fmt: skip
-        tokenizer = CheckpointTokenizer(DEMO, template)
+        file = template and Path(__file__).parent / "templates" / f"{template}.jinja"
+        tokenizer = CheckpointTokenizer(DEMO, file)
         prompt = tokenizer.render_chat(user("Hello!"), chat_template_kwargs={"enable_thinking": think})
         assert OutputParser(tokenizer).plan(prompt).reasoning == state
 

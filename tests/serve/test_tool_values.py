@@ -43,8 +43,9 @@ def arguments_of(model: Model, plan: Plan, arguments: dict[str, str]) -> Any:
     return read_back
 
 
+FEW = {"$anchor": "few", "anyOf": [COUNT, LETTERS]}
 ROOT = {
-    "$defs": {"Colour": COLOUR, "Again": {"$ref": "#/$defs/Colour"}, "a/b": LETTERS},
+    "$defs": {"Colour": COLOUR, "Again": {"$ref": "#/$defs/Colour"}, "a/b": LETTERS, "Few": FEW},
     "definitions": {"Tree": {"type": "array", "items": {"$ref": "#/definitions/Tree"}}},
 }
 OPTIONAL = {"anyOf": [TEXT, NULL]}
@@ -70,6 +71,9 @@ VALUES: list[tuple[Any, dict[str, Any]]] = [
     ({"type": "array", "items": {"$ref": "#/$defs/Again"}}, {'["red"]': ["red"], '["blue"]': ...}),
     ({"type": "array", "items": {"$ref": "#"}}, {'[{"v": []}]': [{"v": []}], "[[]]": ...}),
     ({"type": "array", "items": {"$ref": "#/properties/v"}}, {"[[], [[]]]": [[], [[]]], "[1]": ...}),
+    ({"$ref": "#/$defs/Few/anyOf/1"}, {"ab": "ab", "ABC1": ...}),
+    ({"$ref": "#few"}, {"5": 5, "ab": "ab", "ABC1": ...}),
+    ({"type": "array", "items": {"$ref": "#few"}}, {'["ab", 5]': ["ab", 5], '["ABC1"]': ...}),
     ({"$ref": "#/definitions/Tree"}, {"[[], [[]]]": [[], [[]]], "[1]": ...}),
     (LETTERS, {"ab": "ab", "abc": ..., "AB": ..., "": ...}),
     ({"type": "string", "pattern": "a|^b"}, {"xa": "xa", "bx": "bx", "xb": ..., "a\nc": "a\nc"}),

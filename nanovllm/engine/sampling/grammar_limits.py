@@ -8,10 +8,8 @@ import json
 import re
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import accumulate
 from typing import Any, TypeVar
 
 MAX_BYTES = {"json": 128 << 10, "grammar": 128 << 10, "choice": 128 << 10, "regex": 16 << 10, "gbnf": 16 << 10}
@@ -109,7 +107,7 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> str | None:
     library gives up."""
     for number in range(NUM_TIMED_MASKS):
         begin = time.thread_time()
-        mask = bytearray(matcher.compute_bitmask())
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
         seconds = time.thread_time() - begin
         if matcher.is_error():
             raise ValueError(failure(matcher))
@@ -117,14 +115,12 @@ def check_masks(matcher: Any, eos_ids: frozenset[int]) -> str | None:
             limit = f"{1e3 * MAX_MASK_SECONDS:.0f} ms"
             return f"the mask of token {number} takes {1e3 * seconds:.1f} ms, at most {limit} are allowed"
         for eos_id in eos_ids:
-            mask[eos_id // 8] &= ~(1 << eos_id % 8)
-        counts = list(accumulate(map(int.bit_count, mask)))
-        if counts[-1] == 0:
+            mask &= ~(1 << eos_id)
+        if not mask:
             break
-        wanted = number * 7919 % counts[-1]
-        place = bisect_right(counts, wanted)
-        bits = [bit for bit in range(8) if mask[place] >> bit & 1]
-        matcher.consume_token(8 * place + bits[wanted - counts[place]])  # counted from the end of its byte
+        place = number * 7919 % mask.bit_length()
+        left = mask >> place  # of which the lowest is taken
+        matcher.consume_token(place + (left & -left).bit_length() - 1)
     return None
 
 

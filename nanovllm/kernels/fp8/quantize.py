@@ -9,6 +9,7 @@ from nanovllm.kernels.base.padded_rows import padded_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.reference import FP8, GROUP, LARGEST, SMALLEST_MAXIMUM
+from nanovllm.kernels.plan.config import TILE_ROWS
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
 _SMALLEST_BITS: tl.constexpr = tl.constexpr(int(torch.tensor(SMALLEST_MAXIMUM).view(torch.int32)))
@@ -115,6 +116,6 @@ def quantize_rows(x: Tensor, input_scale: Tensor | None = None) -> FP8Rows:
         _quantize_kernel[(rows, triton.cdiv(columns, block))](
             x, x if input_scale is None else input_scale, found.values, found.scales, x.stride(0),
             found.scales.stride(1), K=columns, BLOCK=block, COUNT=count, num_warps=4,
-            **pdl_options(x.device, rows <= 256),
+            **pdl_options(x.device, rows <= TILE_ROWS),
         )  # fmt: skip
     return found

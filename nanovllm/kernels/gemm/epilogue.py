@@ -1,7 +1,13 @@
-"""Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue."""
+"""Parts that GEMM kernels share: which weight rows a program owns, RMSNorm, the epilogue, and a check of operands."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.plan.config import Gemm, GemmConfig
+from nanovllm.kernels.plan.fits import why_not
 
 # Columns that a warp covers with one load of 16 bytes a lane, of 16-bit numbers; a step has a whole number of them.
 LANE_SPAN: tl.constexpr = tl.constexpr(256)
@@ -52,3 +58,22 @@ def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.co
         col = pid * BLOCK_N + lane
     live = (row < rows) & (col < n_out)
     tl.store(out_ptr + row * n_out + col, (y + residual).to(out_ptr.dtype.element_ty), mask=live)
+
+
+def checked_width(
+    config: GemmConfig, x: Sequence[int], weight: Sequence[int], residual: Tensor | None, *, gated: bool,
+    norms: bool = False, dtype: str = "bfloat16",
+) -> int:  # fmt: skip
+    """Columns of the result of a kernel for few rows, by the shapes of x [M, K] and weight [N, K]: N, if gated N / 2.
+    dtype: of the weight, FP8 or INT4, or one for all others. Raises ValueError where `config` cannot multiply them so,
+    or residual has another shape than the result."""
+    (rows, k), (n, columns) = x, weight
+    n_out = n // 2 if gated else n
+    reason = why_not(Gemm("gate_up" if gated else "qkv", n, k, dtype, True), config, rows, normed_rows=rows * norms)
+    if columns != k or not rows:
+        reason = "one does not fit the other"
+    if reason:
+        raise ValueError(f"weight {list(weight)}, x {list(x)}: {reason}")
+    if residual is not None and (residual.shape != (rows, n_out) or not residual.is_contiguous()):
+        raise ValueError(f"residual is {list(residual.shape)}, expected {[rows, n_out]}, contiguous")
+    return n_out

@@ -15,11 +15,10 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
-from nanovllm.kernels.gemm.epilogue import normalise
+from nanovllm.kernels.gemm.epilogue import checked_width, normalise
 from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
 from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
-from nanovllm.kernels.plan.config import GemmConfig
-from nanovllm.kernels.plan.fits import why_not_row
+from nanovllm.kernels.plan.config import INT4, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 M: gl.constexpr = gl.constexpr(16)
@@ -243,21 +242,15 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in skinny.linear, but that the product is
     rounded before the activation."""
-    (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     check_fits(x, weight)
-    if rows != 1:
-        raise ValueError(f"4-bit products fused with a norm or residual take one row, got {rows}")
-    if residual is not None and residual.shape != (1, n_out):
-        raise ValueError(f"residual is {list(residual.shape)}, expected {[1, n_out]}")
-    if reason := why_not_row(k, gated, config):
-        raise ValueError(f"4-bit weight [{weight.n}, {k}]: {reason}")
+    n_out, k = checked_width(config, x.shape, (weight.n, weight.k), residual, gated=gated, dtype=INT4), weight.k
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
         x, weight.words, weight.groups, norm and norm.weight, out, residual, delta, weight.n, n_out,
-        norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
-        AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
+        norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
+        WARPS=config.num_warps, AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
         PAIRED=gated, num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip
     return out

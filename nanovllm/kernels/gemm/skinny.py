@@ -22,8 +22,15 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN, add_delta, normalise, store_tile, weight_rows
-from nanovllm.kernels.plan.config import SKINNY_ROWS, GemmConfig
+from nanovllm.kernels.gemm.epilogue import (
+    LANE_SPAN,
+    add_delta,
+    checked_width,
+    normalise,
+    store_tile,
+    weight_rows,
+)
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 
@@ -164,8 +171,9 @@ def linear(
     the weight]: added to the product before anything else.
     """
     (rows, k), n = x.shape, weight.shape[0]
-    n_out = n // 2 if gated else n
-    _check(x, weight, residual, n_out, gated, config)
+    n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)
+    if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
+        raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     steps = triton.cdiv(k, config.block_k)
     skinny_fma_kernel[(triton.cdiv(n, config.block_n),)](
@@ -190,20 +198,3 @@ def linear_reference(
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up
     return y.to(x.dtype) if residual is None else residual.copy_(residual.to(wide) + y)
-
-
-def _check(x: Tensor, weight: Tensor, residual: Tensor | None, n_out: int, paired: bool, config: GemmConfig) -> None:
-    rows, k = x.shape
-    if not 1 <= rows <= SKINNY_ROWS:
-        raise ValueError(f"skinny GEMM takes 1 to {SKINNY_ROWS} rows, got {rows}")
-    if weight.shape[1] != k or k % 8:
-        raise ValueError(f"weight {list(weight.shape)} does not fit x {list(x.shape)}, or K is no multiple of 8")
-    if residual is not None and residual.shape != (rows, n_out):
-        raise ValueError(f"residual is {list(residual.shape)}, expected {[rows, n_out]}")
-    tensors = [x, weight] if residual is None else [x, weight, residual]
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("skinny GEMM takes contiguous tensors only")
-    if config.block_n < 2 * config.num_warps and paired:
-        raise ValueError(f"{config} gives a warp one weight row; gate and up need two")
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(f"one dtype expected, got {[tensor.dtype for tensor in tensors]}")

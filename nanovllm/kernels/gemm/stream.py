@@ -14,7 +14,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
-from nanovllm.kernels.gemm.epilogue import add_delta
+from nanovllm.kernels.gemm.epilogue import add_delta, checked_width
 from nanovllm.kernels.gemm.stream_operands import (
     add_halves,
     block_scales,
@@ -26,9 +26,9 @@ from nanovllm.kernels.gemm.stream_operands import (
     load_step,
     part_of_x,
 )
-from nanovllm.kernels.plan.config import STREAM_ROWS, GemmConfig
-from nanovllm.kernels.plan.fits import stream_columns, why_not_norm, why_not_stream
-from nanovllm.kernels.pointwise.norm import Norm, add_norms
+from nanovllm.kernels.plan.config import FP8, GemmConfig
+from nanovllm.kernels.plan.fits import rounds_inside, stream_columns
+from nanovllm.kernels.pointwise.norm import Norm
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
@@ -137,24 +137,29 @@ def linear(
     x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
     gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [M <= 8, K] @ weight^T -> [M, N]; norm, of x that is no FP8Rows, gated, residual, delta as in skinny.linear,
-    but that the product is rounded before the activation, and in e4m3 before it is added."""
+    """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated,
+    residual and delta as in skinny.linear, but that the product is rounded before the activation, and in e4m3 before it
+    is added."""
     (rows, k), values, dtype = tuple(x.shape), values_of(weight), x.dtype
-    n_out = values.shape[0] // 2 if gated else values.shape[0]
-    _check(x, weight, config, n_out)
-    if norm is not None and isinstance(weight, Tensor) and (reason := why_not_norm(rows, k, gated, config)):
-        raise ValueError(reason)
-    if isinstance(x, Tensor) and isinstance(weight, FP8Weight):
-        x, norm = _rounded(x, weight, norm, residual)
-    out = torch.empty(rows, n_out, dtype=dtype, device=values.device) if residual is None else residual
-    steps, block_rows = triton.cdiv(k, config.block_k), triton.next_power_of_2(rows)
-    columns = stream_columns(isinstance(weight, FP8Weight))
-    parts, per_warp = triton.cdiv(steps * block_rows, 8), config.block_k // (columns * config.num_warps)
-    fits = rows == 1 or norm is not None or parts * per_warp <= 4
-    ahead = parts if fits else 2 // per_warp  # registers hold no more of x
+    shapes, type_name = (x.shape, values.shape), FP8 if isinstance(weight, FP8Weight) else "bfloat16"
+    n_out = checked_width(config, *shapes, residual, gated=gated, norms=norm is not None, dtype=type_name)
+    if not values.is_contiguous():
+        raise ValueError(f"weight {list(values.shape)}: must be contiguous")
     scale, rows_each, in_blocks = None, 1, False
     if isinstance(weight, FP8Weight):
         scale, rows_each, in_blocks = weight.scale, weight.rows_each, weight.in_blocks
+        inside = residual is None and rounds_inside(rows, k, weight.input_scale is not None)
+        if isinstance(x, Tensor) and not inside:  # every program would have much to round, or wait for a residual
+            assert norm is None, "the plan leaves it to a kernel that rounds"
+            x = quantize_rows(x, weight.input_scale)
+        if in_blocks and (rows_each % 16 or n_out % 16):
+            raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {rows_each}")
+    out = torch.empty(rows, n_out, dtype=dtype, device=values.device) if residual is None else residual
+    steps, block_rows = triton.cdiv(k, config.block_k), triton.next_power_of_2(rows)
+    columns = stream_columns(type_name == FP8)
+    parts, per_warp = triton.cdiv(steps * block_rows, 8), config.block_k // (columns * config.num_warps)
+    fits = rows == 1 or norm is not None or parts * per_warp <= 4
+    ahead = parts if fits else 2 // per_warp  # registers hold no more of x
     x = x if isinstance(x, Tensor) or rows == 1 else in_groups(x)
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
@@ -167,31 +172,3 @@ def linear(
         **pdl_options(values.device),
     )  # fmt: skip
     return out
-
-
-def _check(x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, n_out: int) -> None:
-    (rows, k), values = tuple(x.shape), values_of(weight)
-    multiple = 16 if isinstance(weight, FP8Weight) else 8
-    if not 1 <= rows <= STREAM_ROWS:
-        raise ValueError(f"a streamed weight takes 1 to {STREAM_ROWS} rows, got {rows}")
-    if values.shape[1] != k or k % multiple:
-        fault = f"does not fit x {list(x.shape)}, or K is no multiple of {multiple}"
-        raise ValueError(f"weight {list(values.shape)} {fault}")
-    if not values.is_contiguous():
-        raise ValueError(f"weight {list(values.shape)}: must be contiguous")
-    if reason := why_not_stream(isinstance(weight, FP8Weight), config):
-        raise ValueError(reason)
-    if isinstance(weight, FP8Weight) and weight.in_blocks and (weight.rows_each % 16 or n_out % 16):
-        raise ValueError(f"weight {list(values.shape)}: 16s of rows must share scales, not {weight.rows_each}")
-
-
-def _rounded(
-    x: Tensor, weight: FP8Weight, norm: Norm | None, residual: Tensor | None
-) -> tuple[Tensor | FP8Rows, Norm | None]:
-    """x in e4m3, or as it is where the kernel rounds it, and the norm that is left to the kernel."""
-    (rows, k), is_measured = x.shape, weight.input_scale is None
-    if rows == 1 and residual is None and is_measured and k <= 8192:
-        return x, norm
-    # Before a residual, and where every program has much to round, a kernel of its own takes less time.
-    normed = x if norm is None else add_norms(x, None, norm, rounds=is_measured)[0]
-    return normed if isinstance(normed, FP8Rows) else quantize_rows(normed, weight.input_scale), None

@@ -169,10 +169,7 @@ def gate_up(
     Everything is contiguous, and but for logits of one dtype.
     """
     (rows, hidden), (experts, n, k) = x.shape, weight.shape
-    if options.sigmoid or options.num_groups > 1:
-        raise ValueError(f"{options}: a softmax over all experts expected")
-    if k != hidden or n % 2:
-        raise ValueError(f"{list(weight.shape)} are no gates and ups of experts for rows of {hidden}")
+    assert k == hidden and not options.sigmoid and options.num_groups == 1, (weight.shape, options)
     out = x.new_empty(rows, options.top_k, n // 2)
     _gate_up_kernel[(triton.cdiv(n, config.block_n), options.top_k, rows)](
         x, norm and norm.weight, weight, logits, out, n // 2, norm.eps if norm else 0.0,
@@ -188,8 +185,7 @@ def down(
     """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
     [E, H, I]: [T, H]. residual [T, H]: it is added to in place, and returned."""
     (rows, top_k, width), (experts, hidden, k) = h.shape, weight.shape
-    if k != width or top_k != options.top_k:
-        raise ValueError(f"{list(weight.shape)} are no experts for {list(h.shape)}")
+    assert k == width, weight.shape
     out = h.new_empty(rows, hidden) if residual is None else residual
     _down_kernel[(triton.cdiv(hidden, config.block_n), rows)](
         h, weight, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,

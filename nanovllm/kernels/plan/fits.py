@@ -18,10 +18,9 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
     if config.kernel == "stream":
         if product.dtype == INT4 and product.x_dtype == "float32":
             return "4-bit weights of one row take 16-bit numbers, not float32"
-        if product.scale_rows is not None and product.scale_rows % 16:
-            return f"{product.scale_rows} weight rows share scales, not 16"
-        if product.scale_rows is not None and product.n % (32 if product.around.after == "gate" else 16):
-            return f"{product.n} weight rows are no whole 16s that share scales"
+        whole = 32 if product.around.after == "gate" else 16
+        if product.scale_rows is not None and (product.scale_rows % 16 or product.n % whole):
+            return f"{product.n} weight rows, {product.scale_rows} of which share scales, are no whole 16s that do"
     if config.kernel == "roles":
         if product.is_adapted:
             return "it adds nothing that adapters do"

@@ -10,6 +10,7 @@ so, the layer hands on a complete residual stream; else it hands on what is to b
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from nanovllm.kernels.plan.config import (
     Choices,
     Gemm,
     GemmConfig,
+    Kernel,
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
@@ -121,10 +123,10 @@ def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     if not complete and any(one.around.is_chained for one in operations):
         found = [(one, launch(one.apart, rows, rules)) for one in operations]
     launches, why = tuple(each for _, each in found), "" if complete else _why_apart(operations, rules)
-    behind = [(one, each) for one, each in found if one.around.before in ("attention", "wide attention")]
+    behind = [(one.dtype, each) for one, each in found if one.around.is_behind_attention]
     is_chain = complete and rows == 1 and bool(behind)
-    is_chain &= not any(each.merge_first or one.dtype == FP8 for one, each in behind)
-    fills_registers = any(each.config.is_skinny and one.dtype == FP8 for one, each in behind)
+    is_chain &= not any(each.merge_first or dtype == FP8 for dtype, each in behind)
+    fills_registers = any(each.config.is_skinny and dtype == FP8 for dtype, each in behind)
     return LayerPlan(launches, complete, is_chain, fills_registers, why)
 
 
@@ -137,8 +139,9 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= around.rounds or config.kernel != "roles"  # which rounds
     norm = config.is_skinny and norms_inside(product, rules.world)
-    norm &= product.dtype != FP8 or rounds_inside(rows, product.k, product.has_static_inputs)
     residual = config.is_skinny and rules.world == 1 and around.after == "residual"
+    if product.dtype == FP8:
+        norm &= not residual and rounds_inside(rows, product.k, product.has_static_inputs)
     takes_e4m3 = device.has_tma or not device.is_cuda
     rounded = product.dtype == FP8 and not product.has_static_inputs and takes_e4m3 and not product.is_adapted
     if around.before in ("rms", "norm"):
@@ -148,8 +151,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         rounded &= around.before == "attention" and config.kernel == "stream"
     rounds = around.rounds and takes_e4m3 and (not gate or config.kernel == "roles") and not product.is_adapted
     is_early = config.is_our_kernel and rules.exact_bits is None
-    merge_first = around.before in ("attention", "wide attention") and config.is_skinny
-    merge_first &= merges_before(rows, product.num_bytes)
+    merge_first = around.is_behind_attention and config.is_skinny and merges_before(rows, product.num_bytes)
     if config == LIBRARY:
         config = _by_library(product, rows, device)
     return Launch(config, norm, gate, residual, rounded, rounds, is_early, merge_first, why)
@@ -228,11 +230,10 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
-    if not (rules.is_fused and rules.device.is_cuda):
-        config = replace(config, kernel="twin")
-    rounds_parts = not is_gated and (rows > TILE_ROWS or one_order)
-    why = "no kernel for few tokens" if is_plain else "more than a softmax"
-    return Launch(replace(config, round_sums=rounds_parts), gate=is_gated, why="rule" if rows > FEW_TOKENS else why)
+    kernel: Kernel = "tile" if rules.is_fused and rules.device.is_cuda else "twin"
+    config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
+    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens" if is_plain else "more than a softmax"
+    return Launch(config, gate=is_gated, why=why)
 
 
 def _why_apart(operations: Sequence[Product], rules: Rules) -> str:
@@ -247,23 +248,33 @@ def _why_apart(operations: Sequence[Product], rules: Rules) -> str:
     return "no kernel for few rows multiplies"
 
 
+LAST_KEPT = 4
+"""Larger numbers of rows that ByRows has as keys: a step has one, or those of its halves."""
+
+
 class ByRows(dict[int, Any]):
-    """Results of a function of the number of rows, each computed once for a range of rows that have the same one. A few
-    rows are keys themselves, more by the end of their range."""
+    """Results of a function of the number of rows, each computed once for a range of rows that have the same one. Keys
+    are ends of such ranges, any few rows, and the larger numbers of rows that were asked for last: the layers of a step
+    ask for the same ones."""
 
     def __init__(self, make: Callable[[int], Any], ends: Callable[[], Sequence[int]]) -> None:
         super().__init__()
         self.make, self.ends = make, ends
         self._found: Sequence[int] = ()
+        self._last: deque[int] = deque()
 
     def __missing__(self, rows: int) -> Any:
         if not self:
             self._found = self.ends()
+            self._last.clear()
         end = self._found[bisect_left(self._found, rows)]
         if end not in self.keys():
             self[end] = self.make(end)
-        if rows <= TILE_ROWS:
-            self[rows] = self[end]
+        if rows > TILE_ROWS and rows != end:
+            if len(self._last) == LAST_KEPT:
+                del self[self._last.popleft()]
+            self._last.append(rows)
+        self[rows] = self[end]
         return self[end]
 
 

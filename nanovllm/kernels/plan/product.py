@@ -30,6 +30,10 @@ class Around(NamedTuple):
         return self._replace(before=before)
 
     @property
+    def is_behind_attention(self) -> bool:
+        return self.before in ("attention", "wide attention")
+
+    @property
     def is_chained(self) -> bool:
         """Whether kernels for few rows may compute the norm before it, or the addition after it."""
         return self.before == "rms" or self.after == "residual"

@@ -43,25 +43,23 @@ class GemmTable:
         return self._own(gemm) or (self.base.measured(gemm) if self.base else ())
 
     def _own(self, gemm: Gemm) -> Ranges:
-        return self.entries.get(gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm, ())
+        return self.entries.get(_key(gemm), ())
 
     def nearest(self, gemm: Gemm) -> Ranges:
         """The entry, here or of a device alike, of the GEMM of this kind whose shape is nearest, by the logarithms of
         its sizes; empty where none of this kind was measured. Parts of K are no more than there are steps, and where a
         kernel holds more of x than when it was measured the compiler chooses the number of registers."""
-        dtype = "bfloat16" if gemm.dtype == "float16" else gemm.dtype
-        alike = gemm._replace(dtype=dtype, n=0, k=0)
         entries = {**(self.base.entries if self.base else {}), **self.entries}
-        known = [each for each in entries if each._replace(n=0, k=0) == alike]
+        known = [one for one in entries if one._replace(n=0, k=0) == _key(gemm)._replace(n=0, k=0)]
         if not known:
             return ()
         found = min(known, key=lambda one: abs(log(one.n / gemm.n)) + abs(log(one.k / gemm.k)))
-        steps = {config: -(-gemm.k // (config.block_k or 1)) for _, config in entries[found]}
-        return tuple(
-            (most, replace(config, split_k=min(config.split_k, steps[config]),
-                           max_registers=config.max_registers if gemm.k <= found.k else 0))
-            for most, config in entries[found]
-        )  # fmt: skip
+
+        def fitted(config: GemmConfig) -> GemmConfig:
+            parts, most = min(config.split_k, -(-gemm.k // (config.block_k or 1))), config.max_registers
+            return replace(config, split_k=parts, max_registers=most if gemm.k <= found.k else 0)
+
+        return tuple((most, fitted(config)) for most, config in entries[found])
 
     def serving(self, gemm: Gemm) -> tuple[Ranges, str]:
         """Ranges that serve this GEMM, and their source: those that were measured, or those of the nearest shape, which
@@ -69,6 +67,10 @@ class GemmTable:
         if ranges := self.measured(gemm):
             return ranges, "measured"
         return self.nearest(gemm) or everywhere().nearest(gemm), "nearest"
+
+
+def _key(gemm: Gemm) -> Gemm:
+    return gemm._replace(dtype="bfloat16") if gemm.dtype == "float16" else gemm
 
 
 def at(ranges: Ranges, rows: int) -> GemmConfig:

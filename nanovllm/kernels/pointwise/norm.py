@@ -15,13 +15,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
-
-PDL_ROWS = 128
-PDL_ROWS_SMALL = 256
-"""Maximum rows for which this kernel is launched with PDL: PDL_ROWS, or this many for hidden sizes up to 2048.
-A compromise over 8B and 0.6B: PDL saves time after a GEMM of our own. After one of cuBLAS, which lets nothing start
-early, it costs 0.5 us. Which of the two comes before depends on projection and rows (kernels/plan/rules.py). On 0.6B
-nearly all GEMMs are our own."""
+from nanovllm.kernels.plan.rules import norm_starts_early
 
 
 class Norm(NamedTuple):
@@ -172,7 +166,6 @@ def add_norms(
     elif norm is not None:
         out = values = empty_rows(num_rows, hidden, new.dtype, new.device)
     parts = x.shape[0] if x.dim() == 3 else 1
-    most_pdl_rows = PDL_ROWS if hidden > 2048 else PDL_ROWS_SMALL
     norm, after = norm or _NONE, after or _NONE
     if num_rows:
         _norm_kernel[(num_rows,)](
@@ -181,7 +174,8 @@ def add_norms(
             MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
-            enable_fp_fusion=after is _NONE and multiplier == 1.0, **pdl_options(x.device, num_rows <= most_pdl_rows),
+            enable_fp_fusion=after is _NONE and multiplier == 1.0,
+            **pdl_options(x.device, norm_starts_early(num_rows, hidden)),
         )  # fmt: skip
     return out, new
 

@@ -278,8 +278,8 @@ def prepare_decode(
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, state.adapters,
         out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping,
         out.logits_indices, out.lines, *_drafts(state), *_table_strides(state, out), out.lines.stride(0),
-        state.num_lines or None, out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
-        BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
+        state.num_lines or None, out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
+        BLOCK_SIZE=block_size, BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 

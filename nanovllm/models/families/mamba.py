@@ -42,13 +42,15 @@ def _options(heads: int, groups: int, dim: int, state: int, width: int, least: f
 
 
 def _read_nemotron_experts(config: ConfigReader) -> MoEConfig:
-    config.require("moe_latent_size", None)
+    latent_size = config.integer("moe_latent_size", 0, low=0)
+    if latent_size:
+        config.require("mlp_bias", False)
     for entry in ("n_group", "topk_group", "n_shared_experts"):
         config.require(entry, 1)
     return read_experts(
         config, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid", gated=False,
         renormalise=config.flag("norm_topk_prob", True), scale=config.positive("routed_scaling_factor", 1.0),
-        shared_size=config.integer("moe_shared_expert_intermediate_size"),
+        shared_size=config.integer("moe_shared_expert_intermediate_size"), latent_size=latent_size,
     )  # fmt: skip
 
 

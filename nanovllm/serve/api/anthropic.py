@@ -14,7 +14,7 @@ from msgspec import Meta
 from nanovllm.sampling_params import MAX_STOP
 from nanovllm.serve.api.anthropic_tools import Tool, functions_of, require_some
 from nanovllm.serve.api.fields import INSTEAD, DialectFields, DialectFormat, Positive, Text, convert
-from nanovllm.serve.api.messages import BLOCK_KINDS, LeftOut, function, newest, refuse_part
+from nanovllm.serve.api.messages import BLOCK_KINDS, LeftOut, function, newest
 from nanovllm.serve.api.shapes import Usage
 from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
@@ -71,9 +71,7 @@ class OutputConfig(msgspec.Struct):
 class CountFields(DialectFields, kw_only=True):
     """Body of /v1/messages/count_tokens."""
 
-    meaningless = frozenset(
-        ("max_tokens", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics")
-    )
+    meaningless = frozenset("max_tokens metadata service_tier cache_control inference_geo speed diagnostics".split())
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD,
         **dict.fromkeys(("response_format", "output_format"), "use output_config.format"),
@@ -171,9 +169,8 @@ def _messages(message: Message, where: str, left_out: LeftOut, is_new: bool) -> 
             content = _text(block.content, place, left_out)
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         elif block.type != "redacted_thinking":
-            if (text := _text_of(block, place, left_out)) is None and is_new:
-                refuse_part(place, block.type)
-            texts.append(left_out.text(block.type) if text is None else text)
+            text = _text_of(block, place, left_out)
+            texts.append(left_out.text(block.type, place if is_new else None) if text is None else text)
     if message.role == "system":
         texts = [*map(_without_billing, texts)]
     out: dict[str, Any] = {"role": message.role, "content": "\n".join(texts) if texts or not calls else None}

@@ -122,10 +122,8 @@ class CommonFields(SamplingFields, kw_only=True):
     """Fields shared by /v1/chat/completions and /v1/completions."""
 
     meaningless = frozenset(
-        (
-            *("request_id", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "prompt_cache_options", "verbosity", "prediction", "best_of", "moderation"),
-        )
+        "request_id user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "prompt_cache_options verbosity prediction best_of moderation".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD, **dict.fromkeys(_UNSUPPORTED, ""), "function_call": "use tool_choice",

@@ -1,7 +1,7 @@
 """A chat's messages. Only text is taken, and nothing that they name is ever fetched: a text says what was left out."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -63,19 +63,17 @@ class LeftOut:
         if len(self._names) < _MOST_NAMES:
             self._names[f"{field or self._field}.{kind[:60]}"] = None
 
-    def text(self, kind: str) -> str:
-        """The text that stands in the place of a part."""
+    def text(self, kind: str, where: str | None = None) -> str:
+        """The text that stands in the place of a part. `where`: the place of one that a user has just sent, which is
+        refused: raises ApiError (400)."""
+        if where is not None:
+            how = "send the message again without it; in earlier messages and beside results of tools it is left out"
+            raise bad_request(f"{where}.type={shown(kind)}: must be a text; {TEXT_ALONE}; {how}", code="invalid_value")
         self.note(kind)
         return f"[{kind[:60].removeprefix('input_')} left out: this model reads text only]"
 
 
 _MOST_NAMES = 64
-
-
-def refuse_part(where: str, kind: str) -> NoReturn:
-    """Raises ApiError (400) for a part that is no text and that the user has just sent."""
-    how = "send the message again without it; in earlier messages and beside results of tools it is left out"
-    raise bad_request(f"{where}.type={shown(kind)}: must be a text; {TEXT_ALONE}; {how}", code="invalid_value")
 
 
 def newest(roles: Sequence[str]) -> int:
@@ -92,41 +90,30 @@ def template_values(messages: list[Message], left_out: LeftOut) -> list[dict[str
     the user has just sent."""
     new = newest([message.role for message in messages])
     return [
-        _values(message, f"messages[{index}].content", None if index == new else left_out)
-        for index, message in enumerate(messages)
+        _values(message, f"messages[{index}].content", left_out, index == new) for index, message in enumerate(messages)
     ]
 
 
-def _values(message: Message, where: str, left_out: LeftOut | None) -> dict[str, Any]:
+def _values(message: Message, where: str, left_out: LeftOut, is_new: bool) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(message)
     if not message.tool_calls or message.role != "assistant":
         found.pop("tool_calls", None)
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            raise bad_request(f"{where}: is required")
-        content = ""
-    return found | {"content": content if isinstance(content, str) else _parts(content, where, left_out)}
+    content: Any = message.content
+    if content is None and message.role != "assistant":
+        raise bad_request(f"{where}: is required")
+    if isinstance(content, list):
+        texts = [_text(part, f"{where}[{i}]", left_out, is_new) for i, part in enumerate(content)]
+        content = [{"type": "text", "text": text} for text in texts]
+    return found | {"content": content or ""}
 
 
-def _parts(parts: list[Part], where: str, left_out: LeftOut | None) -> list[dict[str, str]]:
-    found = []
-    for index, part in enumerate(parts):
-        if part.type in part.kinds:
-            text = _text(part, f"{where}[{index}]", left_out)
-        elif left_out is None:
-            refuse_part(f"{where}[{index}]", part.type)
-        else:
-            text = left_out.text(part.type)
-        found.append({"type": "text", "text": text})
-    return found
-
-
-def _text(part: Part, where: str, left_out: LeftOut | None) -> str:
+def _text(part: Part, where: str, left_out: LeftOut, is_new: bool) -> str:
+    if part.type not in part.kinds:
+        return left_out.text(part.type, where if is_new else None)
     for name in ("image", "image_url", "video", "audio"):
         if (value := getattr(part, name)) is None:
             continue
-        if left_out is None:
+        if is_new:
             raise bad_request(f"{where}.{name}={shown(value)}: must be null; {TEXT_ALONE}", code="invalid_type")
         left_out.note(name)
     text = part.text if part.type == "text" else part.refusal
@@ -141,20 +128,15 @@ def function(**fields: Any) -> dict[str, Any]:
 
 
 ITEM_KINDS = frozenset(
-    (
-        *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-        *("reasoning", "additional_tools"),
-    )
+    "message function_call function_call_output custom_tool_call custom_tool_call_output reasoning "
+    "additional_tools".split()
 )
 """Types of the Responses API's input items that are taken."""
 BLOCK_KINDS = frozenset(
-    (
-        *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "search_result", "tool_reference"),
-        "document",
-    )
+    "text thinking redacted_thinking tool_use tool_result search_result tool_reference document".split()
 )
 """Types of the Messages API's blocks that are taken; of documents, those that are text."""
-TEXT_KINDS = frozenset(("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"))
+TEXT_KINDS = frozenset("input_text output_text text refusal reasoning_text summary_text".split())
 """Types of the parts of the Responses API's items that are taken."""
 _TAKEN = ITEM_KINDS | BLOCK_KINDS | TEXT_KINDS
 

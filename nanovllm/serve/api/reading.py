@@ -15,10 +15,8 @@ from nanovllm.serve.served_model import ServedModel
 logger = logging.getLogger("nanovllm.serve")
 _MOST_NAMES = 64
 _ONLY_ABOUT = frozenset(
-    (
-        *("id", "object", "status", "name", "description", "strict", "cache_control", "citations", "annotations"),
-        *("logprobs", "signature", "data", "url", "detail", "media_type", "file_id", "filename", "phase", "caller"),
-    )
+    "id object status name description strict cache_control citations annotations logprobs signature data "
+    "url detail media_type file_id filename phase caller".split()
 )
 """Fields inside of others that are about these, or belong to what is left out and named as a whole."""
 

@@ -36,12 +36,9 @@ class TextOptions(msgspec.Struct):
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
-_INCLUDABLE = frozenset(
-    (
-        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
-        *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-        *(_ENCRYPTED, _LOGPROBS),
-    )
+_INCLUDABLE = {_ENCRYPTED, _LOGPROBS}.union(
+    "file_search_call.results web_search_call.results web_search_call.action.sources message.input_image.image_url "
+    "computer_call_output.output.image_url code_interpreter_call.outputs".split()
 )
 _NOT_STORED = "nothing is stored between requests"
 
@@ -50,10 +47,8 @@ class ResponsesFields(DialectFields, kw_only=True):
     """Body of /v1/responses."""
 
     meaningless = frozenset(
-        (
-            *("metadata", "store", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
-            *("prompt_cache_retention", "prompt_cache_options", "stream_options", "request_id", "moderation"),
-        )
+        "metadata store user service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "prompt_cache_options stream_options request_id moderation".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD,

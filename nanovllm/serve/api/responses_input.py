@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from nanovllm.serve.api.messages import ITEM_KINDS, TEXT_KINDS, LeftOut, function, newest, refuse_part
+from nanovllm.serve.api.messages import ITEM_KINDS, TEXT_KINDS, LeftOut, function, newest
 from nanovllm.serve.api.responses_tools import Tool, flat_name
 from nanovllm.serve.errors import bad_request
 
@@ -64,7 +64,7 @@ def messages_of(instructions: str | None, given: str | list[Item], left_out: Lef
     for i, item in enumerate(items):
         last = messages[-1] if messages else {}
         if item.type == "message":
-            text = _text(item.content, f"input[{i}].content", None if i == new else left_out)
+            text = _text(item.content, f"input[{i}].content", left_out, i == new)
             if item.role == last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
                 last["content"] = text  # after its reasoning
             else:
@@ -97,21 +97,18 @@ def _role(item: Item) -> str:
     return "tool" if item.type.endswith("_output") else "system" if item.type == "additional_tools" else "assistant"
 
 
-def _text(content: str | list[Part] | None, where: str, left_out: LeftOut | None) -> str:
-    """The text of a content. `left_out`: None where all of it has to be text."""
+def _text(content: str | list[Part] | None, where: str, left_out: LeftOut, is_new: bool = False) -> str:
+    """The text of a content. `is_new`: all of it has to be text."""
     if content is None:
         raise bad_request(f"{where}: is required")
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        if part.type in part.kinds:
-            texts.append(part.text or part.refusal or "")
-        elif left_out is None:
-            refuse_part(f"{where}[{i}]", part.type)
-        else:
-            texts.append(left_out.text(part.type))
-    return "\n".join(texts)
+    return "\n".join(
+        (part.text or part.refusal or "")
+        if part.type in part.kinds
+        else left_out.text(part.type, f"{where}[{i}]" if is_new else None)
+        for i, part in enumerate(content)
+    )
 
 
 def _thoughts(item: Item, left_out: LeftOut) -> str:

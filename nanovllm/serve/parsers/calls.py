@@ -77,10 +77,8 @@ class ToolFamily:
         if not self.is_tagged:
             words = rf'"" | /[^{self._written.bare}](.|\n)*/ | ' if free else ""
             return f"body: {words}{tag.lark}? calls"
-        early = f"early: TEXT {tag.lark} calls"
-        if tag.token_id is None:
-            early = f"early: opened calls\nopened[lazy]: TEXT {tag.lark}"
-        return f"body: {'TEXT | early' if free else f'{tag.lark} calls'}\n{early}"
+        body = "TEXT | early" if free else f"{tag.lark} calls"
+        return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
 
     def _function_term(self, tool: Tool, terminals: dict[str, str]) -> str:
         if not self._form.value_end:
@@ -166,8 +164,8 @@ class ToolFamily:
     def _words(self) -> str:
         """The rule for any text as a value."""
         end, begin = self._form.value_end[0], self._written.value_begin
-        if isinstance(end, Mark) and self._tags[end].token_id is not None:
-            return f"words: TEXT {self._tags[end].lark}"
+        if isinstance(end, Mark):
+            return self._tags[end].text_before("words")
         text = f"{begin}((.|\n)*{begin})?" if begin else "(.|\n)*"
         return f"words[lazy]: {regex_term(text + self._text(end).removeprefix(begin))}"
 
@@ -211,12 +209,12 @@ class ToolFamily:
         form = self._form
         yield from self._pass_over(form.first, source)
         yield from self._read_call(tools, source, output)
-        last = next((self._text(piece) for piece in form.last if not isinstance(piece, Slot)), None)
-        while last is not None:
+        last = [piece for piece in form.last if not isinstance(piece, Slot)]
+        while last:
             yield from source.blanks()
-            next_one = self._separator or self._text(form.call[0])
-            if (yield from source.expect(last, next_one, takes=False)) == last:
-                source.take(len(last))
+            end, next_one = self._text(last[0]), self._separator or self._text(form.call[0])
+            if (yield from source.expect(end, next_one, takes=False)) == end:
+                yield from self._pass_over(last, source)
                 return
             source.take(len(self._separator))
             yield from self._read_call(tools, source, output)

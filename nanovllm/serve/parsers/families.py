@@ -70,7 +70,7 @@ class Form:
 
 
 _CALL_FORMS = {
-    "qwen3_coder": CallForm(  # Qwen3.5, too
+    "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
         tags=("<tool_call>", "</tool_call>"),
         call="\n<function={name}>\n{parameters}</function>\n</tool_call>",
         parameter="<parameter={key}>{value}\n</parameter>\n",
@@ -109,6 +109,13 @@ _CALL_FORMS = {
         between=", ",
         last="]",
     ),
+    "nemotron": CallForm(  # Nemotron Nano 2
+        tags=("<TOOLCALL>", "</TOOLCALL>"),
+        first="[",
+        call="{call}",
+        between=", ",
+        last="]</TOOLCALL>",
+    ),
     "llama3_json": CallForm(
         tags=("<|python_tag|>",),
         call="{call}",
@@ -127,6 +134,7 @@ _MARKS = (  # the first whose text is in a template
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<tool_call>", "hermes"),
+    ("<TOOLCALL>", "nemotron"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),

@@ -128,13 +128,11 @@ class OutputParser:
         if state == "none":
             return StructuredOutput(grammar=f"start: {answer}\n{_TEXT}\n{rules}")
         opening, closing = self._thinks
-        thoughts = f"thoughts: TEXT {closing.lark}"
-        if closing.token_id is None:
-            thoughts = f"thoughts[lazy]: TEXT {closing.lark}"
         reasoned = f"thoughts {gap}{answer}"
         if has_early:
             reasoned = f"({reasoned} | early)"
         start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {reasoned}"
+        thoughts = closing.text_before("thoughts")
         return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
 
     # --- reading

@@ -25,6 +25,10 @@ class Tag:
     lark: str
     """Name of the tag in a grammar."""
 
+    def text_before(self, rule: str) -> str:
+        """The rule, of this name, of any text up to the tag, and the tag."""
+        return f"{rule}{'[lazy]' if self.token_id is None else ''}: TEXT {self.lark}"
+
 
 class Tags:
     """The tags of one tokenizer, made when first asked for."""

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from nanovllm.engine.sampling.grammar_limits import JSON_BLANKS, check_text
+from nanovllm.engine.sampling.json_schema import Schema, schemas_in
 from nanovllm.serve.parsers.text_grammar import before, in_json
 from nanovllm.serve.parsers.values import Document
 
@@ -24,7 +26,7 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Schema
     """A JSON schema of its arguments."""
     strict: bool = False
     """Whether what of the schema no grammar can say is refused; if not, it is left out."""
@@ -143,19 +145,11 @@ def _checked(tool: Any, where: str) -> Tool:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(f"{where}.function.parameters: must be the schema of an object")
     if not strict:
-        parameters = _with_regular_patterns(parameters)
+        parameters = deepcopy(parameters)
+        for part in schemas_in(parameters):
+            if isinstance(pattern := part.get("pattern"), str) and _NOT_REGULAR.search(pattern):
+                del part["pattern"]
     return Tool(name, {**parameters, "type": "object"}, bool(strict))
-
-
-def _with_regular_patterns(schema: Any) -> Any:
-    """A schema without the patterns that no grammar can say."""
-    if isinstance(schema, list):
-        return [_with_regular_patterns(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    pattern = schema.get("pattern")
-    is_odd = isinstance(pattern, str) and _NOT_REGULAR.search(pattern) is not None
-    return {name: _with_regular_patterns(value) for name, value in schema.items() if not is_odd or name != "pattern"}
 
 
 def check_schema(schema: Any, where: str) -> None:

@@ -1,11 +1,10 @@
 """Values of a call's parameters, which are texts as they are, or JSON: by their schemas."""
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
+from nanovllm.engine.sampling.json_schema import Schema, SchemaDocument, listed, mapped
 from nanovllm.serve.parsers.text_bounds import text_terms
 
 TYPES = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
@@ -30,36 +29,15 @@ class Parameters(NamedTuple):
     """Schema of an entry that is not named; False: there is none."""
 
 
-class Document:
-    """A JSON schema of an object, and parts of it, which may refer to any other part."""
+class Document(SchemaDocument):
+    """A JSON schema of an object, and its parts."""
 
-    def __init__(self, root: Mapping[str, Any], strict: bool) -> None:
+    def __init__(self, root: Schema, strict: bool) -> None:
         """`strict`: see text_terms."""
-        self._root, self._strict = root, strict
+        super().__init__(root)
+        self._strict = strict
         self._types: dict[int, frozenset[str]] = {}
         self._texts: dict[int, str | None] = {}
-
-    def _target(self, reference: Any) -> Any:
-        """Returns what a reference points at; None where that is nothing."""
-        if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
-            return None
-        node: Any = self._root
-        for part in unquote(reference).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            try:
-                node = node[int(part) if isinstance(node, list) else part]
-            except (LookupError, TypeError, ValueError):
-                return None
-        return node
-
-    def _parts(self, schema: Any) -> list[Mapping[str, Any]]:
-        """A schema, what it refers to and what it is made of: a value satisfies each."""
-        found, left = dict[int, Mapping[str, Any]](), [schema]
-        for part in left:
-            if isinstance(part, Mapping) and id(part) not in found:
-                found[id(part)] = part
-                left += [self._target(part.get("$ref")), *_listed(part, "allOf")]
-        return [*found.values()]
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -67,11 +45,10 @@ class Document:
         none."""
         named: dict[str, Any] = {}
         required, others = set[str](), list[Any]()
-        for part in self._parts(self._root):
-            properties = part.get("properties")
-            for name, value in properties.items() if isinstance(properties, Mapping) else ():
+        for part in self.parts(self.root, "allOf"):
+            for name, value in mapped(part, "properties").items():
                 named[name] = {"allOf": [named[name], value]} if name in named else value
-            required.update(name for name in _listed(part, "required") if isinstance(name, str))
+            required.update(name for name in listed(part, "required") if isinstance(name, str))
             others += [part["additionalProperties"]] if "additionalProperties" in part else []
         rest = others[0] if others else not named
         if rest is not False:
@@ -80,12 +57,12 @@ class Document:
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """Types that a part's values may have."""
-        if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+        if not isinstance(schema, dict) or depth > _MAX_NESTED:
             return frozenset() if schema is False else TYPES
         if id(schema) not in self._types:
             self._types[id(schema)] = frozenset()  # where it is a choice within itself
             found = TYPES
-            for part in self._parts(schema):
+            for part in self.parts(schema, "allOf"):
                 found &= _own_types(part)
                 for each in _choices(part):
                     found &= frozenset[str]().union(*(self.types(one, depth + 1) for one in each))
@@ -95,12 +72,12 @@ class Document:
     def text(self, schema: Any, depth: int = 0) -> str | None:
         """The texts that a part admits, as an expression of a Lark terminal; None: any. Raises ValueError as
         text_terms."""
-        if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+        if not isinstance(schema, dict) or depth > _MAX_NESTED:
             return None
         if id(schema) not in self._texts:
             self._texts[id(schema)] = ""
             terms = []
-            for part in self._parts(schema):
+            for part in self.parts(schema, "allOf"):
                 terms += text_terms(part, self._strict)
                 for each in _choices(part):
                     texts = [self.text(one, depth + 1) for one in each if "string" in self.types(one)]
@@ -113,7 +90,7 @@ class Document:
 
     def is_free(self, schema: Any) -> bool:
         """Whether every value of a part's types is one of its values."""
-        return schema is True or (isinstance(schema, Mapping) and schema.keys() <= _DESCRIBING)
+        return schema is True or (isinstance(schema, dict) and schema.keys() <= _DESCRIBING)
 
     def alone(self, schema: Any) -> dict[str, Any]:
         """A part as a schema of its own, with what it refers to among its definitions."""
@@ -122,23 +99,23 @@ class Document:
         def moved(node: Any) -> Any:
             if isinstance(node, list):
                 return [moved(each) for each in node]
-            if not isinstance(node, Mapping):
+            if not isinstance(node, dict):
                 return node
             reference = node.get("$ref")
             found = {name: moved(value) for name, value in node.items()}
-            if isinstance(reference, str) and self._target(reference) is not None:
+            if isinstance(reference, str) and self.target(reference) is not None:
                 found["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
             return found
 
-        whole = moved(_needed(schema)) if isinstance(schema, Mapping) else {}
+        whole = moved(_needed(schema)) if isinstance(schema, dict) else {}
         definitions: dict[str, Any] = {}
         while len(definitions) < len(names):
             reference = [*names][len(definitions)]
-            definitions[names[reference]] = moved(_needed(self._target(reference)))
+            definitions[names[reference]] = moved(_needed(self.target(reference)))
         return {**whole, "$defs": definitions} if definitions else whole
 
 
-def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+def _own_types(schema: Schema) -> frozenset[str]:
     kind = schema.get("type", [*TYPES])
     types = frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     types |= {"integer"} if "number" in types else types
@@ -146,17 +123,12 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     return types & {_type_of(each) for each in fixed} if isinstance(fixed, list) else types
 
 
-def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
-    found = schema.get(name)
-    return found if isinstance(found, list) else []
-
-
-def _choices(schema: Mapping[str, Any]) -> list[list[Any]]:
-    return [each for name in ("anyOf", "oneOf") if (each := _listed(schema, name))]
+def _choices(schema: Schema) -> list[list[Any]]:
+    return [each for name in ("anyOf", "oneOf") if (each := listed(schema, name))]
 
 
 def _needed(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return schema
     return {name: value for name, value in schema.items() if name not in _LEFT_OUT}
 
