@@ -1,7 +1,7 @@
 """Context that the layers and the model of one rank are built with, and the stream that passes between their blocks."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,9 @@ class LayerContext:
         found = self.matrix(precision, rows, columns, pieces)
         if self.adapters is None:
             return found
-        return AdaptedMatrix(found, self.kernels, self.adapters, (rows, columns), pieces, self.dtype, self.device)
+        sizes, types = (rows, columns), (self.dtype, self.device)
+        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, sizes, pieces, *types)
+        return adapted  # type: ignore[no-any-return]  # its properties are those of a Weight, and cannot be set
 
     def matrix(
         self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],

@@ -134,6 +134,7 @@ class ModelRunner:
         self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress, to)
         self.adapters = None
         if context.adapters is not None:
+            assert isinstance(self.model, DecoderForCausalLM)
             self.adapters = RankAdapters(self.model, model, config.max_lora_rank, self.io)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,

@@ -250,7 +250,8 @@ def linear(
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
         x, weight.words, weight.groups, norm and norm.weight, out, residual, delta, weight.n, n_out,
         norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
-        WARPS=config.num_warps, AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
-        PAIRED=gated, num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),
+        WARPS=config.num_warps, AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros,
+        EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
+        maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip
     return out

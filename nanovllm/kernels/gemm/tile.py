@@ -239,8 +239,8 @@ def tile_kernel(
     X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
     scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
+    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr,
+    EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
