@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.gemm import adapters
 from nanovllm.kernels.gemm.adapters import adapter_delta, adapter_delta_reference
 from nanovllm.kernels.pointwise.norm import Norm
+from tests.kernels.conftest import poison
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED = [2, -1, 0, 0, 2, -1, 1, 2]
@@ -30,6 +31,8 @@ def test_the_kernels_compute_what_their_twin_does(k: int, n: int, starts: tuple[
     slots = torch.tensor([*MIXED, *[1] * 15], dtype=torch.int32, device=DEVICE)
     x, a, b = operands(len(slots), k, n, len(starts))
     norm = Norm(torch.randn(k, device=DEVICE), 1e-6) if with_norm else None
+    _ = [poison(size, dtype=torch.float32, device=x.device) for size in (23 * 16, 46 * 16, 69 * 16, 138 * 16)]
+    del _  # what is not written is NaN
     found, expected = (made(x, slots, a, b, starts, norm) for made in (adapter_delta, adapter_delta_reference))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found[slots < 0].view(torch.int32), expected[slots < 0].view(torch.int32))

@@ -74,7 +74,8 @@ def expand_kernel(
     first = tl.program_id(1) * BLOCK_N
     col, rank = first + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
-    part_of_col = (col >= second).to(tl.int32) + (col >= third).to(tl.int32)
+    last_col = tl.minimum(col, n - 1)
+    part_of_col = (last_col >= second).to(tl.int32) + (last_col >= third).to(tl.int32)
     first_part, last_part = tl.min(part_of_col, 0), tl.max(part_of_col, 0)
     delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     slot = _next_adapter(slots, -1)
