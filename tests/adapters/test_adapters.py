@@ -1,7 +1,10 @@
 """Rows with adapters against their published definition in float32, rows without them to the bit, and who has what
 while adapters come and go."""
 
+import asyncio
+import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +17,13 @@ from exactness import family_cases
 from exactness.family_cases import CASES, make_model
 from torch import nn
 
-from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.executor.resolve import settle
 from nanovllm.models.adapter_files import is_target
+from nanovllm.models.registry import read_model_config
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.memory_plan import GPUS, plan_rank
 
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
 SCORED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -300,3 +307,55 @@ def test_a_bad_adapter_changes_nothing(qwen: Any, tmp_path: Path) -> None:
             llm.generate(PROMPTS[0], use_tqdm=False, lora_request=LoRARequest("a", 1, str(made[0][0])))
         with pytest.raises(ValueError, match="2 given"):
             llm.generate(PROMPTS, use_tqdm=False, lora_request=[None, None])
+
+
+def test_plan_counts_the_slots(qwen: Any) -> None:
+    """As an engine allocates them."""
+    _, folder, _ = qwen
+    model = read_model_config(EngineConfig(str(folder)))
+    sizes = []
+    for options in ({}, {"enable_lora": True, "max_loras": 3, "max_lora_rank": 17}):
+        config = settle(EngineConfig(str(folder), device="cuda", **options), model, (9, 0))
+        sizes.append(plan_rank(config, model, GPUS["H200"]))
+    with LLM(str(folder), **{**LORA, "max_loras": 3, "max_lora_rank": 17}) as llm:
+        layers = llm.engine.executor.runner.adapters._layers  # type: ignore[attr-defined]
+        held = sum(part.a.numel() + part.b.numel() for part in layers.values())
+    assert sizes[1].adapters == held * 2 and sizes[0].adapters == 0  # in bfloat16
+    assert sizes[1].parts["adapters"] == sizes[1].adapters and sizes[1].blocks < sizes[0].blocks
+
+
+def test_replicas_have_every_adapter(qwen: Any) -> None:
+    """One that is restarted loads those that have a name by then, also from memory."""
+    model, folder, made = qwen
+    numbers = [1, 0, 2, 1, 2, 0]
+    for count in (2, 1):
+        with LLM(str(folder), **LORA, data_parallel_size=count, data_parallel_backend="local") as llm:
+            requests = [None, LoRARequest("a", lora_path=str(made[0][0]))]
+            requests.append(llm.load_adapter("b", tensors=made[1][1], config=made[1][2]))
+            given = PROMPTS * 2, [requests[number] for number in numbers]
+            check_values(model, made, generate(llm, *given), numbers)
+            if count == 1:
+                os.kill(llm.engine._handles.all[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                check_values(model, made, generate(llm, *given), numbers)
+                assert llm.engine_info()["num_restarts"] == 1
+            llm.remove_adapter("b")
+            with pytest.raises(ValueError, match="no adapter of this name"):
+                generate(llm, *given)
+
+
+def test_asyncio_takes_adapters(qwen: Any) -> None:
+    _, folder, made = qwen
+    request = LoRARequest("a", lora_path=str(made[0][0]))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def text(llm: AsyncLLM, given: LoRARequest | None) -> list[int]:
+        return [token async for delta in llm.generate(PROMPTS[1], params, given) for token in delta.token_ids]
+
+    async def run() -> list[list[int]]:
+        async with await AsyncLLM.start(str(folder), **LORA) as llm:
+            return list(await asyncio.gather(text(llm, request), text(llm, None)))
+
+    found = asyncio.run(run())
+    with LLM(str(folder), **LORA) as llm:
+        expected = [output.token_ids for output in generate(llm, [PROMPTS[1]] * 2, [request, None], params)]
+    assert found == expected and found[0] != found[1]
