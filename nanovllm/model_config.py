@@ -75,21 +75,36 @@ class LayerSpec:
     mixer: str = "attention"
     """Mixer of tokens: "attention", "none", or a name of the family's own (models/family.py)."""
     mlp: str = "dense"
-    """Kind of MLP: "dense", "moe", "none", or a name of the family's own."""
+    """Kind of MLP: "dense", "moe", "dense and moe" side by side, "none", or a name of the family's own."""
     options: Hashable = None
     """Options for a family's own mixer or MLP, passed on as they are."""
     has_sinks: bool = False
     num_heads: int | None = None
     """Query heads, of the whole model; None: ModelConfig.num_attention_heads."""
+    shares_keys: bool = False
+    """Keys and values are those of the last layer before it that has its own, and the same window."""
+    intermediate_size: int | None = None
+    """Width of a dense MLP; None: ModelConfig.intermediate_size."""
+    values_are_keys: bool = False
+    """Values are what the projection of keys gives, before the keys' norm and rotation."""
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
     """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up", "shared_down" and
     "latent"."""
 
     @property
+    def has_dense_mlp(self) -> bool:
+        return self.mlp in ("dense", "dense and moe")
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp in ("moe", "dense and moe")
+
+    @property
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
-        kinds = (self.mixer, self.mlp, self.options, self.has_sinks, self.quantization, self.wide)
+        keys = (self.values_are_keys, self.shares_keys, self.has_sinks)
+        kinds = (self.mixer, self.mlp, self.intermediate_size, self.options, self.quantization, self.wide, *keys)
         return (self.head_dim, self.num_kv_heads, self.num_heads, self.window, self.rope is None, *kinds)
 
     def precision(self, part: str) -> Quantization | None:
@@ -99,7 +114,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in place of the dense MLP (layers whose LayerSpec.mlp is "moe")."""
+    """A mixture of experts in place of the dense MLP or beside it (layers whose LayerSpec.mlp has "moe")."""
 
     num_experts: int
     top_k: int
@@ -123,7 +138,13 @@ class MoEConfig:
     """Width of what experts see of a token: a projection, from whose width another one projects their sum back; 0: they
     see all of it."""
     gated: bool = True
-    """An expert is down(silu(gate(x)) * up(x)); False: down(relu(up(x)) ** 2)."""
+    """An expert is down(activation(gate(x)) * up(x)); False: down(relu(up(x)) ** 2)."""
+    activation: str = "silu"
+    """"silu" or "gelu_tanh", of experts with gates."""
+    logits_scale: float = 1.0
+    """Factor on the router's logits."""
+    expert_scales: bool = False
+    """Each expert has a factor on its weight, after all else."""
     shared_gate: bool = False
     """A sigmoid of the token weighs what that expert computes."""
     bias: bool = False
@@ -208,6 +229,8 @@ class ModelConfig:
     qk_norm_after_rope: bool = False
     qk_norm_scale: float | None = None
     """The norm over each head has no weights: queries are multiplied by this, keys by 1."""
+    value_norm: bool = False
+    """Values are normalised over each head, without a weight."""
     attention_gate: str | None = None
     """Activation of the gate "g_proj", another projection of the rows that multiplies attention's output: "sigmoid" or
     "softplus". None: no gate."""
@@ -232,6 +255,10 @@ class ModelConfig:
     """The multiplier is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
     """Factor on each block's output before it is added to the residual stream."""
+    layer_inputs: tuple[int, int, int] | None = None
+    """Each layer adds a part of its own of an embedding (layers/layer_inputs.py): layers, width of a part, tokens."""
+    layer_scalars: bool = False
+    """The residual stream is multiplied, behind each layer, by a number of the layer's own."""
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None
     """cap * tanh(logits / cap), after the multiplier."""

@@ -56,7 +56,8 @@ def homes_of_private_names() -> dict[str, object]:
     homes: dict[str, object] = {
         "_ActionsContainer": argparse, "_AppendAction": argparse, "_format_action_invocation": argparse.HelpFormatter,
         "_format_usage": argparse.HelpFormatter, "_C": torch, "_dynamo": torch, "_scaled_mm": torch,
-        "_parameters": torch.nn.Module(), "_version": torch.zeros(1), "_cdata": torch.zeros(1).untyped_storage(),
+        "_parameters": torch.nn.Module(), "_non_persistent_buffers_set": torch.nn.Module(),
+        "_version": torch.zeros(1), "_cdata": torch.zeros(1).untyped_storage(),
         "_Options": dist.ProcessGroupGloo, "_devices": options, "_timeout": options,
         "_allgather_base": dist.ProcessGroup, "_global_mapping": ALL_ATTENTION_FUNCTIONS,
         "_reinterpret": shared_memory_descriptor,

@@ -33,6 +33,8 @@ class TritonBackend(AttentionBackend):
     """Needs a GPU (or TRITON_INTERPRET=1). Block sizes that are multiples of 64 run fastest."""
 
     name = "triton"
+    widest = 512
+    """Largest head_dim."""
     _plan = DecodePlan
 
     def __init__(self, setup: AttentionSetup) -> None:
@@ -63,8 +65,8 @@ class TritonBackend(AttentionBackend):
         if block_size < 16 or block_size % 16:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
         for spec in setup.specs:
-            if spec.head_dim % 8 or not 8 <= spec.head_dim <= 256:
-                raise ValueError(f"head_dim={spec.head_dim}: {where} takes multiples of 8 up to 256")
+            if spec.head_dim % 8 or not 8 <= spec.head_dim <= cls.widest:
+                raise ValueError(f"head_dim={spec.head_dim}: {where} takes multiples of 8 up to {cls.widest}")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
 
@@ -136,6 +138,7 @@ class TritonBackend(AttentionBackend):
 class FixedOrderTritonBackend(TritonBackend):
     """Sums in one order (kernels/attention/fixed_order.py), which gives a token the same bits in every step."""
 
+    widest = 256  # two accumulators of wider ones do not fit in registers
     _plan = FixedOrderPlan
 
     def _prefill_config(self, head_dim: int) -> PrefillConfig:

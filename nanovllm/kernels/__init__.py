@@ -27,7 +27,7 @@ class Kernels:
     combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]
     adapter_delta: Annotated[Callable[..., torch.Tensor], "gemm.adapters"]
     qk_norm_rope_store: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
-    qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
+    qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.mean_squares"]
     causal_conv: Annotated[Callable[..., torch.Tensor], "recurrent.conv"]
     gated_delta_rule: Annotated[Callable[..., torch.Tensor], "recurrent.delta"]
     mamba: Annotated[Callable[..., torch.Tensor], "recurrent.mamba"]

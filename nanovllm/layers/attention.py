@@ -33,10 +33,11 @@ def attention_spec(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> A
 def _norm_rope(config: ModelConfig, layer: LayerSpec, heads: HeadSplit) -> QKNormRope:
     """Norm and rotation of this layer, as qk_norm_rope_store takes them."""
     rotary_dim = 0 if layer.rope is None else config.ropes[layer.rope].rotary_dim(layer.head_dim)
+    kv_heads = 0 if layer.shares_keys else heads.local_kv_heads
     return QKNormRope(
-        heads.local_heads, heads.local_kv_heads, layer.head_dim, rotary_dim, config.qk_norm, config.norm_eps,
+        heads.local_heads, kv_heads, layer.head_dim, rotary_dim, config.qk_norm, config.norm_eps,
         config.qk_norm_after_rope, norm_in_float32=config.norm_kind == "rms_float32",
-        rope_in_float32=config.float_rope,
+        rope_in_float32=config.float_rope, value_norm=config.value_norm, values_are_keys=layer.values_are_keys,
     )  # fmt: skip
 
 
@@ -67,22 +68,29 @@ class GateParallelLinear(ParallelLinear):
 
 
 class PagedAttention:
-    """Attention that a layer asks of the backend, over keys and values of its own."""
+    """Attention that a layer asks of the backend, over keys and values of its own or of another layer."""
 
     can_capture = True
 
     spec: AttentionSpec
     cache: KVCache
+    shares_keys = False
+    """Keys and values are another layer's."""
+    readers: "tuple[PagedAttention, ...]" = ()
+    """Others that share its keys and values."""
 
     @property
     def memory(self) -> tuple[Pages, ...]:
         """Declarations of what it remembers; see layers/memory.py."""
         spec = self.spec
-        return (Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True),)
+        own = Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True)
+        return () if self.shares_keys else (own,)
 
     def bind(self, *memory: KVCache) -> None:
-        """Takes its part of the KV cache."""
-        (self.cache,) = memory
+        """Takes its part of the KV cache, if it has one, for those that share it too."""
+        for cache in memory:
+            for one in (self, *self.readers):
+                one.cache = cache
 
 
 class Attention(WeightedModule, PagedAttention):
@@ -91,7 +99,7 @@ class Attention(WeightedModule, PagedAttention):
     def __init__(self, context: ModelContext, layer: LayerSpec, tables: PositionTables, around: Around) -> None:
         super().__init__()
         config = context.config
-        self.group, self.kernels = context.group, context.kernels
+        self.group, self.kernels, self.shares_keys = context.group, context.kernels, layer.shares_keys
         self.heads = heads = heads_of(config, layer, self.group.rank, self.group.size)
         self.spec, self.norm_rope = attention_spec(config, layer, heads), _norm_rope(config, layer, heads)
         self.cos_sin = None if layer.rope is None else tables.cos_sin[layer.rope, layer.head_dim]
@@ -102,6 +110,7 @@ class Attention(WeightedModule, PagedAttention):
         self.qkv_proj = QKVParallelLinear(
             context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
             around=around.first() if gate is None else Around(), query_parts=2 if config.gate_in_queries else 1,
+            others=() if layer.shares_keys else ("k_proj", "v_proj")[: 1 if layer.values_are_keys else 2],
         )  # fmt: skip
         before = "attention" if head_dim == GROUP and gate is None else "wide attention"
         self.o_proj = RowParallelLinear(
@@ -126,6 +135,8 @@ class Attention(WeightedModule, PagedAttention):
             self.q_norm_weight, self.k_norm_weight = (
                 parameter(count * head_dim, dtype=norm_dtype, device=device) for count in counts
             )
+        if layer.shares_keys:
+            self.k_norm_weight = self.q_norm_weight  # of no keys
         if config.qk_norm == "width":
             counted = torch.tensor(heads.kv_heads_held_first, dtype=torch.float32, device=device)
             self._k_shares = counted / (heads.num_kv_heads * head_dim)
@@ -148,8 +159,8 @@ class Attention(WeightedModule, PagedAttention):
         return self.o_proj(attended, call)
 
     def attend(self, qkv: torch.Tensor, call: Call) -> torch.Tensor | FP8Rows:
-        """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads *
-        head_dim]."""
+        """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim], without values of their
+        own fewer, -> [T, heads * head_dim]."""
         cache, step = self.cache, call.step
         assert step is not None
         q = self.kernels.qk_norm_rope_store(
@@ -177,6 +188,7 @@ class Attention(WeightedModule, PagedAttention):
             offset, heads = self._norm_offset, self.heads
             of_q, of_k = (whole, whole) if self.norm_rope.norm == "head" else (heads.query_weight, heads.kv_weight)
             yield replace(of_q(f"{prefix}.q_norm.weight", self.q_norm_weight), offset=offset)
-            yield replace(of_k(f"{prefix}.k_norm.weight", self.k_norm_weight), offset=offset)
+            if not self.shares_keys:
+                yield replace(of_k(f"{prefix}.k_norm.weight", self.k_norm_weight), offset=offset)
         if self.sinks is not None:
             yield self.heads.query_weight(f"{prefix}.sinks", self.sinks)

@@ -172,18 +172,22 @@ class QKVParallelLinear(ParallelLinear):
     def __init__(
         self, context: LayerContext, in_features: int, heads: HeadSplit, head_dim: int, *, bias: bool,
         precision: Quantization | None, around: Around = ANYTHING, query_parts: int = 1,
+        others: tuple[str, ...] = ("k_proj", "v_proj"),
     ) -> None:  # fmt: skip
-        """query_parts: parts of head_dim rows that q_proj has for a head, of which the first is the query."""
+        """query_parts: parts of head_dim rows that q_proj has for a head, of which the first is the query. others:
+        projections beside it, of key/value heads."""
         q_rows, kv_rows = heads.local_heads * head_dim, heads.local_kv_heads * head_dim
         counts = (heads.num_heads * query_parts, heads.num_kv_heads)
         q_shape, kv_shape = ((count * head_dim, in_features) for count in counts)
         q_cuts = heads.query_cuts(head_dim) if query_parts == 1 else heads.part_cuts(head_dim, 0, query_parts)
         pieces = (
             Piece("q_proj", q_shape, q_cuts),
-            Piece("k_proj", kv_shape, heads.kv_cuts(head_dim, q_rows)),
-            Piece("v_proj", kv_shape, heads.kv_cuts(head_dim, q_rows + kv_rows)),
+            *(
+                Piece(name, kv_shape, heads.kv_cuts(head_dim, q_rows + place * kv_rows))
+                for place, name in enumerate(others)
+            ),
         )
-        rows = q_rows + 2 * kv_rows
+        rows = q_rows + len(others) * kv_rows
         super().__init__(
             context, "qkv", rows, in_features, pieces=pieces, bias=bias, adds_bias=False, precision=precision,
             around=around,

@@ -6,12 +6,12 @@ import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.product import SUMMED_AFTER, Around
-from nanovllm.layers.context import LayerContext
+from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple, has_measured_inputs
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
-from nanovllm.model_config import Quantization
+from nanovllm.model_config import LayerSpec, Quantization
 
 
 class MLP(WeightedModule):
@@ -52,3 +52,13 @@ class MLP(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate_up_proj.checkpoint_weights(prefix)
         yield from self.down_proj.checkpoint_weights(f"{prefix}.down_proj")
+
+
+def dense_mlp(context: ModelContext, spec: LayerSpec, around: Around) -> MLP:
+    """The MLP of a layer, as its model's configuration has it."""
+    config = context.config
+    return MLP(
+        context, config.hidden_size, spec.intermediate_size or config.intermediate_size, activation=config.activation,
+        gated=config.gated_mlp, bias=config.mlp_bias, around=around,
+        precisions=(spec.precision("gate_up"), spec.precision("down")),
+    )  # fmt: skip

@@ -54,6 +54,9 @@ class Router(Operation):
             self.bias = parameter(config.num_experts, dtype=dtype, device=device)
         if config.scoring != "softmax":
             self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
+        self.factors = None
+        if config.expert_scales:
+            self.factors = parameter(config.num_experts, dtype=torch.float32, device=device)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count, weight = self.config.num_experts, self.matrix.weight
@@ -65,6 +68,8 @@ class Router(Operation):
             yield whole(f"{prefix}.gate.e_score_correction_bias", self.correction.view(shape))
         if self.config.shared_gate:
             yield whole(f"{prefix}.{self.config.shared_name}_gate.weight", weight[count:])
+        if self.factors is not None:
+            yield whole(f"{prefix}.gate.per_expert_scale", self.factors)
 
 
 class MoE(WeightedModule):
@@ -100,7 +105,7 @@ class MoE(WeightedModule):
         if config.shared_size:
             precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
             self.shared = MLP(  # whose parts combine does not add up
-                context, hidden_size, config.shared_size, activation="silu" if config.gated else "relu2",
+                context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
                 gated=config.gated, precisions=precisions, around=Around(), path="shared.",
             )  # fmt: skip
         self.to_latent = self.from_latent = None
@@ -114,13 +119,14 @@ class MoE(WeightedModule):
             )  # fmt: skip
         self.top_k = TopK(
             count, config.top_k, config.scoring == "sigmoid", config.renormalise, config.num_groups,
-            config.top_groups, config.scale,
+            config.top_groups, config.scale, config.logits_scale,
         )  # fmt: skip
-        self.activation = ExpertActivation(config.activation_limit, config.activation_alpha, config.gated)
+        alpha = config.activation_alpha if config.activation == "silu" else None
+        self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
         choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain_mixture(config))
         if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
             around = around.apart
-        is_alone = group.size == 1 and not config.shared_size and not config.latent_size
+        is_alone = group.size == 1 and not config.shared_size and not config.latent_size and around.adds_parts
         around = around._replace(adds_parts=is_alone and 1 < config.top_k <= MOST_PARTS)
         self.router = Router(context, hidden_size, config, choice, around)
         made = partial(product_of, context, choice=choice)
@@ -146,9 +152,9 @@ class MoE(WeightedModule):
             Piece("down_proj", (row_size, width), (down,)),
         )
 
-    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        """See ParallelLinear."""
-        logits = self.router(x, call)
+    def forward(self, x: torch.Tensor, call: Call, of_router: torch.Tensor | None = None) -> torch.Tensor:
+        """See ParallelLinear. of_router [T, hidden]: what the router takes in place of x."""
+        logits = self.router(x if of_router is None else of_router, call)
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
         call = call._replace(routing=routed)
         shared = None if self.shared is None else self.shared(x, call)
@@ -164,7 +170,7 @@ class MoE(WeightedModule):
         """Choice of experts, as kernels of `config` and its like take it."""
         routing = None
         if not config.is_skinny:
-            of_router = (self.router.bias, self.router.correction)
+            of_router = (self.router.bias, self.router.correction, self.router.factors)
             routing = self.kernels.route(logits, self.top_k, config.block_m, *of_router)
         biases = (self.gate_up_bias, self.down_bias if self.adds_bias else None)
         return Routed(self.kernels, logits, self.top_k, routing, self.activation, biases)
@@ -193,7 +199,9 @@ def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
 
 
 def is_plain_mixture(config: MoEConfig) -> bool:
-    """Whether the mixture is a softmax, experts without biases and their sum, and nothing else."""
+    """Whether the mixture is a softmax, SwiGLU experts without biases and their sum, and nothing else."""
+    if config.activation != "silu" or config.logits_scale != 1.0 or config.expert_scales:
+        return False
     only_experts = not config.bias and config.gated and config.activation_limit is None
     only_experts &= not config.shared_size and not config.latent_size
     return only_experts and config.scoring == "softmax" and config.num_groups == 1

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
@@ -34,6 +35,17 @@ class RowNorm(WeightedModule):
             yield whole(f"{prefix}.bias", self.bias)
 
 
+class StreamScalar(WeightedModule):
+    """A number, `weight` [1], that the residual stream is multiplied by."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.weight = parameter(1, dtype=context.dtype, device=context.device)
+
+    def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
+        yield whole(prefix, self.weight)
+
+
 class ReduceAddNorm(WeightedModule):
     """Sum of the ranks' partials, added to the residual stream, normalised: what comes before every block of the
     model. Stream -> (normalised [T, hidden], residual [T, hidden]); the residual is for the next ReduceAddNorm of the
@@ -41,14 +53,18 @@ class ReduceAddNorm(WeightedModule):
     """
 
     def __init__(
-        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0
-    ) -> None:
+        self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
+        scalar: StreamScalar | None = None, parts: tuple[RowNorm, ...] = (),
+    ) -> None:  # fmt: skip
         """norm: of the new residual; None leaves it as it is. after: norm of the complete partial sum, before it is
-        multiplied and added; its weights belong to the block that the sum comes from."""
+        multiplied and added; scalar: of the new residual. parts: norms of so many partial sums, [parts, T, hidden],
+        which are added up then. These belong to the block that the sum comes from."""
         super().__init__()
-        self.norm, self.after, self.multiplier = norm, after, multiplier
+        self.norm, self.after, self.multiplier, self.scalar = norm, after, multiplier, scalar
+        self.parts = nn.ModuleList(parts)
         self.group, self.kernels = context.group, context.kernels
-        self.is_add_rms_norm = norm is not None and norm.kind == "rms" and after is None and multiplier == 1.0
+        is_add = after is None and multiplier == 1.0 and scalar is None
+        self.is_add_rms_norm = is_add and norm is not None and norm.kind == "rms"
         """Only a sum, an addition and an RMSNorm: what peer memory and fused GEMMs do in one kernel."""
         self.round_sums = context.group.exact_bits == "tp"
         """Sums over parts of K are rounded, and so is the sum of any two (kernels/plan/order.py)."""
@@ -64,18 +80,23 @@ class ReduceAddNorm(WeightedModule):
         if partial is None:
             assert residual is not None
             return self.add_norm(residual, None, rounds)
-        peers = self.group.fused_all_reduce(stream.num_rows)
+        peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.parts)))
         if peers is not None and self.is_add_rms_norm:
             return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=is_early, rounds=rounds)
         if peers is not None:
-            partial = peers.all_reduce(partial)
+            partial = peers.all_reduce(self.side_by_side(partial))
         elif self.group.size > 1:
             partial = self.group.all_reduce(self.whole(partial, residual))
         return self.add_norm(partial, residual, rounds)
 
     def whole(self, partial: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
         """A partial sum as one addend [T, hidden] in the dtype of `like`, where it comes in parts of a sum."""
+        partial = self.side_by_side(partial)
         return partial if partial.dim() == 2 or like is None else add_up(partial, like.dtype, self.round_sums)
+
+    def side_by_side(self, partial: torch.Tensor) -> torch.Tensor:
+        """Partial sums [parts, T, hidden] that have norms of their own as one matrix; others as they are."""
+        return partial.flatten(0, -2) if self.parts else partial
 
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
@@ -88,5 +109,16 @@ class ReduceAddNorm(WeightedModule):
     ) -> tuple[Any, torch.Tensor]:
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
         zeros. Returns the normalised rows, with `rounds` as FP8Rows, and the new residual."""
+        if self.parts:
+            x = self._sum_of_normed(x.view(len(self.parts), -1, x.shape[-1]))
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
-        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums, rounds)
+        scalar = None if self.scalar is None else self.scalar.weight
+        return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums, rounds, scalar)
+
+    def _sum_of_normed(self, parts: torch.Tensor) -> torch.Tensor:
+        """[parts, T, hidden] -> the sum of all, each normalised, [T, hidden]."""
+        norms: Any = self.parts
+        normed: list[Any] = [
+            self.kernels.add_norms(part, None, norm.for_kernel())[0] for part, norm in zip(parts, norms, strict=True)
+        ]
+        return sum(normed[1:], normed[0])

@@ -28,6 +28,8 @@ class ForwardStep:
     """Lines of rows with memory of fixed size; None: layers have none."""
     adapters: torch.Tensor | None = None
     """int32 [T]: slot of each token's adapter, -1: none; None: no row of the step has one."""
+    layer_inputs: torch.Tensor | None = None
+    """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py)."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
 

@@ -21,10 +21,12 @@ from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch, LayerPlan
 from nanovllm.kernels.plan.product import Around
 from nanovllm.layers.attention import Attention, PagedAttention
 from nanovllm.layers.context import ModelContext, Stream
+from nanovllm.layers.layer_inputs import LayerInputGate, LayerInputs
 from nanovllm.layers.memory import Mixer
-from nanovllm.layers.mlp import MLP
+from nanovllm.layers.mlp import dense_mlp
+from nanovllm.layers.mlp_beside_experts import MLPBesideExperts
 from nanovllm.layers.moe import MoE, is_plain_mixture
-from nanovllm.layers.norm import ReduceAddNorm, RowNorm
+from nanovllm.layers.norm import ReduceAddNorm, RowNorm, StreamScalar
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.step import Call, ForwardStep, wanted_rows
 from nanovllm.layers.vocab import VocabParallelEmbedding
@@ -93,19 +95,12 @@ OWN_MIXERS: dict[str, Callable[[ModelContext, LayerSpec, PositionTables, Around]
 more."""
 
 
-def dense_mlp(context: ModelContext, spec: LayerSpec, around: Around) -> MLP:
-    config = context.config
-    return MLP(
-        context, config.hidden_size, config.intermediate_size, activation=config.activation, gated=config.gated_mlp,
-        bias=config.mlp_bias, precisions=(spec.precision("gate_up"), spec.precision("down")), around=around,
-    )  # fmt: skip
-
-
 OWN_MLPS: dict[str, Callable[[ModelContext, LayerSpec, Around], Any]] = {
-    "dense": dense_mlp, "moe": MoE, "none": Nothing
+    "dense": dense_mlp, "moe": MoE, "dense and moe": MLPBesideExperts, "none": Nothing
 }  # fmt: skip
 """Builders of a layer's MLP by LayerSpec.mlp, from what is around it. An MLP is a module with `operations`, (rows [T,
-hidden], call) -> [T, hidden], a partial sum. A Family may have more."""
+hidden], call) -> [T, hidden], a partial sum; or one that `takes_residual`, rows before any norm, and has `out_norms`,
+of so many partial sums [parts, T, hidden]. A Family may have more."""
 
 
 def builder(kind: str, name: str, of_all: Mapping[str, Builder], of_family: Mapping[str, Builder]) -> Builder:
@@ -153,9 +148,9 @@ class DecoderLayer(WeightedModule):
     through."""
 
     def __init__(
-        self, context: ModelContext, spec: LayerSpec, tables: PositionTables, incoming: RowNorm | None
+        self, context: ModelContext, spec: LayerSpec, tables: PositionTables, before: "DecoderLayer | None"
     ) -> None:
-        """incoming: the norm of what the layer before this one hands on, where that has one."""
+        """before: the layer whose result this one takes in; None: there is none."""
         super().__init__()
         config = context.config
         placement, factor = config.norm_placement, config.residual_multiplier
@@ -166,16 +161,23 @@ class DecoderLayer(WeightedModule):
         if placement in ("post", "sandwich"):
             for name in ("attention_out_norm", "mlp_out_norm"):
                 self.norms[name] = make_norm(context, is_after=True)
-        if placement in ("pre", "sandwich") and spec.mlp != "none":
-            self.norms["mlp_norm"] = make_norm(context)
         around, of_family = around_blocks(config, spec), family(config.architecture)
         self.self_attn: Any = builder("mixer", spec.mixer, OWN_MIXERS, of_family.mixers)(context, spec, tables, around)
         self.mlp: Any = builder("mlp", spec.mlp, OWN_MLPS, of_family.mlps)(context, spec, around)
-        self.operations = (*self.self_attn.operations, *self.mlp.operations)
+        takes_residual = getattr(self.mlp, "takes_residual", False)
+        if placement in ("pre", "sandwich") and spec.mlp != "none" and not takes_residual:
+            self.norms["mlp_norm"] = make_norm(context)
+        self.index: int = 0 if before is None else before.index + 1
+        self.input_gate = None if config.layer_inputs is None else LayerInputGate(context, self.index)
+        of_blocks = (*self.self_attn.operations, *self.mlp.operations)
+        self.operations = of_blocks if self.input_gate is None else (*of_blocks, *self.input_gate.operations)
         self.plans = context.planner.layer(self.operations)
         self.adapted_plans = context.planner.layer(tuple(one.adapted for one in self.operations))
         """Plans of steps in which rows have adapters."""
-        self.input_layernorm = ReduceAddNorm(context, self.norms.get("attention_norm"), incoming, factor)
+        self.scalar = StreamScalar(context) if config.layer_scalars else None
+        self.input_layernorm = taken_in(context, self.norms.get("attention_norm"), before)
+        self.out_norm, self.out_parts = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
+        """Norms of what it hands on; see ReduceAddNorm."""
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
         if placement == "parallel":
@@ -183,10 +185,15 @@ class DecoderLayer(WeightedModule):
             return
         norm, after = self.norms.get("mlp_norm"), self.norms.get("attention_out_norm")
         self.post_attention_layernorm = ReduceAddNorm(context, norm, after, factor)
-        cut, end = len(self.self_attn.operations), len(self.operations)
+        cut, end = len(self.self_attn.operations), len(of_blocks)
         mixer = Block(self.input_layernorm, self.self_attn, mixes=True, operations=range(cut))
         mlp = Block(self.post_attention_layernorm, self.mlp, mixes=False, operations=range(cut, end))
         self.blocks = (mixer,) * (spec.mixer != "none") + (mlp,) * (spec.mlp != "none")
+        if self.input_gate is not None:
+            joint = ReduceAddNorm(context, None, self.out_norm, factor, parts=self.out_parts)
+            self.blocks += (Block(joint, self.input_gate, mixes=False, operations=range(end, end + 2)),)
+            self.norms["post_per_layer_input_norm"] = self.out_norm = make_norm(context, is_after=True)
+            self.out_parts = ()
 
     def forward(self, stream: Stream, step: ForwardStep) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
@@ -215,9 +222,21 @@ class DecoderLayer(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for name, norm in self.norms.items():
             yield from norm.checkpoint_weights(f"{prefix}.{name}")
+        if self.scalar is not None:
+            yield from self.scalar.checkpoint_weights(f"{prefix}.layer_scalar")
         name = getattr(self.self_attn, "checkpoint_name", "self_attn")
         yield from self.self_attn.checkpoint_weights(f"{prefix}.{name}")
         yield from self.mlp.checkpoint_weights(f"{prefix}.mlp")
+        if self.input_gate is not None:
+            yield from self.input_gate.checkpoint_weights(prefix)
+
+
+def taken_in(context: ModelContext, norm: RowNorm | None, before: DecoderLayer | None) -> ReduceAddNorm:
+    """ReduceAddNorm that takes in the result of the layer `before`, and has this norm of the stream."""
+    multiplier = context.config.residual_multiplier
+    if before is None:
+        return ReduceAddNorm(context, norm, None, multiplier)
+    return ReduceAddNorm(context, norm, before.out_norm, multiplier, before.scalar, before.out_parts)
 
 
 class DecoderForCausalLM(WeightedModule):
@@ -231,11 +250,12 @@ class DecoderForCausalLM(WeightedModule):
         tables = PositionTables.of(context)
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()  # type: ignore[assignment]  # a list that modules() walks
-        incoming = None
+        before = None
         for spec in config.layers:
-            self.layers.append(layer := DecoderLayer(context, spec, tables, incoming))
-            incoming = layer.norms.get("mlp_out_norm")
-        self.norm = ReduceAddNorm(context, make_norm(context, is_last=True), incoming, config.residual_multiplier)
+            self.layers.append(before := DecoderLayer(context, spec, tables, before))
+        self._share_keys()
+        self.layer_inputs = None if config.layer_inputs is None else LayerInputs(context)
+        self.norm = taken_in(context, make_norm(context, is_last=True), before)
         self.group = context.group
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
@@ -244,6 +264,15 @@ class DecoderForCausalLM(WeightedModule):
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_embedding_multiplier:
             self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()
+
+    def _share_keys(self) -> None:
+        """Has each layer that has keys of its own hand them to those that share them."""
+        keepers: dict[int | None, Any] = {}
+        for spec, layer in zip(self.config.layers, self.layers, strict=True):
+            if spec.shares_keys:
+                keepers[spec.window].readers += (layer.self_attn,)
+            elif spec.mixer == "attention":
+                keepers[spec.window] = layer.self_attn
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Token ids int32 [T] -> [T, hidden], a partial sum."""
@@ -261,12 +290,20 @@ class DecoderForCausalLM(WeightedModule):
         """
         embedded, is_alone = self.embed(input_ids), self.group.size == 1
         stream = Stream(embedded) if is_alone else Stream(None, embedded)
+        if self.layer_inputs is not None:
+            embedded, inputs = self.layer_inputs(input_ids, stream)
+            stream, step = Stream(embedded), replace(step, layer_inputs=inputs)
         *layers, last = self.layers
         for layer in layers:
             stream = layer(stream, step)
         stream = last(stream, replace(step, wanted=wanted) if is_alone else step)
         hidden = self.norm(stream)[0]
         return hidden if is_alone else wanted_rows(hidden, wanted)
+
+    @property
+    def takes_halves(self) -> bool:
+        """Whether steps may be cut in two (forward_two_batch): no layer needs the embedding complete."""
+        return self.layer_inputs is None
 
     def forward_two_batch(
         self, input_ids: torch.Tensor, steps: tuple[ForwardStep, ForwardStep], wanted: torch.Tensor | None = None
@@ -324,6 +361,8 @@ class DecoderForCausalLM(WeightedModule):
 
     def _canonical_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.embed_tokens.checkpoint_weights(f"{prefix}.embed_tokens")
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.checkpoint_weights(prefix)
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint_weights(f"{prefix}.layers.{index}")
         assert self.norm.norm is not None

@@ -82,8 +82,15 @@ class LiveModule:
         self._watch_optimizers()
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """The module's parameters by name, as they are now."""
-        return dict(self._spelling.select(self._module.named_parameters(remove_duplicate=False)))
+        """The module's parameters by name, as they are now, and the buffers that its checkpoints have."""
+        modules = self._module.named_modules(remove_duplicate=False)
+        buffers = [
+            (f"{path}.{name}" if path else name, buffer)
+            for path, module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+        return dict(self._spelling.select([*self._module.named_parameters(remove_duplicate=False), *buffers]))
 
     def _watch_optimizers(self) -> None:
         """torch does not count what fused optimizers write; but all of its optimizers say when they have stepped."""

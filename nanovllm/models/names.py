@@ -36,6 +36,8 @@ class CheckpointNames:
     """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
+    unused: tuple[str, ...] = ()
+    """Beginnings, without what is stripped, of the language model's names that nothing is computed with."""
     only: tuple[str, ...] = ("",)
     """Beginnings, without what is stripped, of those that are."""
     paths: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +73,8 @@ class CheckpointNames:
         if name.startswith(self.skipped) or name.endswith(_COMPUTED):
             return None
         name = name.replace(self.stripped, "") if self.stripped else name
+        if name.startswith(self.unused):
+            return None
         name = name if name.startswith(self.may_lack) else self.may_lack + name
         module, _, last = name.rpartition(".")
         name = f"{module}.{_SCALES[last]}" if last in _SCALES else name

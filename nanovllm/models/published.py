@@ -50,6 +50,15 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _shape("GptOss", layers, 2880, 2880, 64, 8, 201088, 131072, 200002, **more)
 
 
+def _gemma4(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, global_kv_heads: int, **more: Any
+) -> dict[str, Any]:
+    more |= {"head_dim": 256, "sliding_window": 1024, "num_global_key_value_heads": global_kv_heads}
+    more |= {"attention_k_eq_v": True, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
+    more |= {"tie_word_embeddings": True}
+    return _shape("Gemma4", layers, hidden, intermediate, heads, kv_heads, 262144, 262144, [1, 106], **more)
+
+
 PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
@@ -70,6 +79,10 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
         "Gemma2", 42, 3584, 14336, 16, 8, 256000, 8192, [1, 107], head_dim=256, rope_theta=1e4,
         hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=4096,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, tie_word_embeddings=True,
+    ),
+    "Gemma-4-31B": _gemma4(60, 5376, 21504, 32, 16, 4),
+    "Gemma-4-26B-A4B": _gemma4(
+        30, 2816, 2112, 16, 8, 2, enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704
     ),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),

@@ -23,6 +23,10 @@ _RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
 }
 """Parts of other mixers. Gates of delta nets are never quantised."""
+_OF_LAYER_INPUTS = (
+    "model.layers.0.per_layer_input_gate", "model.layers.0.per_layer_projection", "model.per_layer_model_projection",
+)  # fmt: skip
+"""Products of layers/layer_inputs.py, as checkpoints name them; the first layer stands for all."""
 _BLOCK = [128, 128]
 _INT4_GROUP = 128
 """Columns of a group where weights of 4 bits are made while loading."""
@@ -211,10 +215,12 @@ def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tup
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
         own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
+        own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
-        if (spec.mixer != "none") if of_mixer else spec.mlp == "dense":
+        if (spec.mixer != "none") if of_mixer else spec.has_dense_mlp:
             yield part, [f"{layer}.{module}" for module in own]
-    if spec.mlp == "moe" and moe is not None:
+    if spec.has_experts and moe is not None:
         names = ("gate_proj", "up_proj", "down_proj")
         yield "experts", [f"{layer}.mlp.experts.{i}.{name}" for i in range(moe.num_experts) for name in names]
         if moe.shared_size:
@@ -230,6 +236,10 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     that we hold as one is quantised and another is not."""
     moe, layers = fields.get("moe"), []
     named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
+    if missing := [module for module in wide_inputs if module not in named]:
+        bound = f"a list that has {missing[0]} too: it is served unquantised alone"
+        refuse("quantization_config: modules that are not converted", names[:3], bound)
     for index, spec in enumerate(fields["layers"]):
         wide = {*PARTS, "shared_gate_up", "shared_down"} if found.method == "mxfp4" else set()
         for part, modules in _modules(f"model.layers.{index}", spec, moe):

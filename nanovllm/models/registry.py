@@ -92,6 +92,9 @@ def names_of(config: ModelConfig) -> CheckpointNames:
     """Spelling of the layers' tensors in the checkpoint of a model of ours. One without a head may hold the tensors of
     the decoder alone, by their names in there."""
     names = wrapped(family(config.architecture).names, config.wrapper)
+    sharing = [index for index, spec in enumerate(config.layers) if spec.shares_keys]
+    own = [f"model.layers.{index}.self_attn.{part}" for index in sharing for part in ("k_", "v_")]
+    names = replace(names, unused=(*names.unused, *own))
     if config.pooling is None:
         return names
     return replace(names, may_lack=f"{names.of('model')}.", skipped=(*names.skipped, names.of("lm_head")))

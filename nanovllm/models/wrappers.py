@@ -8,13 +8,16 @@ from nanovllm.errors import shown
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.unserved import refuse_unserved, unserved_parts
 
-_OF_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_OF_TEXT = (
+    "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "model.embed_tokens_per_layer.",
+    "model.per_layer_",
+)  # fmt: skip
 """Beginnings of a language model's names, without what is stripped."""
 _STEMS = {
     "language_model.": (
-        "AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Glm46V", "Glm4v", "Glm4vMoe", "InternVL", "LightOnOcr",
-        "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "MuseGlimmer", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL",
-        "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Voxtral",
+        "AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Gemma4", "Gemma4Unified", "Glm46V", "Glm4v", "Glm4vMoe",
+        "InternVL", "LightOnOcr", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "MuseGlimmer", "Qwen2VL",
+        "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Voxtral",
     ),
     "text_model.": ("Idefics3", "SmolVLM"),
 }  # fmt: skip
@@ -28,6 +31,8 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {}),
+    "gemma4": ("Gemma4ForCausalLM", {}),
+    "gemma4_unified": ("Gemma4UnifiedForCausalLM", {}),
     "glm4v": ("Glm4ForCausalLM", {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}),
     "glm4v_moe": ("Glm4MoeForCausalLM", {"attention_bias": True}),
     "gpt_oss": ("GptOssForCausalLM", {}),

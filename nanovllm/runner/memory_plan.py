@@ -267,7 +267,11 @@ def _step_bytes(
         for one in layer.operations if not rules.device.has_tma else ():
             if one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
-    inside = int((tokens * (3 * hidden * dtype.itemsize + widest + deltas) + weight) * _ROUNDED_UP)
+    beside = 0
+    if (inputs := layers.layer_inputs) is not None:  # which stay, made of what is projected and normed
+        beside = inputs.table[0].numel() * dtype.itemsize
+        widest = max(widest, 2 * inputs.projection.product.n * dtype.itemsize)
+    inside = int((tokens * (3 * hidden * dtype.itemsize + widest + deltas + beside) + weight) * _ROUNDED_UP)
     return max(inside, (slots + MAX_PREFILL_ROWS) * layers.lm_head.weight.shape[0] * dtype.itemsize)
 
 

@@ -2,9 +2,10 @@
 arithmetic.
 
 Layers with the same window need the same tokens of a row, and are a group. A group's layers are dealt out to tables of
-equal numbers of layers, all groups alike, so that a block serves any table: lane k of a block belongs to the k-th layer
-of whichever table has the block. Few layers a table fit every ratio of windows to others; many layers a table are few
-tables. With one group there is one table, and a lane for each layer.
+equal numbers of layers, and the tables of all groups take about as many bytes, so that a block serves any table: lane k
+of a block belongs to the k-th layer of whichever table has the block, and is as large as that table's layers need. Few
+layers a table fit every ratio of windows to others; many layers a table are few tables. With one group there is one
+table, and a lane for each layer.
 """
 
 from collections.abc import Sequence
@@ -40,16 +41,26 @@ class StateLayout:
     """Layers of each group."""
     places: tuple[Place, ...]
     """Places by layer."""
-    lanes: tuple[Pages, ...]
-    """Pages of a block for a layer of each table."""
+    lanes: tuple[tuple[Pages, ...], ...]
+    """Pages of a block, lane by lane, in the tables of each group."""
 
     @property
     def num_tables(self) -> int:
         return sum(group.num_tables for group in self.groups)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a block is cut into other lanes in the tables of another group."""
+        return len(set(self.lanes)) > 1
+
+    @property
+    def table_groups(self) -> list[int]:
+        """Group of each table."""
+        return [number for number, group in enumerate(self.groups) for _ in range(group.num_tables)]
+
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a token takes in a block."""
-        return sum(lane.token_bytes(dtype) for lane in self.lanes)
+        """Bytes that a token takes in a block, whichever table has it."""
+        return max(sum(lane.token_bytes(dtype) for lane in lanes) for lanes in self.lanes)
 
     def row_bytes(self, num_tokens: int, block_size: int, dtype: torch.dtype) -> int:
         """Maximum bytes that a row of up to `num_tokens` holds while it decodes."""
@@ -59,46 +70,54 @@ class StateLayout:
 def one_group(layers: Sequence[Pages]) -> StateLayout:
     """All layers in one table, which keeps everything."""
     places = tuple(Place(0, number) for number in range(len(layers)))
-    return StateLayout((PageGroup(),), (len(layers),), places, tuple(layers))
+    return StateLayout((PageGroup(),), (len(layers),), places, (tuple(layers),))
 
 
 def layout_of(layers: Sequence[Pages], config: EngineConfig, dtype: torch.dtype) -> StateLayout:
-    """Groups by window where these save memory of a row of the longest context, and all layers take as much; else one
-    group. config: no "auto" is left. dtype: of the cache. Raises ValueError where a mixer cannot keep it."""
+    """Groups by window where these save memory of a row of the longest context, and all layers of a window take as
+    much; else one group. config: no "auto" is left. dtype: of the cache. Raises ValueError where a mixer cannot keep
+    it."""
     if config.kv_cache_dtype == "fp8" and not all(pages.takes_fp8 for pages in layers):
         refuse("kv_cache_dtype", "fp8", "'auto' with a mixer whose Pages do not say takes_fp8")
     assert config.max_model_len and config.kvcache_block_size
     whole = one_group(layers)
-    if not config.uses("window_groups") or len({(pages.heads, pages.widths) for pages in layers}) != 1:
+    if not config.uses("window_groups") or len(set(layers)) != len({pages.window for pages in layers}) or not layers:
         return whole
-    grouped = _by_window(layers)
+    grouped = _by_window(layers, dtype)
     longest = (config.max_model_len, config.kvcache_block_size, dtype)
     return grouped if grouped.row_bytes(*longest) <= (1 - _LEAST_SAVED) * whole.row_bytes(*longest) else whole
 
 
-def _by_window(layers: Sequence[Pages]) -> StateLayout:
+def _by_window(layers: Sequence[Pages], dtype: torch.dtype) -> StateLayout:
     """Groups by window, those that keep everything first."""
-    windows = sorted({pages.window for pages in layers}, key=lambda window: (window is not None, window))
-    members = [[number for number, pages in enumerate(layers) if pages.window == window] for window in windows]
+    kinds = sorted(set(layers), key=lambda pages: (pages.window is not None, pages.window))
+    members = [[number for number, pages in enumerate(layers) if pages == kind] for kind in kinds]
     counts = tuple(map(len, members))
-    depth = _layers_of_a_table(counts)
+    depths = _layers_of_a_table(counts, [kind.token_bytes(dtype) for kind in kinds])
     groups, places = [], [Place(0, 0)] * len(layers)
     first_table = 0
-    for window, numbers in zip(windows, members, strict=True):
+    for kind, numbers, depth in zip(kinds, members, depths, strict=True):
         for at, number in enumerate(numbers):
             places[number] = Place(first_table + at // depth, at % depth)
-        groups.append(PageGroup(window, -(-len(numbers) // depth)))
+        groups.append(PageGroup(kind.window, -(-len(numbers) // depth)))
         first_table += groups[-1].num_tables
-    return StateLayout(tuple(groups), counts, tuple(places), tuple(layers[:depth]))
+    lanes = tuple((kind,) * depth for kind, depth in zip(kinds, depths, strict=True))
+    return StateLayout(tuple(groups), counts, tuple(places), lanes)
 
 
-def _layers_of_a_table(counts: Sequence[int]) -> int:
-    """The most layers of a table with which few lanes have no layer. counts: layers of each group."""
+def _layers_of_a_table(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Numbers of layers of a table of each group: the most with which few bytes of blocks have no layer, or those with
+    which fewest have none. counts, sizes: of each group its layers, and the bytes of a token in one of them."""
 
-    def padding(depth: int) -> float:
-        """Share of padding, the larger of two cases: in long rows the first group has most of the memory, in short ones
-        each has its share."""
-        lanes = [depth * -(-count // depth) for count in counts]
-        return max(lanes[0] / counts[0], sum(lanes) / sum(counts)) - 1
+    def padding(size: int) -> float:
+        """Share of padding of tables that take `size` bytes a token, the larger of two cases: in long rows the first
+        group has most of the memory, in short ones each has its share."""
+        taken = [size * -(-count // (size // each)) for count, each in zip(counts, sizes, strict=True)]
+        needed = [count * each for count, each in zip(counts, sizes, strict=True)]
+        return max(taken[0] / needed[0], sum(taken) / sum(needed)) - 1
 
-    return next(depth for depth in range(max(counts), 0, -1) if padding(depth) <= _MOST_PADDING)
+    possible = {layers * each for count, each in zip(counts, sizes, strict=True) for layers in range(1, count + 1)}
+    large_first = sorted((size for size in possible if size >= max(sizes)), reverse=True)
+    few = (size for size in large_first if padding(size) <= _MOST_PADDING)
+    chosen = next(few, None) or min(large_first, key=padding)
+    return [chosen // each for each in sizes]

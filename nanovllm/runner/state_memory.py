@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.step.blocks import BlockTensors
-from nanovllm.layers.memory import Mixer, Slot, slots_of
+from nanovllm.layers.memory import Mixer, Pages, Slot, slots_of
 from nanovllm.runner.memory_probe import GIB, MIB
 from nanovllm.runner.sleep import SleepableMemory
 from nanovllm.runner.state_layout import StateLayout
@@ -162,7 +162,11 @@ class StateMemory:
         ids_begin = memory.shape[0] - num_blocks * self._block_size * self._id_bytes
         slots, blocks, ids = memory.tensor_split((num_lines * self.slot_bytes, ids_begin))
         self._lines, end = slots.view(num_lines, self.slot_bytes), 0
-        lanes, places = self._lanes(blocks, num_blocks), iter(self.layout.places)
+        layout, places = self.layout, iter(self.layout.places)
+        # block by block where tables of several groups cut one otherwise; else tensor by tensor, as kernels like it
+        cut = blocks.view(num_blocks, -1) if layout.is_mixed and num_blocks else blocks[None]
+        lanes = [self._lanes(cut, own, num_blocks) for own in layout.lanes]
+        of_tables = [lanes[group] for group in layout.table_groups]
         for mixer in self._mixers:
             own: list[KVCache | torch.Tensor] = []
             for one in mixer.memory:
@@ -172,32 +176,31 @@ class StateMemory:
                     own.append(line.view(one.dtype).view(num_lines, *one.shape))
                 else:
                     table, lane = next(places)
-                    own.append(replace(lanes[lane], table=table))
+                    own.append(replace(of_tables[table][lane], table=table))
             mixer.bind(*own)
-        parts = [part for lane in lanes for part in lane.tensors]
+        parts = [cut] if layout.is_mixed else [part for lane in lanes[0] for part in lane.tensors]
         if self._id_bytes:
             self.ids = ids.view(torch.int32).view(num_blocks, self._block_size)
             parts.append(self.ids)
         self._blocks = BlockTensors.of(parts) if num_blocks and parts else None
 
-    def _lanes(self, memory: torch.Tensor, num_blocks: int) -> list[KVCache]:
-        """`memory`, uint8 [bytes], cut into lanes: all keys and values, then all scales."""
-        size, dtype = self._block_size, self._dtype
-        counts = [num_blocks * size * pages.heads for pages in self.layout.lanes]
-        elements = sum(count * sum(pages.widths) for count, pages in zip(counts, self.layout.lanes, strict=True))
-        values, scales = memory.tensor_split((elements * dtype.itemsize,))
-        lanes = []
-        for count, pages in zip(counts, self.layout.lanes, strict=True):
-            tensors = []
+    def _lanes(self, memory: torch.Tensor, lanes: Sequence[Pages], num_blocks: int) -> list[KVCache]:
+        """`memory`, uint8 [pieces, bytes] whose pieces hold as many blocks each, cut into lanes: in a piece all keys
+        and values come first, then all scales."""
+        size, dtype, each = self._block_size, self._dtype, num_blocks // len(memory)
+        elements = sum(each * size * pages.heads * sum(pages.widths) for pages in lanes)
+        values, scales = memory.tensor_split((elements * dtype.itemsize,), 1)
+        found = []
+        for pages in lanes:
+            tensors, count = [], each * size * pages.heads
             for width in pages.widths:
-                part, values = values.tensor_split((count * width * dtype.itemsize,))
-                if self._token_major:
-                    tensors.append(part.view(dtype).view(num_blocks, size, pages.heads, width).transpose(1, 2))
-                else:
-                    tensors.append(part.view(dtype).view(num_blocks, pages.heads, size, width))
+                part, values = values.tensor_split((count * width * dtype.itemsize,), 1)
+                shape = (size, pages.heads) if self._token_major else (pages.heads, size)
+                tensor = part.view(dtype).unflatten(1, (each, *shape, width)).flatten(0, 1)
+                tensors.append(tensor.transpose(1, 2) if self._token_major else tensor)
             lane = KVCache(tensors[0], tensors[-1])
             if dtype == torch.float8_e4m3fn:
-                part, scales = scales.tensor_split((2 * count * _SCALE.itemsize,))
-                lane = replace(lane, scales=part.view(_SCALE).view(num_blocks, pages.heads, size, 2))
-            lanes.append(lane)
-        return lanes
+                part, scales = scales.tensor_split((2 * count * _SCALE.itemsize,), 1)
+                lane = replace(lane, scales=part.view(_SCALE).unflatten(1, (each, pages.heads, size, 2)).flatten(0, 1))
+            found.append(lane)
+        return found

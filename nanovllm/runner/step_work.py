@@ -159,7 +159,8 @@ class StepWork:
         attention, overlap = step.attention, self._group.overlap
         cut = None
         if overlap is not None and (overlap.sums is None or self._model.norm.is_add_rms_norm):
-            cut = overlap.cut(attention.num_tokens, attention.num_decode_rows)
+            takes = self._model.takes_halves
+            cut = overlap.cut(attention.num_tokens, attention.num_decode_rows) if takes else None
         if cut is None:
             self._backend.prepare(attention)
             return self._model(input_ids, step, wanted)

@@ -67,7 +67,7 @@ class ChatTemplate:
             return ""
 
     def _probe_calls(self, chat: list[dict[str, Any]]) -> str:
-        """The same beside tools, or without any where the template wants it so."""
+        """A chat rendered beside tools, or without any where the template wants it so; "" where it refuses both."""
         return self._probe(chat, tools=_TOOLS, add_generation_prompt=True) or self._probe(
             chat, add_generation_prompt=True
         )

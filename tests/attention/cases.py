@@ -21,6 +21,7 @@ FEATURES: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
     (192, (4, 4), {"window": 7}),
     (32, (4, 2), {"window": 140, "has_sinks": True, "block_size": 48}),
     (256, (3, 1), {"window": 40, "softcap": 20.0, "has_sinks": True, "block_size": 64}),
+    (512, (4, 1), {"block_size": 64}),
 ]
 """Heads' dimension, queries' and keys' heads, what else: windows shorter than a tile, than a chunk of decoded keys and
 than some rows, odd groups, odd sizes."""

@@ -158,7 +158,7 @@ def test_a_backend_that_is_not_installed_is_named_as_the_reason(monkeypatch: pyt
     ("flashy", {}, "attention_backend='flashy': must be one of"),
     ("triton", {"block_size": 24}, "kvcache_block_size=24"),
     ("triton", {"head_dim": 76}, "head_dim=76"),
-    ("triton", {"head_dim": 264}, "head_dim=264"),
+    ("triton", {"head_dim": 520}, "head_dim=520"),
     ("triton", {"dtype": torch.float64}, "dtype=torch.float64"),
 ])
 def test_refusals_name_option_and_value(name: str, change: dict[str, object], message: str) -> None:

@@ -7,6 +7,7 @@ from compiling import SHARED_BYTES, compile_only, run_alone
 
 pytest.importorskip("triton")
 
+from nanovllm.attention.triton_backend import FixedOrderTritonBackend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
@@ -45,7 +46,7 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.plan(zeros(3), zeros(2), rows)
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
-    if fp8 or capability != 90:
+    if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:
         return
     plan = FixedOrderPlan(spec.num_kv_heads, spec.head_dim, spec.window, 64, 4096, CPU)
     scratch = DecodeScratch.for_specs({spec: plan}, CPU)
@@ -60,7 +61,7 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [
     (16, 8, 128, 0.1), (32, 32, 96, 0.1), (3, 1, 64, 0.1, 128, None, True), (8, 4, 256, 0.1, 4096, 50.0),
-    (16, 8, 192, 0.1)])
+    (16, 8, 192, 0.1), (8, 1, 512, 1.0)])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], fp8: bool) -> None:
     run_alone(compile_attention, spec, fp8)
@@ -69,6 +70,6 @@ def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], fp8: bool) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 120])
 def test_the_widest_heads_fit_a_multiprocessor_of_every_kind(capability: int) -> None:
-    for spec in ((8, 4, 256, 0.1), (16, 8, 192, 0.1, 4096, 50.0)):
+    for spec in ((8, 4, 256, 0.1), (16, 8, 192, 0.1, 4096, 50.0), (8, 1, 512, 1.0)):
         for fp8, dtype in ((False, "bfloat16"), (False, "float32"), (True, "bfloat16")):
             run_alone(compile_attention, spec, fp8, capability, dtype)

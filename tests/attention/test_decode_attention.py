@@ -56,7 +56,7 @@ def test_matches_float64(block_size: int, heads: tuple[int, int], head_dim: int)
 
 @pytest.mark.parametrize(
     ("head_dim", "heads", "options", "has_tma"),
-    [*((*FEATURES[i], False) for i in (0, 2, 4, 5)), (*FEATURES[6], True),
+    [*((*FEATURES[i], False) for i in (0, 2, 4, 5, 7)), (*FEATURES[6], True),
      *(nightly(*FEATURES[i], False) for i in (1, 3, 6))])
 def test_features_match_float64(
     head_dim: int, heads: tuple[int, int], options: dict[str, Any], has_tma: bool

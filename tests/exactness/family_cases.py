@@ -66,6 +66,11 @@ NEMOTRON = {
     "n_groups": 4, "ssm_state_size": 32, "time_step_min": 0.4, "n_routed_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 1.7,
 }  # fmt: skip
+GEMMA4 = {**ALTERNATING, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
+GEMMA4_E = {
+    **GEMMA4, "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 211, "use_double_wide_mlp": True,
+}  # fmt: skip
 CONV = {"layer_types": ["conv", FULL, "conv", "conv"]}
 
 
@@ -157,6 +162,18 @@ CASES = {
         "rope_parameters": TWO_BASES, "tie_word_embeddings": True},
         {"layer_types": None, "sliding_window_pattern": 2, "rope_parameters": None, "rope_theta": 1e5,
         "rope_local_base_freq": 1e2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma4": Case(
+        "Gemma4Text", {**HEADS, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 4.0}),
+    "gemma4, values of their own, as published": Case(
+        "Gemma4Text", {**HEADS, **GEMMA4, "tie_word_embeddings": True, "attention_bias": True},
+        {"per_layer_config": None, "global_head_dim": 32, "rope_parameters": None}),
+    "gemma4, experts": Case(
+        "Gemma4Text", {**HEADS, **GEMMA4, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3,
+        "moe_intermediate_size": 20, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4, keys of other layers and inputs of each": Case("Gemma4Text", {**HEADS, **GEMMA4_E}),
+    "gemma4_unified": Case("Gemma4UnifiedText", {
+        **HEADS, **GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 3}),
     "phi3": Case(
         "Phi3", {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
         "original_max_position_embeddings": 256}),
@@ -222,11 +239,14 @@ def randomised(kind: Any, config: Any) -> Any:
     model = kind.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         names = ("correction", "expert_bias")
         corrections = ((name, each) for name, each in model.named_buffers() if any(part in name for part in names))
         for name, parameter in (*model.named_parameters(), *corrections):
             kind = type(model).__name__
-            plus_one = "emma" in kind or kind.startswith("NemotronFor")
+            plus_one = ("emma" in kind and "emma4" not in kind) or kind.startswith("NemotronFor")
             plus_one |= kind.startswith(("Qwen3Next", "Qwen3_5")) and "linear_attn" not in name
             if name.endswith("A_log"):
                 parameter.uniform_(0.005, 4.0).log_()

@@ -125,14 +125,16 @@ RANKS = (
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
     "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h",
-    "nemotron_h with latent experts",
+    "nemotron_h with latent experts", "gemma4", "gemma4, experts",
+    "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = (
     "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
     "qwen3_next", "lfm2", "nemotron_h", "nemotron_h with latent experts",
+    "gemma4, experts", "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head, channel and
-group."""
+group, experts beside an MLP, inputs of single layers."""
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,9 @@ def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "olmo3", "cohere2", "nemotron", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe",
-                                  "gpt_oss", "minimax_m2", "ernie4_5_moe", "laguna", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, experts", "olmo3", "cohere2", "nemotron",
+                                  "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe",
+                                  "laguna", "lfm2", "gemma4, keys of other layers and inputs of each"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")
@@ -180,9 +183,10 @@ def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
 
 
 def serve_with_triton(case: Case) -> None:
-    """Two layers and three tokens, for the interpreter is slow."""
-    cut = {key: value[:2] for key, value in case.entries.items() if isinstance(value, list)}
-    case = replace(case, entries={**case.entries, **cut, "num_hidden_layers": 2})
+    """Two layers with keys of their own and three tokens, for the interpreter is slow."""
+    layers = 2 + case.entries.get("num_kv_shared_layers", 0)
+    cut = {key: value[:layers] for key, value in case.entries.items() if isinstance(value, list)}
+    case = replace(case, entries={**case.entries, **cut, "num_hidden_layers": layers})
     model, greedy = make_model(case), replace(GREEDY, max_tokens=3)
     options = {**OPTIONS, "attention_backend": "triton"}
     with tempfile.TemporaryDirectory() as folder, LLM(str(save(model, case, Path(folder))), **options) as llm:

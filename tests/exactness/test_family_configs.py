@@ -104,7 +104,9 @@ def test_what_a_configuration_leaves_out_is_what_transformers_fills_in(architect
     ("architectures", "entries"),
     [
         (FAMILIES, {"is_causal": False}),
-        (FAMILIES, {"per_layer_config": {"1": {"num_key_value_heads": 4}}}),
+        ([n for n in FAMILIES if "Gemma4" not in n], {"per_layer_config": {"1": {"num_key_value_heads": 4}}}),
+        (["Gemma4ForCausalLM"], {"per_layer_config": {"1": {"num_attention_heads": 4}}}),
+        (["Gemma4ForCausalLM"], {"use_bidirectional_attention": "all"}),
         (SPARSE, {"hidden_act": "relu2"}),
         (["LlamaForCausalLM", "GptOssForCausalLM"], {"partial_rotary_factor": 0.5}),
         (["LlamaForCausalLM", "MixtralForCausalLM"], {"rope_parameters": TWO_BASES}),
@@ -137,6 +139,10 @@ def test_what_transformers_computes_otherwise_is_refused(architectures: list[str
             "quantization_config: modules that are not converted",
         ),
         ("LlamaForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        (
+            "Gemma4ForCausalLM", {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["x"]}},
+            "quantization_config: modules that are not converted",
+        ),
         ("LlamaForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Qwen3ForCausalLM", {"layer_types": [FULL, {}]}, "layer_types"),
         ("Starcoder2ForCausalLM", {"sliding_window": WINDOW, "layer_types": [[SLIDING]]}, "layer_types"),

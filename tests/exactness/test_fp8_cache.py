@@ -39,7 +39,7 @@ def test_twice_as_many_tokens_fit(folder: str) -> None:
         layout = wide.engine.executor.runner.state_memory.layout  # type: ignore[attr-defined]
         wide_blocks = wide.engine_info()["num_kvcache_blocks"]
     per_block = BLOCK * layout.token_bytes(torch.float8_e4m3fn)
-    head_dim = layout.lanes[0].widths[0]
+    head_dim = layout.lanes[0][0].widths[0]
     assert per_block == BLOCK * layout.token_bytes(torch.bfloat16) * (head_dim + 2) // (2 * head_dim)
     with LLM(folder, kv_cache_dtype="fp8", **own) as llm:
         blocks = llm.engine_info()["num_kvcache_blocks"]

@@ -30,7 +30,7 @@ REQUESTS = make_requests()[1::2]
 FLIP = 0.02
 """Ranks add up in another order. That may round an activation to the next e4m3 number, which moves scores by about as
 much as this, where it moves them by 1e-5 without FP8: closer choices are near ties."""
-MODELS = ("blocks", "experts in blocks", "experts of other names", "while loading")
+MODELS = ("blocks", "experts in blocks", "experts of other names", "while loading", "heads of two sizes")
 
 
 def save_experts(family: str, folder: Path) -> None:
@@ -43,10 +43,23 @@ def save_experts(family: str, folder: Path) -> None:
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
 
 
+def save_gemma4(folder: Path) -> None:
+    """Values are keys in the second layer."""
+    shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "max_position_embeddings": 512, "global_head_dim": 128}
+    shape |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512, "initializer_range": 0.15}
+    torch.manual_seed(1)
+    config = transformers.Gemma4TextConfig(**shape, bos_token_id=None, eos_token_id=None)
+    transformers.Gemma4ForCausalLM(config).save_pretrained(folder)
+
+
 def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
     """Options of an engine that serves one of MODELS or CONFIGS."""
     if kind.startswith("experts"):
         save_experts("Qwen3Moe" if kind == "experts in blocks" else "MiniMaxM2", folder)
+        return {"model": str(quantize(folder, BLOCKS))}
+    if kind == "heads of two sizes":
+        save_gemma4(folder)
         return {"model": str(quantize(folder, BLOCKS))}
     save(make_model(seed=3, **SHAPE), folder)
     if kind == "while loading":
@@ -54,7 +67,10 @@ def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
     return {"model": str(quantize(folder, CONFIGS[kind]))}
 
 
-@pytest.fixture(scope="module", params=[*MODELS[:3], pytest.param(MODELS[3], marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS[3:]]
+
+
+@pytest.fixture(scope="module", params=[*MODELS[:3], *SLOW])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return checkpoint(request.param, tmp_path_factory.mktemp("fp8"))
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from checkpoints import make_model, save
 from comparing import Expected
+from family_cases import CASES
 from observing import StepWitness
+from test_families import expect_tokens_of_transformers
 from workload import BLOCK, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
@@ -127,3 +129,11 @@ def test_where_a_step_is_cut() -> None:
     sums: Any = SimpleNamespace(max_rows=1151)
     overlap = Overlap(sums)
     assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
+
+
+def test_partial_sums_with_norms_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an MLP and of the experts beside it."""
+    lower_thresholds(monkeypatch, 6, 2)
+    cuts = watch_cuts(monkeypatch)
+    expect_tokens_of_transformers(CASES["gemma4, experts"], tmp_path, tensor_parallel_size=2)
+    assert cuts

@@ -88,7 +88,7 @@ def test_the_text_of_a_whole_model_that_transformers_counts_among_causal_ones(tm
     torch.manual_seed(0)
     model = randomised(transformers.AutoModelForImageTextToText, config)
     model.save_pretrained(tmp_path)
-    with LLM(str(tmp_path), **OPTIONS) as llm:
+    with LLM(str(tmp_path), model_impl="transformers", **OPTIONS) as llm:
         assert llm.engine_info()["model_impl"] == "transformers"
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):

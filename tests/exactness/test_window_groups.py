@@ -68,7 +68,7 @@ def checkpoint(family: str, folder: Path, **entries: Any) -> str:
     return str(save(make_model(case), case, folder))
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3", "gemma4", "gpt_oss", "mistral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -182,6 +182,11 @@ GEMMA3 = {
     "1b": alternating(26, 6, 1, 256, 512), "4b": alternating(34, 6, 4, 256, 1024),
     "12b": alternating(48, 6, 8, 256, 1024), "27b": alternating(62, 6, 16, 128, 1024),
 }  # fmt: skip
+GEMMA4 = {
+    "31b": [kv(4, 512) if number % 6 == 5 else kv(16, 256, 1024) for number in range(60)],
+    "26b": [kv(2, 512) if number % 6 == 5 else kv(8, 256, 1024) for number in range(30)],
+    "12b, four ranks": [kv(1, 512) if number % 6 == 5 else kv(2, 256, 1024) for number in range(48)],
+}
 GPT_OSS = {"20b": alternating(24, 2, 8, 64, 128), "120b": alternating(36, 2, 8, 64, 128)}
 
 
@@ -215,14 +220,15 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
     return most_rows, most_held * per_block
 
 
-@pytest.mark.parametrize("size", GEMMA3)
-def test_gemma3_at_32k_tokens_holds_what_its_layers_need(size: str) -> None:
-    """Five of six layers see 1,024 tokens. Blocks of 128, padding of groups included."""
-    layers, length = GEMMA3[size], 32768
+@pytest.mark.parametrize("size", [*GEMMA3, *GEMMA4])
+def test_gemma_at_32k_tokens_holds_what_its_layers_need(size: str) -> None:
+    """Five of six layers see 1,024 tokens. Blocks of 128, padding of groups included, which is more where their layers
+    differ in size."""
+    layers, length = {**GEMMA3, **GEMMA4}[size], 32768
     layout = layout_of(layers, config_of(length + MORE), BFLOAT16)
     needed = sum(pages.token_bytes(BFLOAT16) * min(length, pages.window or length) for pages in layers)
     _, held = serve(layout, 4 * needed, length)
-    assert 0 < held <= 1.2 * needed
+    assert 0 < held <= (1.2 if size in GEMMA3 else 1.3) * needed
     everything = layout_of(layers, config_of(length + MORE, "window_groups"), BFLOAT16)
     assert everything.row_bytes(length, 128, BFLOAT16) > 4.5 * held
 
@@ -239,6 +245,9 @@ def mixes() -> Iterator[list[Pages]]:
     for full in (1, 3, 5, 10):
         for windows in (1, 3, 17, 40):
             yield [kv(2, 64)] * full + [kv(2, 64, 512)] * windows
+            yield [kv(2, 128)] * full + [kv(4, 64, 512)] * windows
+            if windows > 3:
+                yield [kv(4, 128)] * full + [kv(2, 64, 512)] * windows
     yield [kv(2, 64, 512)] * 9
     yield [kv(2, 64)] * 4 + [kv(2, 64, 512)] * 9 + [kv(2, 64, 128)] * 5
 
@@ -250,19 +259,20 @@ def test_each_layer_has_a_lane_of_a_table_of_its_window(layers: list[Pages]) -> 
     assert len(set(layout.places)) == len(layers) and sum(layout.group_layers) == len(layers)
     if len(layout.groups) > 1 or layout.groups[0].window:
         assert [windows[place.table] for place in layout.places] == [pages.window for pages in layers]
-        lanes = len(layout.lanes) * layout.num_tables
-        assert lanes <= 1.1 * len(layers)
+        sizes = [pages.token_bytes(BFLOAT16) for pages in layers]
+        most = 1.1 if len(set(sizes)) == 1 else 1.2
+        assert sum(sizes) <= layout.num_tables * layout.token_bytes(BFLOAT16) <= most * sum(sizes)
 
 
 def test_groups_are_made_where_they_save_memory() -> None:
-    """Not for contexts that a window holds, layers of several sizes, or models without windows: one table, one block
-    of all layers."""
+    """Not for contexts that a window holds, layers of one window of several sizes, or models without windows: one
+    table, one block of all layers."""
     for layers, length in (
         (GEMMA3["4b"], 1024), (alternating(32, 4, 8, 128, 4096), 4400), ([kv(8, 128)] * 32, 32768),
-        ([kv(8, 128), kv(4, 128, 512)], 32768),
+        ([kv(8, 128), kv(4, 128, 512), kv(8, 128, 512)], 32768),
     ):  # fmt: skip
         layout = layout_of(layers, config_of(length), BFLOAT16)
-        assert [tuple(group) for group in layout.groups] == [(None, 1)] and layout.lanes == tuple(layers)
+        assert [tuple(group) for group in layout.groups] == [(None, 1)] and layout.lanes == (tuple(layers),)
 
 
 if __name__ == "__main__":

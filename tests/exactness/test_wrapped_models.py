@@ -12,6 +12,8 @@ from family_cases import (
     ALTERNATING,
     DELTA,
     EXPERTS,
+    GEMMA4,
+    GEMMA4_E,
     GREEDY,
     GROUPED,
     HEADS,
@@ -53,6 +55,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
     "AyaVision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),  # transformers' whole module leaves it out
     "Cohere2Vision": ("cohere2", {**ALTERNATING, "logit_scale": 1.0}),
     "Gemma3": ("gemma3_text", {**HEADS, **ALTERNATING, "rope_parameters": TWO_BASES}),
+    "Gemma4": ("gemma4_text", {**HEADS, **GEMMA4_E, "pad_token_id": 0}),
+    "Gemma4Unified": ("gemma4_unified_text", {**HEADS, **GEMMA4, "attention_k_eq_v": True, "pad_token_id": 0}),
     "Qwen2VL": ("qwen2_vl_text", {**MROPE, "hidden_size": 96}),
     "Qwen2_5_VL": ("qwen2_5_vl_text", {**MROPE, "hidden_size": 96}),
     "Qwen3VL": ("qwen3_vl_text", {**HEADS, **MROPE}),
@@ -77,7 +81,8 @@ def make_wrapped(name: str, seed: int = 0, **more: Any) -> Any:
     kind, entries = WRAPPED[name]
     made = getattr(transformers, f"{name.partition(' ')[0].removesuffix('_')}{'_' * name.endswith('_')}Config")
     default = made().to_dict()
-    vision = {**default["vision_config"], **{k: v for k, v in VISION.items() if k in default["vision_config"]}}
+    whole = default["vision_config"] or made.sub_configs["vision_config"]().to_dict()
+    vision = {**whole, **{k: v for k, v in VISION.items() if k in whole}}
     outer = {name: value for name, value in TOKENS.items() if name in default}
     text = {**SHAPE, **entries, **more, "model_type": kind}
     tied = {"tie_word_embeddings": text.pop("tie_word_embeddings")}

@@ -38,9 +38,10 @@ def test_add_norms_equals_its_twin(
     norm = None if place == "post" else random_norm(kind, shape[1], dtype, device)
     after = random_norm(kind, shape[1], dtype, device) if place in ("post", "sandwich") else None
     multiplier = 0.22 if place == "sandwich" else 1.0
+    scalar = torch.full((1,), 0.7, dtype=dtype, device=device) if place in ("post", "sandwich") else None
     x_before, twin = x.clone(), None if residual is None else residual.clone()
-    expected, expected_sum = add_norms_reference(x, twin, norm, after, multiplier)
-    normed, new_residual = add_norms(x, residual, norm, after, multiplier)
+    expected, expected_sum = add_norms_reference(x, twin, norm, after, multiplier, scalar=scalar)
+    normed, new_residual = add_norms(x, residual, norm, after, multiplier, scalar=scalar)
     assert torch.equal(x, x_before)
     assert new_residual is (x if residual is None else residual)
     assert_within_one_rounding(new_residual, expected_sum)

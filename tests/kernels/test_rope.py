@@ -4,10 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.kernels.pointwise.mean_squares import qk_mean_squares, qk_mean_squares_reference
 from nanovllm.kernels.pointwise.rope import (
     QKNormRope,
-    qk_mean_squares,
-    qk_mean_squares_reference,
     qk_norm_rope_store,
     qk_norm_rope_store_reference,
 )
@@ -51,7 +50,7 @@ def make_case(
     rotary_dim, norm = how.pop("rotary_dim", head_dim), how.pop("norm", "head")
     has_bias, has_scale = how.pop("bias", False), how.pop("query_scale", False)
     rules = QKNormRope(q_heads, kv_heads, head_dim, rotary_dim, norm, EPS, **how)
-    width = (q_heads + 2 * kv_heads) * head_dim
+    width = (q_heads + (2 - rules.values_are_keys) * kv_heads) * head_dim
     made: dict[str, Any] = {"dtype": dtype, "device": device}
     slots = torch.randperm(BLOCKS * block_size)[:num_tokens]
     slots[torch.rand(num_tokens) < 0.3] = -1
@@ -89,7 +88,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 SHAPES = [(1, 4, 2, 64, 16), (7, 6, 2, 128, 16), (5, 5, 1, 32, 32), (3, 16, 8, 128, 16), (3, 6, 3, 80, 16),
-          (70, 20, 2, 16, 16), (0, 4, 2, 64, 16), (2, 3, 1, 256, 16)]  # fmt: skip
+          (70, 20, 2, 16, 16), (0, 4, 2, 64, 16), (2, 3, 1, 256, 16), (2, 20, 10, 512, 16)]  # fmt: skip
 # A norm's order, its rounding, what is rotated and what is added, as the families mix them.
 RULES: list[dict[str, Any]] = [
     {"norm": None},
@@ -103,6 +102,9 @@ RULES: list[dict[str, Any]] = [
     {"rope_in_float32": True, "query_scale": True},
     {"norm": "width", "norm_in_float32": True, "rope_in_float32": True},
     {"norm": "width", "rotary_dim": 32, "bias": True},
+    {"value_norm": True},
+    {"values_are_keys": True},
+    {"values_are_keys": True, "value_norm": True, "rotary_dim": 32, "bias": True},
 ]
 
 
@@ -122,7 +124,10 @@ def test_equals_its_twin(
     assert_close(q, expected)
     assert torch.equal(case.qkv[:, q_heads * head_dim :], kv_before)
     assert_close(case.k_cache, twin.k_cache)  # NaN wherever nothing belongs
-    torch.testing.assert_close(case.v_cache, twin.v_cache, rtol=0, atol=0, equal_nan=True)
+    if case.how.value_norm:
+        assert_close(case.v_cache, twin.v_cache)
+    else:
+        torch.testing.assert_close(case.v_cache, twin.v_cache, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_token_does_not_depend_on_its_step(dtype: torch.dtype, device: torch.device) -> None:
@@ -211,13 +216,14 @@ def test_twin_equals_hugging_face(dtype: torch.dtype) -> None:
     assert torch.equal(case.v_cache[0, :, :9], heads[:, 6:].transpose(0, 1))
 
 
+@pytest.mark.parametrize("value_norm", [False, True])
 @pytest.mark.parametrize("rotary_dim", [48, 16])
 @pytest.mark.parametrize("spoiled", [float("nan"), float("-inf")])
 def test_the_cache_never_holds_a_value_that_is_not_finite(
-    spoiled: float, rotary_dim: int, dtype: torch.dtype, device: torch.device
+    spoiled: float, rotary_dim: int, value_norm: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Its key says so instead, and the token's other heads are as they were."""
-    case = make_case(6, 4, 3, 48, 16, dtype, device, rotary_dim=rotary_dim)
+    case = make_case(6, 4, 3, 48, 16, dtype, device, rotary_dim=rotary_dim, value_norm=value_norm)
     case.slots[:] = torch.arange(6, dtype=torch.int32)
     clean = case.clone()
     heads = case.how.heads(case.qkv)

@@ -56,6 +56,32 @@ def test_each_tensor_is_its_own(dtype: torch.dtype, token_major: bool) -> None:
         assert (cache.v is cache.k) == (len(pages.widths) == 1)
 
 
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_tables_of_each_group_cut_a_block_in_their_own_way(dtype: torch.dtype, token_major: bool) -> None:
+    """A block belongs to one table: what others' blocks hold stays as it is, and a copy takes all of a block along."""
+    kinds = Pages(2, (16, 16), takes_fp8=True), Pages(3, (8, 8), 20, takes_fp8=True)
+    mixers = [Mixer(kinds[number in (0, 1, 3)]) for number in range(5)]
+    config = replace(CONFIG, max_model_len=4096, kv_cache_dtype="fp8" if dtype.itemsize == 1 else "auto")
+    layout = layout_of(pages_of(mixers), config, dtype)
+    assert layout.is_mixed and len(layout.groups) == 2
+    memory = StateMemory(config, mixers, layout, dtype, CPU, select_kernels(CPU), token_major)
+    memory.allocate(memory.size(2 * NUM_BLOCKS))
+    caches = [mixer.bound[0] for mixer in mixers]
+    for number, cache in enumerate(caches):
+        for tensor in cache.tensors:
+            assert tensor.shape[:3] == (2 * NUM_BLOCKS, kinds[number in (0, 1, 3)].heads, BLOCK_SIZE)
+            tensor[2 * cache.table] = 1 + number
+    packed = pack_step(
+        3, slots=[0], starts=[0], counts=[1], num_decode_rows=0, num_sample_rows=1, num_tokens=1, block_updates=[],
+        slot_records=[], token_ids=[5], block_copies=list(range(2 * layout.num_tables)),
+    )  # fmt: skip
+    memory.begin(torch.from_numpy(packed.copy()), packed)
+    for number, cache in enumerate(caches):
+        for tensor in cache.tensors:
+            assert (tensor[2 * cache.table : 2 * cache.table + 2].float() == 1 + number).all()
+
+
 def test_pages_that_their_mixer_cannot_keep_in_e4m3_are_refused() -> None:
     wide, both = Pages(2, (8, 8)), Pages(2, (8, 8), takes_fp8=True)
     config = EngineConfig("m", kv_cache_dtype="fp8", max_model_len=64, kvcache_block_size=16)

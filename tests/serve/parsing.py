@@ -20,6 +20,7 @@ TAGS = {
     "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
     "glm45": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
     "minimax_m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>".split(),
+    "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|>'.split(),
     "llama3_json": ["<|python_tag|>"],
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
@@ -27,7 +28,7 @@ TAGS = {
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
 REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron"), "think")
-REASONING |= {"mistral": "mistral", "harmony": "harmony"}
+REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4"}
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
     *((family, False) for family in ("hermes", "qwen3_coder", "minimax_m2")),
@@ -80,14 +81,15 @@ class Model:
 
     def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
         self.family = family
-        has_special = family in ("mistral", "mistral_list", "harmony")
+        has_special = family in ("mistral", "mistral_list", "harmony", "gemma4")
         save_tokenizer(folder, [(tag, has_special) for tag in TAGS[family] if has_tokens])
         self.tokenizer = CheckpointTokenizer(folder)  # without a template reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
         backend = self.tokenizer.backend_tokenizer
         self.eos = backend.token_to_id("<|return|>" if family == "harmony" else "<|im_end|>")
         self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
-        self.closed = "[/THINK]" if family == "mistral" else "<think>\n\n</think>"
+        closed = {"mistral": "[/THINK]", "gemma4": "<|channel>thought\n<channel|>"}
+        self.closed = closed.get(family, "<think>\n\n</think>")
         """End of a prompt after which the model does not reason."""
 
     def ids(self, text: str) -> list[int]:
@@ -122,7 +124,8 @@ class Model:
 
     def write(self, message: "Message", prompt_opens: bool = False) -> str:
         """A message as the family's models write it."""
-        opening, closing = ("[THINK]", "[/THINK]") if self.family == "mistral" else ("<think>\n", "\n</think>\n\n")
+        tags = {"mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought\n", "\n<channel|>")}
+        opening, closing = tags.get(self.family, ("<think>\n", "\n</think>\n\n"))
         text = "" if prompt_opens or message.reasoning is None else opening
         text += "" if message.reasoning is None else message.reasoning + closing
         text += message.content
@@ -144,6 +147,8 @@ class Model:
             return f"<TOOLCALL>[{listed}]</TOOLCALL>" if self.family == "nemotron" else f"[TOOL_CALLS][{listed}]"
         if self.family == "llama3_json":
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
+        if self.family == "gemma4":
+            return "".join(f"<|tool_call>call:{name}{_bare(arguments)}<tool_call|>" for name, arguments in calls)
         if self.family == "minimax_m2":
             pair = '<parameter name="{}">{}</parameter>\n'
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
@@ -160,6 +165,15 @@ class Model:
             lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
             blocks.append(f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>")
         return "\n".join(blocks)
+
+
+def _bare(value: Any) -> str:
+    """Gemma 4's notation."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_bare(each)}" for key, each in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_bare, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
 def _shown(value: Any) -> str:
@@ -205,7 +219,7 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
     matcher, ids = model.matcher(plan), []
     words = (len(model.tokenizer) + 31) // 32
     mask = np.zeros((1, words), np.int32)
-    endings = [model.tokenizer.encode(text) for text in _ENDINGS]
+    endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *['<|"|>'] * (model.family == "gemma4"))]
     while len(ids) < most:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])

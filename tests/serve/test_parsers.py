@@ -45,7 +45,8 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     prose = model.family != "llama3_json" or not made
     content = content.lstrip("{[<") or "x"
     message = Message(reasoning, content if prose else "", made)
-    prompt = {"mistral": "[THINK]"}.get(model.family, "<think>\n") if opens else "assistant\n"
+    openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n"}
+    prompt = openings.get(model.family, "<think>\n") if opens else "assistant\n"
     plan = model.plan(prompt)
     text = model.write(message, opens)
     assert model.admits(plan, text)

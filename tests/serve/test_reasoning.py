@@ -47,7 +47,7 @@ def test_reasoning_may_begin_after_a_line_break_and_have_no_end(models: dict[tup
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("key", [key for key in MODELS if key[0] in REASONING and key[0] != "mistral"])
+@pytest.mark.parametrize("key", [key for key in MODELS if REASONING.get(key[0]) == "think"])
 def test_a_call_ends_the_reasoning(models: dict[tuple[str, bool], Model], key: tuple[str, bool], choice: str) -> None:
     """Qwen3, Qwen3.5 and Qwen3-Coder begin calls without an end of it."""
     model = models[key]

@@ -293,6 +293,6 @@ def test_which_templates_go_through_parts() -> None:
         for name, template in found.items()
     }
     assert {name: roles for name, roles in taken.items() if roles} == {
-        "gemma": ["user", "assistant"], "glm45": ["system", "user"],
+        "gemma": ["user", "assistant"], "gemma4": ["system", "user", "assistant"], "glm45": ["system", "user"],
         "minimax_m2": ["system", "user", "assistant", "tool"],
     }  # fmt: skip

@@ -99,6 +99,18 @@ def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict
             assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
 
 
+@pytest.mark.parametrize("schema", [{"type": "string", "pattern": "a"}, {"type": ["string", "null"]}, TEXT])
+def test_an_end_right_behind_the_beginning_ends_an_empty_text(
+    models: dict[tuple[str, bool], Model], schema: Any
+) -> None:
+    """Where both are texts that share a line break; so a text that begins with the end is none."""
+    model = models["qwen3_coder", False]
+    plan = plan_of(model, schema_of(schema))
+    begin, end = model.calls_text([("f", {"v": "#"})]).split("\n#\n")
+    assert not model.admits(plan, f"{begin}\n{end}and a\n{end}")
+    assert model.admits(plan, f"{begin}\nand a\n{end}")
+
+
 FORMATS = {
     "time": ("10:20:30Z", "10:20"), "date-time": ("2026-11-28T10:20:30.5+01:00", "2026-11-28"),
     "duration": ("P1Y2M3DT4H", "1 day"), "email": ("a.b+c@d-e.org", "a@b@c"), "hostname": ("a-b.example", "-a"),
@@ -205,3 +217,48 @@ def test_values_that_are_too_deep_or_too_long_for_a_reader_of_json(model: Model)
     for text, value in ((deep + deep.replace("[", "]"), f'"{deep + deep.replace("[", "]")}"'), (long, long)):
         found = model.read(plan, model.calls_text([("f", {"v": text})]))
         assert found[-1].text == f'{{"v": {value}}}'
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
+        "where": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["tags"],
+    "additionalProperties": False,
+    "$defs": {"point": {
+        "type": "object", "properties": {"next": {"$ref": "#/$defs/point"}, "x": {"type": "number"}},
+        "required": ["x"], "additionalProperties": False,
+    }},
+}  # fmt: skip
+
+
+def test_values_within_values_are_held_to_their_schemas(models: dict[tuple[str, bool], Model]) -> None:
+    """In Gemma 4's notation, whose keys have no quotes."""
+    model = models["gemma4", True]
+
+    def tools(parameters: Any, strict: bool = True) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}]
+
+    plan = model.plan(model.closed, "required", tools=tools(NESTED))
+    for arguments in ({"tags": ["a"]}, {"tags": ["a", "b"], "where": None}, {"tags": ["b"], "where": {"x": 1.5}},
+                      {"tags": ["b"], "where": {"next": {"next": {"x": 1}, "x": 2}, "x": 3}}):  # fmt: skip
+        text = model.calls_text([("f", arguments)])
+        assert model.admits(plan, text), text
+        assert message_of(model.read(plan, text, [1])).calls == [("f", arguments)]
+    for arguments in ({"tags": []}, {"tags": ["a", "b", "a"]}, {"tags": ["c"]}, {"tags": ["a"], "where": {"next": {}}},
+                      {"tags": ["a"], "where": {"x": 1, "y": 2}}, {"tags": "a"}):  # fmt: skip
+        assert not model.admits(plan, model.calls_text([("f", arguments)])), arguments
+    with pytest.raises(ValueError, match=r"^tools: function 'f': uniqueItems: must be absent with strict=true"):
+        model.plan(tools=tools({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}))
+    with pytest.raises(ValueError, match=r"^tools: function 'f': the parameter 'a:b' must be a word"):
+        model.plan(tools=tools({"type": "object", "properties": {"a:b": {}}}, strict=False))
+
+
+def test_spellings_of_python_are_read_as_json(models: dict[tuple[str, bool], Model]) -> None:
+    """Templates before Gemma 4's latest show None."""
+    model = models["gemma4", True]
+    text = '<|tool_call>call:now{a:None,b: True , c:[ ],<|"|>d<|"|>:x-1}<tool_call|>'
+    found = message_of(model.read(model.plan(), text, [1])).calls
+    assert found == [("now", {"a": None, "b": True, "c": [], "d": "x-1"})]

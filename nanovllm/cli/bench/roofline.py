@@ -116,7 +116,6 @@ class Roofline:
         self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
         self.num_layers, self.hidden = len(model.layers), hidden
         # Per rank. KV heads are replicated where ranks exceed them.
-        mlp = hidden * model.intermediate_size // size
         parts: list[tuple[int, Quantization | None]] = []
         kv_width, self.query_elements, self.state_elements = 0, 0, 0
         for layer in model.layers:
@@ -125,21 +124,27 @@ class Roofline:
                 self.state_elements += state // size
             else:
                 out, kv = (layer.num_heads or model.num_attention_heads) * layer.head_dim, layer.num_kv_heads
-                into = out * (1 + model.gate_in_queries) + 2 * size * math.ceil(kv / size) * layer.head_dim
+                projected = 0 if layer.shares_keys else 2 - layer.values_are_keys
+                into = out * (1 + model.gate_in_queries) + projected * size * math.ceil(kv / size) * layer.head_dim
                 kv_width += math.ceil(kv / size) * layer.head_dim
                 self.query_elements += out // size
             parts.append((hidden * into // size, layer.precision("qkv")))
             parts.append((hidden * out // size, layer.precision("o")))
-            if layer.mlp == "dense":
+            if layer.has_dense_mlp:
+                mlp = hidden * (layer.intermediate_size or model.intermediate_size) // size
                 gate_up = (1 + model.gated_mlp) * mlp
                 parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
-        self.moe, num_moe = model.moe, sum(layer.mlp == "moe" for layer in model.layers)
+        if model.layer_inputs is not None:  # whose projection every rank has whole
+            count, width, _ = model.layer_inputs
+            parts.append((count * width * hidden + len(model.layers) * 2 * width * hidden // size, None))
+        sparse = [layer for layer in model.layers if layer.has_experts]
+        self.moe, num_moe = model.moe, len(sparse)
         self.expert_work, self.expert_bytes = 0.0, 0.0
         """Work and bytes of one expert, in all layers together."""
         if self.moe is not None:
             ups = 2 + self.moe.gated
             count = num_moe * ups * hidden * self.moe.intermediate_size // size
-            held = next(layer.precision("experts") for layer in model.layers if layer.mlp == "moe")
+            held = sparse[0].precision("experts")
             self.expert_work = count / (figures.fp8_speedup if _is_fp8(held) else 1)
             self.expert_bytes = count * bytes_of_weight(held, element_bytes)
             router = self.moe.num_experts * hidden

@@ -1,6 +1,6 @@
 """JSON schemas: the schemas within a document, and what its references name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -51,7 +51,7 @@ class SchemaDocument:
                 return None
         return node
 
-    def parts(self, schema: Any, *lists: str) -> list[Schema]:
+    def parts(self, schema: Any, lists: Sequence[str] = ("allOf",)) -> list[Schema]:
         """A schema, what it refers to and what stands in its `lists` (allOf, ...), each once."""
         found, left = dict[int, Schema](), [schema]
         for part in left:

@@ -37,7 +37,7 @@ def check_patterns(schema: Any, is_empty: Callable[[str, frozenset[str]], bool])
     fails in the middle of such an object. `is_empty`: whether an expression has no other texts than these."""
     document, checked = SchemaDocument(schema), set()
     for node in schemas_in(schema):
-        parts = document.parts(node, "allOf", "anyOf", "oneOf")
+        parts = document.parts(node, ("allOf", "anyOf", "oneOf"))
         names = frozenset(name for part in parts for name in mapped(part, "properties"))
         patterns = {pattern for part in parts for pattern in mapped(part, "patternProperties")} if names else ()
         for pattern in patterns:

@@ -66,7 +66,8 @@ FP8_TUNING: Tuning = (
 def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
     """TUNING for a rank that holds so many key heads. Tiles of wide heads are shorter, so that as many bytes are in
     flight."""
-    return for_heads(FP8_TUNING if fp8 else TUNING, num_kv_heads, head_dim, block_n=32, num_stages=2, num_warps=4)
+    block_n = 32 if head_dim <= 256 else 16
+    return for_heads(FP8_TUNING if fp8 else TUNING, num_kv_heads, head_dim, block_n=block_n, num_stages=2, num_warps=4)
 
 
 def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: int | None) -> Tuning:

@@ -40,6 +40,8 @@ def prefill_config(
     """Wider heads get smaller tiles: what does not fit in registers and `most_shared` bytes of shared memory would be
     slow, or not run. Widths without tensor descriptors keep pointers in registers too, and e4m3 is widened there."""
     num_warps = 4 if head_dim == padded_dims(head_dim) else 8
+    if head_dim > 256:
+        return _of_widest(head_dim, dtype, fp8, most_shared)
     if dtype.itemsize > 2 and head_dim > 64:  # no tensor cores: it multiplies in registers
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)
     if fp8:
@@ -48,6 +50,17 @@ def prefill_config(
     queries = config.block_m * (padded_dims(head_dim) + config.block_n)  # and their weights
     nbytes = dtype.itemsize * (queries + 2 * config.block_n * padded_dims(head_dim))
     return config if nbytes <= most_shared else replace(config, block_n=config.block_n // 2)
+
+
+def _of_widest(head_dim: int, dtype: torch.dtype, fp8: bool, most_shared: int) -> PrefillConfig:
+    """The outputs of 64 queries take the registers of eight warps, and with little shared memory even these are too
+    many queries."""
+    if dtype.itemsize > 2:
+        return PrefillConfig(block_m=16, block_n=16, num_warps=8, num_stages=1)
+    if fp8:
+        return PrefillConfig(block_m=32, block_n=32, num_warps=8)
+    held = dtype.itemsize * padded_dims(head_dim) * (64 + 4 * 32)  # of queries, and of keys and values twice
+    return PrefillConfig(64, 32, num_warps=8) if held < most_shared else PrefillConfig(32, 16, num_warps=8)
 
 
 def fixed_order_config(head_dim: int) -> PrefillConfig:

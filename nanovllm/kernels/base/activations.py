@@ -1,4 +1,4 @@
-"""SiLU, and SiLU(gate) * up as kernels that multiply compute it behind their sums."""
+"""SiLU, GELU, and activation(gate) * up as kernels that multiply compute it behind their sums."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
@@ -7,6 +7,20 @@ from nanovllm.kernels.base.triton_import import tl, triton
 def silu(x):
     """float32 -> x / (1 + exp(-x))."""
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """float32 -> GELU (Hendrycks and Gimpel, arXiv 1606.08415), approximated by a tanh."""
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
+    tanh = 1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)
+    return 0.5 * x * (1.0 + tanh)
+
+
+@triton.jit
+def gelu_mul(gate, up, dtype: tl.constexpr):
+    """silu_mul with gelu_tanh in place of SiLU."""
+    return gelu_tanh(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit

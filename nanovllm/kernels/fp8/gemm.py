@@ -45,6 +45,7 @@ def _by_tiles(
 ) -> Tensor:
     rows, values = x.shape[0], weight.values
     n_out = values.shape[0] // 2 if gated else values.shape[0]
+    assert values.shape[1] == x.shape[1] and values.is_contiguous(), (values.shape, x.shape)
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, values.device)
     operand, scales, _ = _rounded(x, weight)
     x_left = config.block_n < 64 or config.block_m >= 128

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.activations import silu_mul
+from nanovllm.kernels.base.activations import gelu_mul, silu_mul
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -182,14 +182,17 @@ def result(
     DELTA=None, row=None, rows=None,
 ):  # fmt: skip
     """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
-    for which the sums are rounded to dtype, and of ups alone (SQUARED) theirs. DELTA: see _finish."""
+    for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs. DELTA: see
+    _finish."""
     n = n_out * len(accs)
     acc = _finish(accs[0], SCALE, BIAS, DELTA, base, first_col, n_out, first_col, n_out, row, rows, n, BLOCK_N,
                   IN_BLOCKS, X_LEFT)  # fmt: skip
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, DELTA, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, row,
                      rows, n, BLOCK_N, IN_BLOCKS, X_LEFT)  # fmt: skip
-        if LIMIT is None:
+        if ALPHA is None:
+            acc = gelu_mul(acc, up, dtype)
+        elif LIMIT is None:
             acc = silu_mul(acc, up, dtype)
         else:
             gate = tl.minimum(acc.to(dtype).to(tl.float32), LIMIT)
@@ -340,7 +343,7 @@ def launch(
     grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
     rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    activation: tuple[float, float | None] = (1.0, None), tma: bool = True, **constants: Any,
+    activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
     """tile_kernel over `grid`, with the operands that it describes. x: a descriptor, or with a routing (tiles, order,
     weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'."""

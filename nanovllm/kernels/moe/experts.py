@@ -36,10 +36,11 @@ ExpertWeight = Tensor | FP8Weight | PackedExperts
 @dataclass(frozen=True)
 class ExpertActivation:
     """silu(gate) * up; with a limit gate and up are clamped, gate from above alone, and the result is
-    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss, arXiv 2508.10925). Not gated: relu(up) ** 2."""
+    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss, arXiv 2508.10925). Without alpha gelu_tanh(gate) * up. Not gated:
+    relu(up) ** 2."""
 
     limit: float | None = None
-    alpha: float = 1.0
+    alpha: float | None = 1.0
     gated: bool = True
 
 
@@ -128,7 +129,9 @@ def expert_gate_up_reference(
             out[first:end] = y.relu().square()
             continue
         gate, up = y.chunk(2, dim=-1)
-        if activation.limit is None:
+        if activation.alpha is None:
+            out[first:end] = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        elif activation.limit is None:
             out[first:end] = torch.nn.functional.silu(gate) * up
         else:
             gate = gate.float().clamp(max=activation.limit)

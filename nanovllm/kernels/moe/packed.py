@@ -104,7 +104,7 @@ def quantize(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiply(
     x: Tensor, weight: PackedExperts, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
-    gated: bool, activation: tuple[float, float | None],
+    gated: bool, activation: tuple[float | None, float | None],
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`: if gated [T * top_k, I], of x [T, H], else [top_k, T, H], of that; see moe/experts.py.
     activation: alpha and limit."""

@@ -41,6 +41,8 @@ class TopK:
     """Only experts of the best groups are chosen, by the sum of each group's two best; for sigmoid."""
     scale: float = 1.0
     """Factor on the weights."""
+    logits_scale: float = 1.0
+    """Factor on the logits."""
 
     @property
     def group_size(self) -> int:
@@ -164,11 +166,11 @@ def _best_experts(choice, score, inside, expert, lane, TOP_K: tl.constexpr, IS_S
 
 @triton.jit(do_not_specialize=["rows", "max_tiles"])
 def _route_kernel(
-    LOGITS, BIAS, CORRECTION, WEIGHTS, IDS, COUNTS, ORDER, TILES, rows, max_tiles,
+    LOGITS, BIAS, CORRECTION, FACTORS, WEIGHTS, IDS, COUNTS, ORDER, TILES, rows, max_tiles,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, LOWEST: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, SCALE: tl.constexpr, LOGITS_SCALE: tl.constexpr, LOWEST: tl.constexpr,
+    SINGLE: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens from `program_id` * ROWS on. SINGLE: they are all, and the sort is done here; else IDS [rows, TOP_K]
     and COUNTS [programs, BLOCK] are for _sort_kernel."""
@@ -188,6 +190,8 @@ def _route_kernel(
     for part in tl.static_range(PARTS):
         at = (part * rows + row).to(tl.int64)[:, None] * WIDTH + expert
         logits += tl.load(LOGITS + at, mask=inside, other=0.0)
+    if LOGITS_SCALE != 1.0:
+        logits *= LOGITS_SCALE
     score = logits + bias
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
@@ -206,7 +210,11 @@ def _route_kernel(
     weights = _weights(values, score, lane, expert, TOP_K, EXPERTS, is_score, RENORMALISE)
     out = row[:, None] * TOP_K + lane
     live = (row < rows)[:, None] & (lane < TOP_K)
-    tl.store(WEIGHTS + out, weights * SCALE, mask=live)
+    places = WEIGHTS + out
+    weights *= SCALE
+    if FACTORS is not None:
+        weights *= tl.load(FACTORS + ids, mask=live, other=0.0)
+    tl.store(places, weights, mask=live)
     totals = tl.sum((slot_of >= 0).to(tl.int32), axis=0)
     if SINGLE:
         starts = tl.cumsum(totals, axis=0) - totals
@@ -251,11 +259,12 @@ def _sort_kernel(
 
 def route(
     logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
-    correction: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None, factors: torch.Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """logits float32 [parts, T, width], sums over parts of K, of which the first num_experts columns count -> Routing.
-    bias [num_experts] is added to them; correction float32 [num_experts]: see TopK.sigmoid. Equal scores: the expert
-    with the lower number first. Logits are contiguous."""
+    bias [num_experts] is added to them; correction float32 [num_experts]: see TopK.sigmoid; factors float32
+    [num_experts]: on the weights, at last. Equal scores: the expert with the lower number first. Logits are
+    contiguous."""
     parts, rows, width = logits.shape
     top_k, experts, device = options.top_k, options.num_experts, logits.device
     block = triton.next_power_of_2(experts)
@@ -273,10 +282,10 @@ def route(
     elements = block_rows * block
     launch = {"num_warps": 1 if elements <= 512 else 4 if elements <= 2048 else 8, **pdl_options(device)}
     _route_kernel[(blocks,)](
-        logits, bias, correction, weights, ids, counts, order, tiles, rows, num_tiles,
+        logits, bias, correction, factors, weights, ids, counts, order, tiles, rows, num_tiles,
         WIDTH=width, PARTS=parts, EXPERTS=experts, BLOCK_K=triton.next_power_of_2(top_k), SIGMOID=options.sigmoid,
         RENORMALISE=options.renormalise, GROUPS=options.num_groups, TOP_GROUPS=options.top_groups, SCALE=options.scale,
-        LOWEST=LOWEST, SINGLE=blocks == 1, **shared, **launch,
+        LOGITS_SCALE=options.logits_scale, LOWEST=LOWEST, SINGLE=blocks == 1, **shared, **launch,
     )  # fmt: skip
     if blocks > 1:
         launch["num_warps"] = 8 if elements > 4096 else 4
@@ -288,11 +297,11 @@ def route(
 
 def route_reference(
     logits: torch.Tensor, options: TopK, block_m: int, bias: torch.Tensor | None = None,
-    correction: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None, factors: torch.Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Plain twin of `route`."""
     experts, top_k = options.num_experts, options.top_k
-    score = logits.sum(0)[:, :experts]
+    score = logits.sum(0)[:, :experts] * options.logits_scale
     if bias is not None:
         score = score + bias.float()
     is_score = options.sigmoid or correction is not None
@@ -319,4 +328,5 @@ def route_reference(
         start += total
     tiles += [(-1, -1, -1)] * (max_tiles(chosen.numel(), experts, block_m) - len(tiles))
     in_rows = torch.tensor(tiles, dtype=torch.int32, device=chosen.device).view(-1, 3)
-    return Routing(weights * options.scale, order, in_rows, top_k)
+    weights = weights * options.scale
+    return Routing(weights if factors is None else weights * factors[chosen], order, in_rows, top_k)

@@ -6,7 +6,7 @@ Rounding is that of Hugging Face's models: the biased projection, the activation
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.base.activations import silu
+from nanovllm.kernels.base.activations import gelu_tanh, silu
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
@@ -21,9 +21,7 @@ def _activated(x, KIND: tl.constexpr):
     if KIND == "silu":
         y = silu(x)
     elif KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
-        tanh = 1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)
-        y = 0.5 * x * (1.0 + tanh)
+        y = gelu_tanh(x)
     else:
         positive = tl.maximum(x, 0.0)
         y = positive * positive

@@ -106,14 +106,14 @@ def norm_row(x, weight, bias, eps, mask, HIDDEN: tl.constexpr, KIND: tl.constexp
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _norm_kernel(
-    X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, x_stride, scale_stride, eps, after_eps,
+    X, RESIDUAL, WEIGHT, BIAS, OUT, SCALES, AFTER_WEIGHT, AFTER_BIAS, SCALAR, x_stride, scale_stride, eps, after_eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, AFTER_KIND: tl.constexpr,
     MULTIPLIER: tl.constexpr, PARTS: tl.constexpr, ROUND_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `program_id` of add_norms, without the addition where not ADD. X [rows, HIDDEN], rows x_stride apart, or
     PARTS contiguous matrices to add up; RESIDUAL and OUT [rows, HIDDEN], contiguous; weights and biases [HIDDEN]. What
-    is None is not there: AFTER_WEIGHT, biases, and WEIGHT where OUT is not wanted. Where there are SCALES [groups of
-    HIDDEN, scale_stride], OUT is rounded to e4m3 (kernels/fp8/)."""
+    is None is not there: AFTER_WEIGHT, biases, SCALAR [1], and WEIGHT where OUT is not wanted. Where there are SCALES
+    [groups of HIDDEN, scale_stride], OUT is rounded to e4m3 (kernels/fp8/)."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
@@ -132,6 +132,8 @@ def _norm_kernel(
             x = (x.to(tl.float32) * MULTIPLIER).to(x.dtype)
         residual = tl.load(RESIDUAL + row * HIDDEN + cols, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        if SCALAR is not None:
+            x = (x.to(tl.float32) * tl.load(SCALAR).to(tl.float32)).to(x.dtype)
         tl.store(RESIDUAL + row * HIDDEN + cols, x, mask=mask)
     if WEIGHT is not None:
         normed = norm_row(x, weight, bias, eps, mask, HIDDEN, KIND, BIAS is not None)
@@ -143,15 +145,16 @@ def _norm_kernel(
 
 def add_norms(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False,
+    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False, scalar: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
-    """(norm(new residual), new residual = residual + multiplier * after(x)), each [T, H].
+    """(norm(new residual), new residual = scalar * (residual + multiplier * after(x))), each [T, H].
 
     The sum replaces `residual` in place. Without a residual x is the new one, as it is. Without `norm` both results are
     the new residual. x may also be [parts, T, H], a GEMM's sums over parts of its columns (kernels/gemm/dense.py) or
     the results of a token's experts, whose float32 sum is rounded to residual's dtype before it is added; with
     `round_sums` so is the sum of any two (kernels/gemm/fixed_order.py). Rows of x may be strided, parts of it are
-    contiguous as residual is. rounds: the normalised rows are then rounded to e4m3 (kernels/fp8/).
+    contiguous as residual is. rounds: the normalised rows are then rounded to e4m3 (kernels/fp8/). scalar: [1], of
+    residual's dtype, by which its sum is multiplied when it is rounded.
     """
     new = x if residual is None else residual
     num_rows, hidden = new.shape
@@ -169,9 +172,9 @@ def add_norms(
     norm, after = norm or _NONE, after or _NONE
     if num_rows:
         _norm_kernel[(num_rows,)](
-            x, new, norm.weight, norm.bias, values, scales, after.weight, after.bias, x.stride(-2), stride, norm.eps,
-            after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind, AFTER_KIND=after.kind,
-            MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
+            x, new, norm.weight, norm.bias, values, scales, after.weight, after.bias, scalar, x.stride(-2), stride,
+            norm.eps, after.eps, HIDDEN=hidden, BLOCK=block, ADD=residual is not None, KIND=norm.kind,
+            AFTER_KIND=after.kind, MULTIPLIER=multiplier, PARTS=parts, ROUND_SUMS=round_sums,
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0,
@@ -203,7 +206,7 @@ def norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 def add_norms_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, after: Norm | None = None,
-    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False,
+    multiplier: float = 1.0, round_sums: bool = False, rounds: bool = False, scalar: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:  # fmt: skip
     """Plain twin of `add_norms`."""
     if residual is None:
@@ -213,6 +216,8 @@ def add_norms_reference(
             x = add_up(x, residual.dtype, round_sums)
         y = x if after is None else norm_reference(x, after)
         residual.add_(y if multiplier == 1.0 else y * multiplier)
+        if scalar is not None:
+            residual.mul_(scalar)
     if norm is None:
         return residual, residual
     normed = norm_reference(residual, norm)

@@ -24,8 +24,8 @@ PDL_REGISTERS = 56
 earlier beside 8B's GEMM of one row and holds it up: 3,984 us a step, 3,900 with 56. Without PDL it is 3,981; 0.6B takes
 612 with PDL, 694 without (H200)."""
 HEADS_PER_PROGRAM = 16
-"""Heads of a program in any step: another number might sum in another order, and a token's result would depend on its
-step."""
+"""Heads of a program in any step, of up to 256 elements each: another number might sum in another order, and a token's
+result would depend on its step."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,24 @@ class QKNormRope:
     """The normalised value is not rounded before it is multiplied by the weight."""
     rope_in_float32: bool = False
     """cos, sin and the products are not rounded, only the result."""
+    value_norm: bool = False
+    """RMSNorm of each value head, without a weight."""
+    values_are_keys: bool = False
+    """The projections have no values: they are the keys, before norm and rotation."""
 
     def heads(self, qkv: torch.Tensor) -> torch.Tensor:
-        """[T, width] -> [T, query, then key, then value heads, head_dim]."""
-        return qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        """[T, width] -> [T, query, then key, then (of their own) value heads, head_dim]."""
+        parts = 1 if self.values_are_keys else 2
+        return qkv.view(qkv.shape[0], self.num_heads + parts * self.num_kv_heads, self.head_dim)
+
+    @property
+    def heads_per_program(self) -> int:
+        """Heads that one program of the kernel has."""
+        return HEADS_PER_PROGRAM if self.head_dim <= 256 else HEADS_PER_PROGRAM // 2
 
 
 @triton.jit
-def _load_heads(ROW, BIAS, heads, cols, mask, D: tl.constexpr):
+def load_heads(ROW, BIAS, heads, cols, mask, D: tl.constexpr):
     """Columns `cols` of the heads, [HEADS, cols], with the bias added."""
     offsets = heads[:, None] * D + cols[None, :]
     x = tl.load(ROW + offsets, mask=mask, other=0.0)
@@ -108,12 +118,12 @@ def _load_parts(ROW, BIAS, heads, count, D: tl.constexpr, HALF: tl.constexpr):
     `heads` below `count`."""
     cols = tl.arange(0, triton.next_power_of_2(HALF))
     mask = (heads < count)[:, None] & (cols < HALF)[None, :]
-    first = _load_heads(ROW, BIAS, heads, cols, mask, D)
-    second = _load_heads(ROW, BIAS, heads, cols + HALF, mask, D)
+    first = load_heads(ROW, BIAS, heads, cols, mask, D)
+    second = load_heads(ROW, BIAS, heads, cols + HALF, mask, D)
     rest = first
     if 2 * HALF < D:
         cols = 2 * HALF + tl.arange(0, triton.next_power_of_2(D - 2 * HALF))
-        rest = _load_heads(ROW, BIAS, heads, cols, (heads < count)[:, None] & (cols < D)[None, :], D)
+        rest = load_heads(ROW, BIAS, heads, cols, (heads < count)[:, None] & (cols < D)[None, :], D)
     return first, second, rest
 
 
@@ -180,16 +190,35 @@ def _finite_values(parts, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _unit_values(parts, D: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr):
+    """The parts of values, normalised without a weight."""
+    first, second, rest = parts
+    squares = tl.sum(first.to(tl.float32) * first.to(tl.float32) + second.to(tl.float32) * second.to(tl.float32), 1)
+    if 2 * HALF < D:
+        squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
+    inverse_rms = tl.rsqrt(squares / D + EPS)[:, None]
+    first, second = (first.to(tl.float32) * inverse_rms).to(first.dtype), second.to(tl.float32) * inverse_rms
+    return first, second.to(first.dtype), (rest.to(tl.float32) * inverse_rms).to(first.dtype)
+
+
+@triton.jit
 def _load_keys_values(
-    row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+    row, BIAS, heads, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr, VALUE_NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does."""
+    """Loads some heads of a row's keys and of its values, with their biases added, as _load_parts does; VALUE_NORM:
+    these normalised."""
     K_BIAS, V_BIAS = BIAS, BIAS
     if BIAS is not None:
         K_BIAS, V_BIAS = BIAS + Q_HEADS * D, BIAS + (Q_HEADS + KV_HEADS) * D
     keys, values = row + Q_HEADS * D, row + (Q_HEADS + KV_HEADS) * D
     parts = _load_parts(keys, K_BIAS, heads, KV_HEADS, D, HALF)
-    return parts, _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+    v_parts = parts
+    if not VALUES_ARE_KEYS:
+        v_parts = _load_parts(values, V_BIAS, heads, KV_HEADS, D, HALF)
+    if VALUE_NORM:
+        v_parts = _unit_values(v_parts, D, HALF, EPS)
+    return parts, v_parts
 
 
 @triton.jit
@@ -197,8 +226,8 @@ def _qk_norm_rope_store_kernel(
     QKV, QUERIES, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, KV_SCALES,
     SLOT_MAPPING, qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, NORM_FLOAT32: tl.constexpr,
-    ROPE_FLOAT32: tl.constexpr, BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    ROPE_FLOAT32: tl.constexpr, VALUE_NORM: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """qk_norm_rope_store, which has the shapes: QKV [T, (Q_HEADS + 2 KV_HEADS) * D], caches [blocks, KV_HEADS,
     BLOCK_SIZE, D]. Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of
@@ -241,7 +270,8 @@ def _qk_norm_rope_store_kernel(
     else:
         if slot >= 0:
             heads = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
-            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF)
+            parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF, VALUES_ARE_KEYS,
+                                               VALUE_NORM, EPS)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
             K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
             V_SCALES = None if K_SCALES is None else K_SCALES + 1
@@ -260,31 +290,34 @@ def qk_norm_rope_store(
     k_norm_weight: torch.Tensor | None = None, mean_squares: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are. A
-    value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
+    """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are, or
+    normalised. A value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
 
-    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values; its query part is overwritten. positions int32 [T]. slot_mapping
-    int32 [T]: block * block_size + offset, -1: store nothing. k_cache, v_cache [blocks, Hkv, block_size, D]: any
-    strides but the last. cos_sin float32 [max_position, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
-    Norm weights [D], for norm="width" [heads * D], with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq +
-    2 Hkv) * D]: added first. query_scale float32 [max_position]: factor on the queries by position, applied last.
-    kv_scales: see store_kv_reference. Returns the queries, a view [T, Hq, D] of qkv: as float16 with kv_scales and
-    bfloat16 qkv (kernels/attention/e4m3.py says why), cut at +-65504. Rows of qkv may be strided.
+    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values (which may be missing, as Hkv may be 0: how); its query part is
+    overwritten. positions int32 [T]. slot_mapping int32 [T]: block * block_size + offset, -1: store nothing.
+    k_cache, v_cache [blocks, Hkv, block_size, D]: any strides but the last. cos_sin float32 [max_position,
+    rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. Norm weights [D], for norm="width" [heads * D],
+    with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq + 2 Hkv) * D]: added first. query_scale
+    float32 [max_position]: factor on the queries by position, applied last. kv_scales: see store_kv_reference.
+    Returns the queries, a view [T, Hq, D] of qkv: as float16 with kv_scales and bfloat16 qkv
+    (kernels/attention/e4m3.py says why), cut at +-65504. Rows of qkv may be strided.
     """
     num_tokens, half = qkv.shape[0], (how.rotary_dim or how.head_dim) // 2
     queries = _queries(qkv, how, kv_scales)
     queries_change = how.norm or how.rotary_dim or bias is not None or query_scale is not None
     queries_change = queries_change or queries.dtype != qkv.dtype
-    q_groups = triton.cdiv(how.num_heads, HEADS_PER_PROGRAM) if queries_change else 0
+    each = how.heads_per_program
+    q_groups = triton.cdiv(how.num_heads, each) if queries_change else 0
     pdl = pdl_options(qkv.device, num_tokens <= PDL_TOKENS)
     if num_tokens:
-        _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, HEADS_PER_PROGRAM))](
+        _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, each))](
             qkv, queries, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None,
             query_scale, positions, k_cache, v_cache, kv_scales, slot_mapping, qkv.stride(0), k_cache.stride()[:3],
             v_cache.stride()[:3], Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
             NORM=how.norm, EPS=how.eps, AFTER=how.norm_after_rope, NORM_FLOAT32=how.norm_in_float32,
-            ROPE_FLOAT32=how.rope_in_float32, BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups,
-            HEADS=HEADS_PER_PROGRAM, num_warps=4, **pdl, **({"maxnreg": PDL_REGISTERS} if pdl["PDL"] else {}),
+            ROPE_FLOAT32=how.rope_in_float32, VALUE_NORM=how.value_norm, VALUES_ARE_KEYS=how.values_are_keys,
+            BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups, HEADS=each, num_warps=4, **pdl,
+            **({"maxnreg": PDL_REGISTERS} if pdl["PDL"] else {}),
             enable_fp_fusion=False,  # or products would not be rounded before their sum
         )  # fmt: skip
     return queries
@@ -296,43 +329,6 @@ def _queries(qkv: torch.Tensor, how: QKNormRope, kv_scales: torch.Tensor | None)
     return queries if kv_scales is None or qkv.dtype != torch.bfloat16 else queries.view(torch.float16)
 
 
-@triton.jit
-def _qk_mean_squares_kernel(QKV, BIAS, K_SHARES, OUT, qkv_stride, q_share, Q_WIDTH: tl.constexpr,
-                            K_WIDTH: tl.constexpr, D: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
-                            ):  # fmt: skip
-    """OUT float32 [T, 2] from QKV [T, Q_WIDTH + 2 K_WIDTH], BIAS of its width or None, K_SHARES float32 [K_WIDTH / D];
-    token `program_id(0)`. A whole row in one program: the order of the sum does not depend on the step."""
-    token = tl.program_id(0).to(tl.int64)
-    zero = tl.arange(0, 1)
-    cols = tl.arange(0, Q_PADDED)
-    q = _load_heads(QKV + token * qkv_stride, BIAS, zero, cols, (cols < Q_WIDTH)[None, :], D).to(tl.float32)
-    tl.store(OUT + token * 2, tl.sum(tl.sum(q * q, 1), 0) * q_share)
-    cols = tl.arange(0, K_PADDED)
-    mask = (cols < K_WIDTH)[None, :]
-    share = tl.load(K_SHARES + cols // D, mask=cols < K_WIDTH, other=0.0)[None, :]
-    k = _load_heads(QKV + token * qkv_stride, BIAS, zero, Q_WIDTH + cols, mask, D).to(tl.float32)
-    tl.store(OUT + token * 2 + 1, tl.sum(tl.sum(k * k * share, 1), 0))
-
-
-def qk_mean_squares(
-    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean squares of a token's queries and keys over all heads of the whole model, this rank's part, float32 [T, 2];
-    the ranks' parts add up.
-
-    qkv [T, (Hq + 2 Hkv) * D]; bias [(Hq + 2 Hkv) * D]. q_share: 1 / elements of all queries. k_shares float32 [Hkv]: 1
-    / elements of all keys, or 0 for a head that is counted elsewhere. Rows of qkv may be strided.
-    """
-    q_width, k_width = how.num_heads * how.head_dim, how.num_kv_heads * how.head_dim
-    out = torch.empty(qkv.shape[0], 2, dtype=torch.float32, device=qkv.device)
-    if qkv.shape[0]:
-        _qk_mean_squares_kernel[(qkv.shape[0],)](
-            qkv, bias, k_shares, out, qkv.stride(0), q_share, Q_WIDTH=q_width, K_WIDTH=k_width, D=how.head_dim,
-            Q_PADDED=triton.next_power_of_2(q_width), K_PADDED=triton.next_power_of_2(k_width), num_warps=4,
-        )  # fmt: skip
-    return out
-
-
 def qk_norm_rope_store_reference(
     qkv: torch.Tensor, how: QKNormRope, positions: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor, *, cos_sin: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
@@ -340,8 +336,11 @@ def qk_norm_rope_store_reference(
     bias: torch.Tensor | None = None, query_scale: torch.Tensor | None = None, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Plain twin of `qk_norm_rope_store`."""
-    biased = qkv if bias is None else qkv + bias
-    q, k, v = how.heads(biased).split([how.num_heads, how.num_kv_heads, how.num_kv_heads], dim=1)
+    biased = how.heads(qkv if bias is None else qkv + bias)
+    q, k = biased[:, : how.num_heads], biased[:, how.num_heads : how.num_heads + how.num_kv_heads]
+    v = k if how.values_are_keys else biased[:, how.num_heads + how.num_kv_heads :]
+    if how.value_norm:
+        v = (v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + how.eps)).to(v.dtype)
     cos_sin = cos_sin[positions.long()].unsqueeze(1) if how.rotary_dim and cos_sin is not None else None
     q_mean, k_mean = (None, None) if mean_squares is None else mean_squares.unsqueeze(1).split(1, dim=2)
     q = _norm_rope_reference(q, how, q_norm_weight, q_mean, cos_sin)
@@ -352,7 +351,8 @@ def qk_norm_rope_store_reference(
     queries.copy_(q if queries.dtype == q.dtype else q.float().clamp(-65504, 65504))
     finite = v.isfinite()
     k = k.masked_fill(~finite.all(-1, keepdim=True), float("nan"))
-    store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping, kv_scales)
+    if how.num_kv_heads:
+        store_kv_reference(k, v.where(finite, 0), k_cache, v_cache, slot_mapping, kv_scales)
     return queries
 
 
@@ -379,13 +379,3 @@ def _norm_rope_reference(
         return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)
 
     return norm(rotate(x)) if how.norm_after_rope else rotate(norm(x))
-
-
-def qk_mean_squares_reference(
-    qkv: torch.Tensor, how: QKNormRope, q_share: float, k_shares: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Plain twin of `qk_mean_squares`."""
-    biased = qkv if bias is None else qkv + bias
-    squares = how.heads(biased).float().square().sum(-1)
-    q, k = squares[:, : how.num_heads], squares[:, how.num_heads : how.num_heads + how.num_kv_heads]
-    return torch.stack((q.sum(1) * q_share, (k * k_shares).sum(1)), dim=1)

@@ -61,12 +61,14 @@ class ToolFamily:
         behind it, where these begin with a tag."""
         form, terminals = self._form, dict[str, str]()
         more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        functions = [self._function_term(tool, terminals) for tool in tools]
+        beside: list[str] = []
+        functions = [self._function_term(tool, terminals, beside) for tool in tools]
         rules = [
             self._body(free),
             f"calls: {self._terms(form.first)} call {more} {self._terms(form.last)}",
             f"call: {self._terms(form.before)} function {self._terms(form.after)}",
             one_of("function", functions),
+            *beside,
             *(f"{name.upper()}: {expression}" for expression, name in terminals.items()),
             *(f"{name}[lazy]: {name.upper()}" for name in terminals.values() if name.islower()),
         ]
@@ -80,9 +82,13 @@ class ToolFamily:
         body = "TEXT | early" if free else f"{tag.lark} calls"
         return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
 
-    def _function_term(self, tool: Tool, terminals: dict[str, str]) -> str:
+    def _arguments(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
+        """The arguments of a call, where they are one text, as a term; `beside` gains the rules that it needs."""
+        return tool.arguments
+
+    def _function_term(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
         if not self._form.value_end:
-            arguments = tool.arguments
+            arguments = self._arguments(tool, terminals, beside)
         else:
             arguments = self._parameters(tool if tool.is_held else Tool(tool.name, {}), terminals)
         return f"{json.dumps(tool.name)} {self._terms(self._form.middle)} {arguments}"
@@ -158,7 +164,8 @@ class ToolFamily:
             return expression, after
         is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
         before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
-        early = regex_term(rf"{before}{literal(end)}(?:.|\n)+")
+        at_once = literal(end.removeprefix(self._written.value_begin))  # which ends an empty text
+        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)+")
         return f"(({expression}) {after}) & ~{early}", ""
 
     def _words(self) -> str:
@@ -231,7 +238,10 @@ class ToolFamily:
                 name = yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
-                yield from source.value(output.arguments)
+                if output.num_calls == num_calls:
+                    yield from source.expect("{", takes=False)
+                    _begin_call(name, known, source, output)
+                yield from self._read_arguments(source, output)
                 output.calls_complete = True
             elif piece is Slot.PARAMETERS:
                 begin, end = self._text(self._form.key_begin[0]), self._text(self._form.after[0]).strip()
@@ -244,6 +254,9 @@ class ToolFamily:
                 yield from self._pass_over([piece], source)
                 if name is not None and output.num_calls == num_calls:
                     _begin_call(name, known, source, output)
+
+    def _read_arguments(self, source: Source, output: Output) -> Steps:
+        yield from source.value(output.arguments)
 
     def _read_parameters(self, tool: Tool, begin: str, end: str, source: Source, output: Output) -> Steps:
         """Reads parameters as one JSON object, each from `begin` on, up to `end`."""

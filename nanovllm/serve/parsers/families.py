@@ -109,6 +109,11 @@ _CALL_FORMS = {
         between=", ",
         last="]",
     ),
+    "gemma4": CallForm(  # arguments in a notation of their own, see bare_keys.py
+        tags=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        call="call:{name}{arguments}<tool_call|>",
+        between="<|tool_call>",
+    ),
     "nemotron": CallForm(  # Nemotron Nano 2
         tags=("<TOOLCALL>", "</TOOLCALL>"),
         first="[",
@@ -133,6 +138,7 @@ _MARKS = (  # the first whose text is in a template
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call>", "gemma4"),
     ("<tool_call>", "hermes"),
     ("<TOOLCALL>", "nemotron"),
     ("[ARGS]", "mistral"),
@@ -140,7 +146,11 @@ _MARKS = (  # the first whose text is in a template
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
-REASONING_TAGS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+REASONING_TAGS = {
+    "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>", "<channel|>"),
+}  # fmt: skip
+REASONING_LABELS = {"gemma4": "thought\n"}
+"""Text behind the tag that opens reasoning."""
 
 
 def tool_family_of(template: str) -> str | None:

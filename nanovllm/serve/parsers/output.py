@@ -1,10 +1,19 @@
 """Plans made from a chat template: which grammar the engine holds an answer to, and how its text is read."""
 
+import json
 from functools import partial
 
 from nanovllm.sampling_params import StructuredOutput
+from nanovllm.serve.parsers.bare_keys import BareKeys
 from nanovllm.serve.parsers.calls import ToolFamily
-from nanovllm.serve.parsers.families import FORMS, HARMONY, REASONING_TAGS, reasoning_of, tool_family_of
+from nanovllm.serve.parsers.families import (
+    FORMS,
+    HARMONY,
+    REASONING_LABELS,
+    REASONING_TAGS,
+    reasoning_of,
+    tool_family_of,
+)
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
 from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
 from nanovllm.serve.parsers.reader import Output, Source, Steps
@@ -34,15 +43,19 @@ class OutputParser:
             raise ValueError("tool_call_parser, reasoning_parser: 'harmony' must be both of them or none")
         self._harmony = Harmony(tags) if self.reasoning == HARMONY else None
         form = FORMS.get(self.tool_family or "")
-        self._family = None if form is None else ToolFamily(form, tags)
+        kind = BareKeys if self.tool_family == "gemma4" else ToolFamily
+        self._family = None if form is None else kind(form, tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)
+        self._label = REASONING_LABELS.get(self.reasoning or "", "")
+        self._opened = tuple(name + label for name in names[:1] for label in ("", self._label.rstrip()))
+        """Ends of prompts after which an answer begins with its reasoning."""
         added = tokenizer.added_tokens_decoder.values()
         self._boundaries = [each.content for each in added if each.special and each.content not in names]
         """Tokens that no answer has within its text: what stands before one is no part of it."""
-        self._left_to_model = self._thinks != () and not self._template_opens(self._thinks[0].name)
+        self._left_to_model = self._thinks != () and not self._template_opens()
 
-    def _template_opens(self, opening: str) -> bool:
+    def _template_opens(self) -> bool:
         """Whether the template itself begins the reasoning, where it is asked for: then a prompt that ends without the
         tag wants none."""
         try:
@@ -50,7 +63,7 @@ class OutputParser:
             prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs=kwargs)
         except ValueError:
             return False
-        return prompt.rstrip().endswith(opening)
+        return prompt.rstrip().endswith(self._opened)
 
     def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
         """Plan for the answer to a rendered chat. Raises ValueError if the model's family has no tools or the requested
@@ -60,7 +73,8 @@ class OutputParser:
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state, thinks = self._state(prompt), self._thinks
-        marks, is_new = [*thinks], prompt.rstrip().endswith(tuple(tag.name for tag in thinks))
+        marks = [*thinks]
+        is_new = prompt.rstrip().endswith((*self._opened, *(tag.name for tag in thinks)))
         if choice is not None and self._family is not None:
             marks += self._family.marks
             thinks += (self._family.opening,) if self._family.is_tagged else ()
@@ -131,7 +145,8 @@ class OutputParser:
         reasoned = f"thoughts {gap}{answer}"
         if has_early:
             reasoned = f"({reasoned} | early)"
-        start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {reasoned}"
+        label = f"{json.dumps(self._label)} " if self._label else ""
+        start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {label}{reasoned}"
         thoughts = closing.text_before("thoughts")
         return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
 
@@ -156,6 +171,9 @@ class OutputParser:
             if not text.startswith(opening):
                 return
             source.text = text[len(opening) :]
+            while self._label.startswith(source.text) and source.text != self._label and not source.ended:
+                yield
+            source.text = source.text.removeprefix(self._label)
         output.begin("reasoning", strips=is_new or state == "optional")
         ends = [closing]
         if choice is not None and self._family is not None and self._family.is_tagged:

@@ -41,11 +41,22 @@ class Document(SchemaDocument):
 
     @cached_property
     def parameters(self) -> Parameters:
-        """Entries of the object. Others than the named ones are left to the model where the schema says so, or names
-        none."""
+        """Entries of the object."""
+        return self.entries(self.root)
+
+    def choices(self, schema: Any) -> list[Any]:
+        """Schemas of which a value satisfies one, where a part says nothing else; else none."""
+        parts = self.parts(schema)
+        found = [each for part in parts for each in _choices(part)]
+        says_more = any(part.keys() - {"anyOf", "oneOf", "$ref", "allOf"} - _LEFT_OUT for part in parts)
+        return found[0] if len(found) == 1 and not says_more else []
+
+    def entries(self, schema: Any) -> Parameters:
+        """Entries of an object that is a part. Others than the named ones are left to the model where the schema says
+        so, or names none."""
         named: dict[str, Any] = {}
         required, others = set[str](), list[Any]()
-        for part in self.parts(self.root, "allOf"):
+        for part in self.parts(schema):
             for name, value in mapped(part, "properties").items():
                 named[name] = {"allOf": [named[name], value]} if name in named else value
             required.update(name for name in listed(part, "required") if isinstance(name, str))
@@ -62,7 +73,7 @@ class Document(SchemaDocument):
         if id(schema) not in self._types:
             self._types[id(schema)] = frozenset()  # where it is a choice within itself
             found = TYPES
-            for part in self.parts(schema, "allOf"):
+            for part in self.parts(schema):
                 found &= _own_types(part)
                 for each in _choices(part):
                     found &= frozenset[str]().union(*(self.types(one, depth + 1) for one in each))
@@ -77,7 +88,7 @@ class Document(SchemaDocument):
         if id(schema) not in self._texts:
             self._texts[id(schema)] = ""
             terms = []
-            for part in self.parts(schema, "allOf"):
+            for part in self.parts(schema):
                 terms += text_terms(part, self._strict)
                 for each in _choices(part):
                     texts = [self.text(one, depth + 1) for one in each if "string" in self.types(one)]
