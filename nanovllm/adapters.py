@@ -35,7 +35,7 @@ class LoRARequest:
             raise ValueError(f"lora_path={self.lora_path!r}: must be a path")
 
 
-def as_lora_requests(given: Any, count: int) -> Sequence[LoRARequest | None]:
+def _as_lora_requests(given: Any, count: int) -> Sequence[LoRARequest | None]:
     """One for all of `count` prompts, or one or None for each. Raises TypeError and ValueError."""
     if given is None or isinstance(given, LoRARequest):
         return [given] * count
@@ -84,6 +84,13 @@ class Adapters:
         others."""
         self._turns.call("remove_adapter", lora_name=name)
         self._saved.pop(name, None)
+
+    def adapters_of(self, given: Any, count: int) -> list[str | None]:
+        """adapter_of for each of `count` prompts, of one request for all or one or None for each; what is asked for
+        several times is loaded once."""
+        requests = _as_lora_requests(given, count)
+        found = {request: self.adapter_of(request) for request in dict.fromkeys(requests)}
+        return [found[request] for request in requests]
 
     def adapter_of(self, request: LoRARequest | None) -> str | None:
         """Digest of the adapter that a request asks for, which is loaded where it is not there yet."""

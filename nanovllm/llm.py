@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.adapters import Adapters, LoRARequest, as_lora_requests
+from nanovllm.adapters import Adapters, LoRARequest
 from nanovllm.config import EngineConfig
 from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
@@ -105,7 +105,7 @@ class LLM(Embedding, Adapters):
         given = as_batch(prompts)
         params = as_params(sampling_params, len(given))
         batch: list[Prompt] = []
-        adapters = map(self.adapter_of, as_lora_requests(lora_request, len(given)))
+        adapters = self.adapters_of(lora_request, len(given))
         for index, (prompt, param, adapter) in enumerate(zip(given, params, adapters, strict=True)):
             try:
                 batch.append(as_prompt(prompt, param, self.engine.tokenizer, adapter=adapter))
@@ -171,7 +171,7 @@ class LLM(Embedding, Adapters):
             return []
         params, tokenizer = as_params(sampling_params, len(chats)), self.engine.tokenizer
         texts = (tokenizer.render_chat(chat, **template_options) for chat in chats)
-        adapters = map(self.adapter_of, as_lora_requests(lora_request, len(chats)))
+        adapters = self.adapters_of(lora_request, len(chats))
         prompts = [as_prompt(text, param, tokenizer, True, adapter)
                    for text, param, adapter in zip(texts, params, adapters, strict=True)]  # fmt: skip
         return self.generate(prompts, params, use_tqdm)

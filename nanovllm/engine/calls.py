@@ -198,6 +198,16 @@ def _folder(name: str) -> Path:
 # -- adapters -------------------------------------------------------------------------------------------------------
 
 
+class LoadAdapter(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class RemoveAdapter(msgspec.Struct):
+    lora_name: str
+
+
 def _load_adapter(
     engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None
 ) -> Any:
@@ -337,8 +347,10 @@ CALLS: dict[str, CallSpec] = {
         _load_weights, LoadWeights, empties_cache=True, brings_weights=True, replaces_weights=lambda options: True,
         counts_version=True,
     ),
-    "load_adapter": CallSpec(_load_adapter, None, merge=_one_digest, missed=_missed_adapters),
-    "remove_adapter": CallSpec(_remove_adapter, None),
+    "load_adapter": CallSpec(
+        _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters
+    ),
+    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter"),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

@@ -126,7 +126,7 @@ class Scheduler:
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
                 plan.lines = lines.columns(plan.seqs, plan.keeps)
-            self._last_plan = plan
+            self._last_plan, plan.num_adapted = plan, self.slots.num_adapted(plan.seqs)
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
@@ -231,14 +231,13 @@ class Scheduler:
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
         self.lookahead.begin_step()
+        self.slots.begin_admissions(bool(self.running))
         num_partial = len(prompts) - len(chunks) + sum(map(is_partial, chunks))
         num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
         while budget > 0 and waiting and self.slots.num_free and memory.has_free:
-            seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new, self.slots.passed)
+            seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new, self.slots.passes)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
-            if self.slots.passes(seq):
-                continue
             copies_held = bool(waiting.held) and memory.cache.are_copies(seq, waiting.held[-1])
             prefix = None if copies_held else memory.cache.lookup(seq)
             if prefix is None:

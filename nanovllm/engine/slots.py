@@ -26,10 +26,14 @@ class RowSlots:
     def num_free(self) -> int:
         return len(self._free)
 
+    def begin_admissions(self, any_running: bool) -> None:
+        if not any_running:
+            self.adapters.heirs.clear()  # one that is held would keep a slot from rows that are not
+
     def passes(self, seq: Sequence) -> bool:
-        """Whether a row must wait for a slot for its adapter; then others pass it."""
+        """Whether a row must wait for a slot for its adapter, and let others pass."""
         adapter = seq.prompt.adapter
-        if adapter is None or self.adapters.find(adapter) is not None:
+        if adapter is None or (adapter not in self.passed and self.adapters.find(adapter) is not None):
             return False
         self.passed.add(adapter)
         return True
@@ -48,6 +52,10 @@ class RowSlots:
             seq.adapter_slot, is_missing = self.adapters.take(adapter)
             if is_missing:
                 plan.adapters.append((seq.adapter_slot, adapter))
+
+    def num_adapted(self, seqs: Iterable[Sequence]) -> int:
+        """Number of these running rows that have an adapter."""
+        return sum(seq.adapter_slot >= 0 for seq in seqs) if self.adapters.running else 0
 
     def release(self, seq: Sequence) -> None:
         """Takes a row's slots back."""
@@ -69,7 +77,7 @@ class AdapterSlots:
         self._held: list[str | None] = [None] * count
         self._users, self._last_used = [0] * count, [0] * count
         self._clock = 0
-        self._heirs: dict[int, str] = {}
+        self.heirs: dict[int, str] = {}
         """Adapter that gets a slot next, by slot."""
         self._passed: dict[str, int] = {}
         """Steps in which rows of an adapter without slot were passed."""
@@ -81,11 +89,11 @@ class AdapterSlots:
 
     def find(self, digest: str) -> int | None:
         """Slot for a row with this adapter; None: it has to wait."""
-        open_slots = [slot for slot in range(len(self._held)) if self._heirs.get(slot, digest) == digest]
+        open_slots = [slot for slot in range(len(self._held)) if self.heirs.get(slot, digest) == digest]
         if (own := next((slot for slot in open_slots if self._held[slot] == digest), None)) is not None:
             return own
         free = [slot for slot in open_slots if not self._users[slot] and self._is_not_elsewhere(digest)]
-        return min(free, key=lambda slot: (digest != self._heirs.get(slot), self._last_used[slot]), default=None)
+        return min(free, key=lambda slot: (digest != self.heirs.get(slot), self._last_used[slot]), default=None)
 
     def _is_not_elsewhere(self, digest: str) -> bool:
         """False where rows run with the adapter in a slot that has an heir: then it waits, as others do."""
@@ -99,8 +107,8 @@ class AdapterSlots:
         self._held[slot] = digest
         self._users[slot] += 1
         self._passed.pop(digest, None)
-        if self._heirs.get(slot) == digest:
-            del self._heirs[slot]
+        if self.heirs.get(slot) == digest:
+            del self.heirs[slot]
         return slot, is_missing
 
     def release(self, slot: int) -> None:
@@ -118,10 +126,10 @@ class AdapterSlots:
 
     def note_passed(self, digests: Set[str], waiting: Set[str]) -> None:
         """Ends a step's admissions, in which rows of `digests` found no slot. waiting: adapters of all that wait."""
-        self._heirs = {slot: heir for slot, heir in self._heirs.items() if heir in waiting}
+        self.heirs = {slot: heir for slot, heir in self.heirs.items() if heir in waiting}
         self._passed = {digest: count for digest, count in self._passed.items() if digest in waiting}
         for digest in sorted(digests, key=lambda digest: -self._passed.get(digest, 0)):
             self._passed[digest] = self._passed.get(digest, 0) + 1
-            without = [slot for slot in range(len(self._held)) if slot not in self._heirs]
-            if self._passed[digest] >= PATIENCE and without and digest not in self._heirs.values():
-                self._heirs[min(without, key=self._users.__getitem__)] = digest
+            without = [slot for slot in range(len(self._held)) if slot not in self.heirs]
+            if self._passed[digest] >= PATIENCE and without and digest not in self.heirs.values():
+                self.heirs[min(without, key=self._users.__getitem__)] = digest

@@ -41,6 +41,8 @@ class StepPlan:
     """Rows that take a slot in this step, for which the packed step has a slot record."""
     adapters: list[tuple[int, str]] = field(default_factory=list)
     """Adapters to copy into slots before this step: (slot, digest)."""
+    num_adapted: int = 0
+    """Rows that have an adapter."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
 
@@ -63,5 +65,5 @@ class StepPlan:
                 for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines, places=self.places,
-            num_adapted=sum(seq.adapter_slot >= 0 for seq in self.seqs),
+            num_adapted=self.num_adapted,
         )  # fmt: skip

@@ -72,9 +72,10 @@ def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
         refuse("model", config.model, "without experts and recurrent layers with enable_lora: those take no adapters")
     if model.pooling is not None:
         raise ValueError("enable_lora=True: must be False for a model that embeds")
-    for option, bound in (("speculative_config", None), ("exact_bits", "batch")):
-        if (value := getattr(config, option)) not in (None, bound):
-            refuse(option, value, "None" + f" or {bound!r}" * (bound is not None) + " with enable_lora")
+    if config.speculative_config is not None:
+        refuse("speculative_config", config.speculative_config, "None with enable_lora")
+    if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):
+        refuse("exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU")
 
 
 def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.gemm.adapters import MOST_PARTS
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers.matrix import Weight
 from nanovllm.layers.step import Call
@@ -59,6 +60,12 @@ class AdaptedMatrix(nn.Module):
         self.b = torch.zeros(room.slots, rows, room.rank, dtype=dtype, device=device)
         self.starts = tuple(min((cut.place for cut in piece.cuts if cut.dim == 0), default=0) for piece in pieces)
         """First row of each part."""
+        self._paths: dict[int, str] = {}
+        """Path of each part's module, as checkpoint_weights was told."""
+        assert len(pieces) <= MOST_PARTS, pieces
+        for piece, first, end in zip(pieces, self.starts, (*self.starts[1:], rows), strict=True):
+            ranges = ((cut.place, cut.place + cut.length) for cut in piece.cuts if cut.dim == 0)
+            assert all(first <= begin <= last <= end for begin, last in ranges), pieces
 
     @property
     def weight(self) -> Any:
@@ -79,6 +86,7 @@ class AdaptedMatrix(nn.Module):
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
     ) -> Iterator[CheckpointWeight]:
+        self._paths[input_index] = path
         return self.base.checkpoint_weights(path, shape, cuts, input_index)
 
     def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
@@ -89,14 +97,13 @@ class AdaptedMatrix(nn.Module):
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
 
-    def parts(self, path: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
-        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part. path: the layer's."""
+    def parts(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
+        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part."""
         for number, piece in enumerate(self.pieces):
             own = a[number * self.rank : (number + 1) * self.rank]
             is_split = any(cut.dim for cut in piece.cuts)  # along columns
             cuts = tuple(cut.shard(own if is_split else b) for cut in piece.cuts)
             of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(own, 0, 0),), cuts)
-            module = piece.path(path.rpartition(".")[0]) if piece.name else path
-            name, (out, columns) = f"{module}.weight", piece.shape
+            name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
             of_rank = CheckpointWeight(name, (self.rank, columns), of_a)
-            yield AdapterPart(module, of_rank, CheckpointWeight(name, (out, self.rank), of_b))
+            yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (out, self.rank), of_b))

@@ -100,14 +100,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def is_target(config: Mapping[str, Any], module: str) -> bool:
     """Whether PEFT puts an adapter on this module of the base model, if it is a linear layer of a decoder's layer."""
-    wanted, without = config.get("target_modules"), config.get("exclude_modules") or []
-    if _names(without, module):
+    wanted, layers = config["target_modules"], config.get("layers_to_transform")
+    if _names(config.get("exclude_modules") or [], module):
         return False
-    if wanted == "all-linear":
-        return True
-    found = _names(wanted or [], module)
-    layers = config.get("layers_to_transform")
-    if not found or layers is None or isinstance(wanted, str):
+    found = wanted == "all-linear" or _names(wanted, module)
+    is_named = module in wanted if isinstance(wanted, list) else wanted != "all-linear"
+    if not found or layers in (None, []) or is_named:
         return found
     patterns = config.get("layers_pattern") or [r"[^.]*"]
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -22,12 +22,9 @@ class RankAdapters:
     def __init__(self, model: DecoderForCausalLM, config: ModelConfig, max_rank: int, io: DeviceIO) -> None:
         self._config, self._max_rank, self._io = config, max_rank, io
         self._names = names_of(config)
-        self._layers = {
-            f"model.{name.removesuffix('.matrix')}": part
-            for name, part in model.named_modules() if isinstance(part, AdaptedMatrix)
-        }  # fmt: skip
+        self._layers = {name: part for name, part in model.named_modules() if isinstance(part, AdaptedMatrix)}
         self._held: dict[str, dict[str, Halves]] = {}
-        """Halves of each layer that an adapter has, by the adapter's digest and the layer's path."""
+        """Halves of each layer that an adapter has, by the adapter's digest and the layer's name."""
 
     @torch.inference_mode()
     def put(self, folder: Path) -> tuple[str, str]:
@@ -62,7 +59,7 @@ class RankAdapters:
     def _halves(self, adapter: Adapter) -> dict[str, Halves]:
         """Raises ValueError where the adapter is not one of this model."""
         made: dict[str, Halves] = {}
-        given = {}
+        given, dtype = {}, next(iter(self._layers.values())).a.dtype
         for module in adapter.modules:
             name = self._names.canonical(f"{module}.weight") or module
             given[name.removesuffix(".weight")] = module
@@ -77,6 +74,8 @@ class RankAdapters:
                     if tensor.shape[dim] != weight.shape[dim]:
                         bound = f"must be {weight.shape[dim]} of {name}"
                         raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
+                    if not tensor.to(dtype).isfinite().all():
+                        raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
                 part.a.load(pad(a, (0, 0, 0, part.a.shape[0] - len(a))))
                 part.b.load(pad(b, (0, part.b.shape[1] - b.shape[1])))
         used = {path for path, module, _ in parts if module in given}
@@ -89,7 +88,7 @@ class RankAdapters:
         is_pinned = layer.a.is_cuda
         a, b = (torch.zeros(one.shape[1:], dtype=one.dtype, pin_memory=is_pinned) for one in (layer.a, layer.b))
         made[path] = a, b
-        parts = list(layer.parts(path, a, b))
+        parts = list(layer.parts(a, b))
         of_b = {weight.name: weight for weight in in_checkpoint((part.b for part in parts), self._config)}
         for part in parts:
             module = self._names.module(part.path)

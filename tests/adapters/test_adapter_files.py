@@ -119,6 +119,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"target_modules": r".*\.self_attn\.(q|k)_proj"}, True, False),
         ({"target_modules": "self_attn.q_proj"}, False, False),  # an expression is of the whole name
         ({"target_modules": "all-linear"}, True, True),
+        ({"target_modules": "all-linear", "layers_to_transform": [11]}, False, True),
+        ({"target_modules": ["q_proj", "down_proj"], "layers_to_transform": []}, True, True),
+        ({"target_modules": [Q, "down_proj"], "layers_to_transform": [11]}, True, True),  # whole names count anyway
         ({"target_modules": "all-linear", "exclude_modules": ["down_proj"]}, True, False),
         ({"target_modules": ["q_proj", "down_proj"], "exclude_modules": r".*layers\.0\..*"}, False, True),
         ({"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 11}, False, True),

@@ -3,6 +3,7 @@ while adapters come and go."""
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2}
 
 
 def linears(model: nn.Module) -> list[str]:
-    return [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
+    named = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    return [name for name in named if ".layers." in name]
 
 
 def make_adapters(model: nn.Module, folder: Path) -> list[tuple[Path, dict[str, torch.Tensor], dict[str, Any]]]:
@@ -72,7 +74,10 @@ def generate(
     return llm.generate(list(prompts), params, use_tqdm=False, lora_request=requests)
 
 
-FAMILIES = ["llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron"]
+FAMILIES = [
+    "llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron",
+    "gemma4", "gemma4, keys of other layers and inputs of each",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,6 +203,37 @@ def test_of_a_young_adapter_most_survives_in_bfloat16(tmp_path: Path) -> None:
     assert (gained * delta).sum() / delta.square().sum() > 0.95
 
 
+def test_nobody_runs_with_anothers(qwen: Any) -> None:
+    """Each adapter writes its own tokens, while requests come at random, and adapters go and come back."""
+    model, folder, _ = qwen
+    draw = random.Random(3)
+    given = [(random_tensors(model, linears(model), CONFIG, seed), {**CONFIG, "target_modules": "all-linear"})
+             for seed in range(6)]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(folder), **LORA, exact_bits="batch", max_num_seqs=5) as llm:
+        for number, (tensors, config) in enumerate(given):
+            llm.load_adapter(str(number), tensors=tensors, config=config)
+        names = [None, *map(str, range(6))]
+        own = [generate(llm, [PROMPTS[1]], LoRARequest(name) if name else None, params)[0] for name in names]
+        expected = dict(zip(names, (output.outputs[0].token_ids for output in own), strict=True))
+        assert len({*map(tuple, expected.values())}) == 7
+        asked: dict[int, str | None] = {}
+        gained: dict[int, list[int]] = {}
+        for step in range(150):
+            if step < 100 and draw.random() < 0.6:
+                name = draw.choice(names)
+                request_id = llm.add_request(PROMPTS[1], params, lora_request=LoRARequest(name) if name else None)
+                asked[request_id], gained[request_id] = name, []
+            if step % 7 == 0:
+                number = draw.randrange(6)
+                llm.remove_adapter(str(number))
+                llm.load_adapter(str(number), tensors=given[number][0], config=given[number][1])
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+        assert not llm.has_unfinished_requests() and len(asked) > 40
+    assert all(gained[request_id] == expected[name] for request_id, name in asked.items())
+
+
 def test_prefixes_are_keyed_by_the_adapters_bytes(qwen: Any, tmp_path: Path) -> None:
     """A reload with other bytes from one path under one name hits nothing old; equal bytes by another name do."""
     _, folder, made = qwen
@@ -251,6 +287,12 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
             for _ in range(12):
                 text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
         assert gained[request_id] == text[6:]
+
+
+def test_a_gpu_computes_no_exact_bits_with_adapters(qwen: Any) -> None:
+    config = EngineConfig(str(qwen[1]), device="cuda", enable_lora=True, exact_bits="batch")
+    with pytest.raises(ValueError, match="exact_bits='batch': must be None with enable_lora; 'batch' is there on a CPU"):
+        settle(config, read_model_config(config), (9, 0))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,22 @@ def test_an_heir_that_leaves_gives_its_slot_back() -> None:
     engine.run_to_end()
 
 
+def test_an_heir_that_is_held_keeps_no_slot_from_rows_that_are_not() -> None:
+    """As in a call that waits for the rows that have begun, after a preemption."""
+    engine = Simulation(max_loras=1, **OPTIONS)
+    first = engine.add([1, 2, 3], 200, adapter="a")
+    engine.add([4, 5, 6], 5, adapter="b")
+    for _ in range(PATIENCE + 3):
+        engine.step()
+    engine.scheduler.holds_new = True
+    engine.scheduler.preempt_all()
+    for _ in range(3):
+        engine.step()
+    assert first.seq.status is RUNNING
+    engine.scheduler.holds_new = False
+    engine.run_to_end()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic(seed: int) -> None:
     """Every step's rows have their adapters' slots, filled before (RowSlots.check_integrity), also preempted ones."""

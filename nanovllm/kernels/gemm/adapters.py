@@ -17,6 +17,7 @@ from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 PIECE = 512
+MOST_PARTS = 3
 _NONE: tl.constexpr = tl.constexpr(1 << 30)
 
 
@@ -101,7 +102,7 @@ def adapter_delta(
 ) -> Tensor:
     """x [T, K], of which the rows with an adapter have it in slot slots[t] (int32, -1: none); a [slots, parts * R, K]
     and b [slots, N, R] in x's dtype, R a power of two >= 16 -> float32 [T, N]. starts: first column of each part, at
-    most three, which has rows of `a` of its own. norm: of kind "rms", of x. x A^T is rounded to x's dtype."""
+    most MOST_PARTS, which has rows of `a` of its own. norm: of kind "rms", of x. x A^T is rounded to x's dtype."""
     (rows, k), (_, n, rank), parts = x.shape, b.shape, len(starts)
     pieces, block_m = triton.cdiv(k, PIECE), 16 if rows <= 256 else 64
     h = torch.empty(pieces, rows, parts * rank, dtype=torch.float32, device=x.device)
