@@ -51,12 +51,12 @@ def test_a_rows_bits_are_its_own() -> None:
         assert torch.equal(found[5].view(torch.int32), other.view(torch.int32))
 
 
-def compile_all(rank: int) -> None:
+def compile_all(rank: int, capability: int) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma" in ptx
 
-    compile_only(check)
-    for rows in (1, 16, 1024):
+    compile_only(check, most_spilled=64, capability=capability)
+    for rows in (1, 1024):
         for starts in ((0,), (0, 4096, 5120)):
             slots = empty(rows, dtype=torch.int32)
             a, b = empty(8, len(starts) * rank, 4096), empty(8, 6144, rank)
@@ -64,7 +64,8 @@ def compile_all(rank: int) -> None:
             adapters.adapter_delta(empty(rows, 4096), slots, a, b, starts, norm)
 
 
-@pytest.mark.parametrize("rank", [16, 64])
-def test_compiled(rank: int) -> None:
-    """Nothing spills, and tensor cores multiply."""
-    run_alone(compile_all, rank)
+@pytest.mark.parametrize("capability", [89, 90, 120])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_compiled(rank: int, capability: int) -> None:
+    """Next to nothing spills, it fits into shared memory, and tensor cores multiply."""
+    run_alone(compile_all, rank, capability)

@@ -107,14 +107,14 @@ def adapter_delta(
     pieces, block_m = triton.cdiv(k, PIECE), 16 if rows <= 256 else 64
     h = torch.empty(pieces, rows, parts * rank, dtype=torch.float32, device=x.device)
     delta = torch.empty(rows, n, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(rows, block_m)
+    tiles, num_warps = triton.cdiv(rows, block_m), 4 if rank <= 128 else 8
     shrink_kernel[(tiles, pieces, parts)](
         x, slots, a, norm and norm.weight, h, rows, k, x.stride(0), norm.eps if norm else 0.0, RANK=rank,
-        BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE, num_warps=4,
+        BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE, num_warps=num_warps,
     )  # fmt: skip
     expand_kernel[(tiles, triton.cdiv(n, 64))](
         h, slots, b, delta, rows, n, pieces, *(*starts[1:], n, n)[:2], RANK=rank, PARTS=parts, BLOCK_M=block_m,
-        BLOCK_N=64, num_warps=4,
+        BLOCK_N=64, num_warps=num_warps,
     )  # fmt: skip
     return delta
 
