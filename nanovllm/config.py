@@ -186,7 +186,8 @@ class EngineConfig:
 
     speculative_config: dict[str, Any] | None = None
     """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
-    what followed the text's last tokens earlier in it (docs/speculation.md)."""
+    what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head
+    (docs/speculation.md)."""
 
     enable_lora: bool = False
     """Let requests have LoRA adapters of linear layers (docs/adapters.md)."""
@@ -286,6 +287,21 @@ class EngineConfig:
     def speculation(self) -> Speculation | None:
         """The resolved speculative_config."""
         return None if self.speculative_config is None else parse_speculation(self.speculative_config)
+
+    @property
+    def model_drafts(self) -> bool:
+        """Whether a model drafts."""
+        return self.speculation is not None and self.speculation.model is not None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up in the text."""
+        return self.speculation is not None and self.speculation.model is None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether large steps of several ranks may be cut into halves. A model that drafts reads whole rows."""
+        return self.uses("two_batch_overlap") and self.exact_bits is None and not self.model_drafts
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,7 +11,7 @@ from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, a
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import RequestOutput, StepColumns, StepOutput
+from nanovllm.outputs import RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import Interrupt, ProgressBar, interrupt_between_steps
@@ -116,6 +116,7 @@ class LLM(Embedding, Adapters):
                 raise said.with_traceback(error.__traceback__) from None
         numbers = self.engine.book.reserve_ids(params)
         ids: list[int] = []
+        rows = {row for number, param in zip(numbers, params, strict=True) for row in range(number, number + param.n)}
         with interrupt_between_steps() as interrupt:
             try:
                 with self._turns.step_lock:
@@ -124,7 +125,7 @@ class LLM(Embedding, Adapters):
                         ids.append(self.engine.add_request(batch[index], params[index], numbers[index]))
                         if interrupt.has_come:
                             break
-                    self._turns.generating.update(ids)
+                    self._turns.generating |= rows
                 self._run_until_finished(ids, use_tqdm, interrupt)
                 if interrupt.has_come:
                     return []  # never reached by the caller: the `with` raises
@@ -135,7 +136,7 @@ class LLM(Embedding, Adapters):
                     for request_id in ids:  # where they have not been returned
                         self.engine.abort(request_id)
                         self.engine.book.forget(request_id)
-                    self._turns.generating.difference_update(ids)
+                    self._turns.generating -= rows
                     self._turns.ended.difference_update(ids)
 
     def _queueing_order(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[int]:
@@ -217,22 +218,16 @@ class LLM(Embedding, Adapters):
         """Runs the engine for one step: what each request of add_request gained. Finished requests are dropped from the
         engine when they are reported here. An interrupt (Ctrl-C) waits for the end of the step, and nothing is lost."""
         self._turns.require_open()
-        gained = StepColumns()
+        gained: list[StepOutput] = []
         try:
             with interrupt_between_steps(), self._turns.step_lock:
                 if self.engine.has_unfinished_requests():
                     self._turns.dispatch(self.engine.step())
                 gained, self._turns.foreign = self._turns.foreign, gained
-                for entry in gained.endings:  # under the lock: another thread's step may end the last of n completions
-                    request_id = gained.request_ids[entry]
-                    if self.engine.book.knows(request_id) and self.engine.book.is_finished(request_id):
-                        self.engine.book.forget(request_id)
-                outputs = gained.outputs()
-            return outputs
+            return gained
         except KeyboardInterrupt:
             with interrupt_between_steps(), self._turns.step_lock:
-                gained.extend(self._turns.foreign)  # they did not reach the caller: the next call hands them out
-                self._turns.foreign = gained
+                self._turns.foreign[:0] = gained  # they did not reach the caller: the next call hands them out
             raise
 
     def wait_for_work(self, timeout: float) -> bool:

@@ -177,6 +177,23 @@ class Pooling:
 
 
 @dataclass(frozen=True)
+class DrafterConfig:
+    """A model that drafts for another one (models/drafters/)."""
+
+    model: "ModelConfig"
+    """Configuration of its layers and sizes, as far as they are those of a decoder."""
+    folder: str
+    taps: tuple[int, ...]
+    """Layers of the other model before which it takes the residual stream, ascending."""
+    vocab_size: int
+    """Number of ids that it can draft."""
+    tensors: frozenset[str] = frozenset()
+    """Tensors that its checkpoint may lack, and has."""
+    switches: frozenset[str] = frozenset()
+    """Switches of its method that are on."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The architecture, as config.json describes it. Counts are of the whole model, not of one rank."""
 
@@ -268,6 +285,9 @@ class ModelConfig:
     pooling: Pooling | None = None
     """Pooling of a model of embeddings, whose output head is left out; None: it generates text."""
 
+    drafter: DrafterConfig | None = None
+    """A model that drafts for this one (EngineConfig.speculative_config)."""
+
     wrapper: str | None = None
     """The architecture of the checkpoint where this one is its language model (models/wrappers.py)."""
     transformers_config: dict[str, Any] | None = None
@@ -295,6 +315,8 @@ class ModelConfig:
         """Raises ValueError where `size` ranks cannot share this model."""
         if size > 1 and self.transformers_config is not None:
             raise ValueError(f"tensor_parallel_size={size}: must be 1 where transformers computes it (model_impl)")
+        if self.drafter is not None:
+            self.drafter.model.check_tensor_parallel(size)
         of_layers = {layer.num_heads or self.num_attention_heads for layer in self.layers}
         for heads in (heads for heads in sorted(of_layers | {self.num_attention_heads}) if heads % size):
             raise ValueError(f"tensor_parallel_size={size}: must be a divisor of num_attention_heads={heads}")

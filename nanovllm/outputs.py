@@ -1,10 +1,10 @@
 """Outputs of the engine: plain data, no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.logprobs import KeptIds, LogprobRows, LogprobsList
+from nanovllm.logprobs import KeptIds, LogprobsList
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,91 +76,6 @@ class StepOutput(_ByName):
     """Log-probabilities of new_token_ids, if the request asks for them."""
     pooled: "np.ndarray | None" = field(default=None, repr=False)
     """Embedding of the prompt, float32 [hidden]; with `finished`, of a model of embeddings."""
-
-
-@dataclass
-class Ending:
-    """End of one completion: reason, and the totals that are known only then."""
-
-    reason: str
-    """See StepOutput.finish_reason."""
-    stop_reason: int | str | None
-    """See StepOutput.stop_reason."""
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Prompt tokens whose KV came from the prefix cache when the completion was first scheduled."""
-    num_output_tokens: int
-    metrics: RequestMetrics
-    prompt_logprobs: LogprobsList | None = None
-    """Log-probabilities of the prompt, with completion 0 of a request that asks for them."""
-    weight_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    """See CompletionOutput.weight_versions."""
-    pooled: "np.ndarray | None" = field(default=None, repr=False)
-    """Embedding of the prompt, float32 [hidden], of a model of embeddings."""
-
-
-@dataclass
-class StepColumns:
-    """Results of one step, a list for each fact: entry i is about completion indices[i] of request request_ids[i].
-    A completion that gained several tokens has as many entries, one after another.
-
-    One object for a whole step, so that a server can send it on as one message.
-    """
-
-    request_ids: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    """The token that each gained; -1 where it ended without one (aborted, or max_tokens=0)."""
-    endings: dict[int, Ending] = field(default_factory=dict)
-    """Endings by entry, of completions that have ended."""
-    logprobs: dict[int, tuple[LogprobRows, int]] = field(default_factory=dict)
-    """Log-probabilities by entry, of completions that ask for them: the rows, and the token's position in these."""
-
-    def __len__(self) -> int:
-        return len(self.request_ids)
-
-    def add(self, request_id: int, index: int, token_id: int) -> int:
-        """Appends an entry; returns its number."""
-        self.request_ids.append(request_id)
-        self.indices.append(index)
-        self.token_ids.append(token_id)
-        return len(self.request_ids) - 1
-
-    def extend(self, other: "StepColumns", entries: Sequence[int] | None = None) -> None:
-        """Appends another step's entries; all of them by default."""
-        begin = len(self)
-        if entries is None:
-            self.request_ids += other.request_ids
-            self.indices += other.indices
-            self.token_ids += other.token_ids
-            self.endings |= {begin + entry: ending for entry, ending in other.endings.items()}
-            self.logprobs |= {begin + entry: rows for entry, rows in other.logprobs.items()}
-            return
-        for entry in entries:
-            new = self.add(other.request_ids[entry], other.indices[entry], other.token_ids[entry])
-            if entry in other.endings:
-                self.endings[new] = other.endings[entry]
-            if entry in other.logprobs:
-                self.logprobs[new] = other.logprobs[entry]
-
-    def outputs(self) -> "list[StepOutput]":
-        """Returns the results as one StepOutput for each completion that has entries one after another."""
-        outputs: list[StepOutput] = []
-        before = None
-        for entry, row in enumerate(zip(self.request_ids, self.indices, strict=True)):
-            if row != before:
-                output, before = StepOutput(row[0], [], index=row[1]), row
-                outputs.append(output)
-            if (token_id := self.token_ids[entry]) >= 0:
-                output.new_token_ids.append(token_id)
-            if entry in self.endings:
-                ending = self.endings[entry]
-                output.finished, output.finish_reason, output.stop_reason = True, ending.reason, ending.stop_reason
-                output.pooled = ending.pooled
-            if entry in self.logprobs:
-                rows, last = self.logprobs[entry]
-                output.logprobs = rows.view(range(last + 1 - len(output.new_token_ids), last + 1))
-        return outputs
 
 
 @dataclass

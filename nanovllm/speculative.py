@@ -1,27 +1,32 @@
 """The option speculative_config: vLLM's names, taken or refused. No torch."""
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, NamedTuple
 
 from nanovllm.errors import is_integer, is_number, near_miss, refuse, shown
 
-METHODS = ("ngram",)
+METHODS = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "eagle3": ("model",)}
+"""Entries that go with a method, beside those of all."""
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""
 MAX_MATCHED = 15
 _MOST_PLACES = 256
-_NAMES = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "synthetic_acceptance_rates")
+_NAMES = ("method", "num_speculative_tokens", "synthetic_acceptance_rates")
 
 
 class Speculation(NamedTuple):
     """Drafting, as the user asks for it."""
 
+    method: str
     num_tokens: int
     """Tokens drafted at a time."""
     lookup: tuple[int, int]
     """Minimum and maximum of a text's last tokens that are looked up earlier in it."""
     rates: tuple[float, ...] | None
     """Share of cases in which each drafted token counts as right, whatever it is; None: where it is."""
+    model: str | None = None
+    """Folder or hub id of the model that drafts; None: tokens are looked up."""
 
 
 def most_places(max_num_seqs: int, tokens_per_step: int) -> int:
@@ -32,11 +37,16 @@ def most_places(max_num_seqs: int, tokens_per_step: int) -> int:
 
 def parse_speculation(config: Mapping[str, Any]) -> Speculation:
     """Raises ValueError naming an entry of speculative_config that is not taken."""
+    method = config.get("method")
+    if not isinstance(method, str) or method not in METHODS:
+        refuse("speculative_config: method", method, " or ".join(map(repr, METHODS)))
+    names = _NAMES + METHODS[method]
     for name in config:
-        if name not in _NAMES:
-            raise ValueError(f"speculative_config: {shown(name)} is not taken{near_miss(str(name), _NAMES)}")
-    if config.get("method") not in METHODS:
-        refuse("speculative_config: method", config.get("method"), " or ".join(map(repr, METHODS)))
+        if name not in names:
+            raise ValueError(f"speculative_config: {shown(name)} is not taken{near_miss(str(name), names)}")
+    model = config.get("model")
+    if "model" in names and not (isinstance(model, (str, PathLike)) and str(model)):
+        refuse("speculative_config: model", model, "a path or hub id")
     count = _integer(config, "num_speculative_tokens", None, 1, MAX_TOKENS)
     longest = _integer(config, "prompt_lookup_max", 4, 1, MAX_MATCHED)
     shortest = _integer(config, "prompt_lookup_min", min(2, longest), 1, longest)
@@ -47,7 +57,7 @@ def parse_speculation(config: Mapping[str, Any]) -> Speculation:
             bound = f"{count} numbers from 1 to 0, none above the one before"
             refuse("speculative_config: synthetic_acceptance_rates", rates, bound)
         rates = tuple(map(float, rates))
-    return Speculation(count, (shortest, longest), rates)
+    return Speculation(method, count, (shortest, longest), rates, None if model is None else str(model))
 
 
 def _integer(config: Mapping[str, Any], name: str, default: int | None, least: int, most: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from nanovllm.engine.fair_lock import FairLock
 from nanovllm.engine.protocol import Engine
-from nanovllm.outputs import StepColumns
+from nanovllm.engine.step import Step
+from nanovllm.outputs import StepOutput
 from nanovllm.terminal import interrupt_between_steps
 
 _CLOSE_PATIENCE = 5.0  # seconds that close() lets another thread's step take to end
@@ -22,9 +23,10 @@ class Turns:
         """`owner`: object with which the engine is closed."""
         self.engine = engine
         self.step_lock = FairLock()
-        self.foreign = StepColumns()
+        self.foreign: list[StepOutput] = []
         """Outputs of add_request's requests while generate() was stepping; the next step() hands them out."""
         self.generating: set[int] = set()
+        """Numbers of the rows of all requests of generate()."""
         self.ended: set[int] = set()
         """Requests of generate() whose completions have all ended, until their generate() returns."""
         # Interpreter exit must not depend on when the owner is collected, nor keep it alive until then.
@@ -56,19 +58,16 @@ class Turns:
                     except StopIteration as end:
                         return end.value
 
-    def dispatch(self, gained: StepColumns) -> None:
-        """Keeps the outputs of add_request's requests for step(), and notes which requests of any thread's generate()
-        have ended."""
-        book, generating = self.engine.book, self.generating
-        if generating:
-            for request_id in {gained.request_ids[entry] for entry in gained.endings}:
-                if request_id in generating and book.knows(request_id) and book.is_finished(request_id):
-                    self.ended.add(request_id)
-        # Unknown are those whose generate() was interrupted.
-        known = book.rows
-        foreign = [n for n, number in enumerate(gained.request_ids) if number not in generating and number in known]
-        self.foreign.extend(gained, None if len(foreign) == len(gained) else foreign)
-        if foreign and generating:
+    def dispatch(self, gained: Step) -> None:
+        """Keeps the outputs of add_request's requests for step(), and drops those that have ended; notes which requests
+        of any thread's generate() have ended."""
+        self.foreign += (foreign := self.engine.book.outputs(gained, self.generating))
+        for done in gained.done:
+            if done.request_id in self.generating:
+                self.ended.add(done.request_id)
+            else:  # also one whose generate() was interrupted
+                self.engine.book.forget(done.request_id)
+        if foreign and self.generating:
             self.engine.wake()
 
 

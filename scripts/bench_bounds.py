@@ -91,7 +91,7 @@ def way() -> None:
         engine, came = bench_replicas.start(1, rate=rate, stamps=file.name), []
         engine.add_request(Prompt([5] * 20), SamplingParams(max_tokens=tokens, ignore_eos=True))
         while engine.has_unfinished_requests():
-            if len(engine.step()):
+            if engine.step():
                 came.append(time.monotonic())
         engine.close()
         show("a token's way, library", delays(came, Path(file.name)))
@@ -108,7 +108,7 @@ def first_token() -> None:
     for _ in range(500):
         begin = time.monotonic()
         engine.add_request(Prompt([5] * 20), SamplingParams(max_tokens=2, ignore_eos=True))
-        while not len(engine.step()):
+        while not engine.step():
             pass
         times.append(time.monotonic() - begin)
         while engine.has_unfinished_requests():

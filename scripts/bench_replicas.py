@@ -22,8 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from nanovllm.config import EngineConfig  # noqa: E402
 from nanovllm.engine.prompt import Prompt  # noqa: E402
 from nanovllm.host import handle, wire  # noqa: E402
+from nanovllm.host.engines import Engines  # noqa: E402
 from nanovllm.host.fleet_engine import FleetEngine  # noqa: E402
-from nanovllm.host.fleet_handles import FleetHandles  # noqa: E402
 from nanovllm.host.start import await_ready  # noqa: E402
 from nanovllm.models.registry import read_model_config  # noqa: E402
 from nanovllm.sampling_params import SamplingParams  # noqa: E402
@@ -40,11 +40,11 @@ def start(replicas: int, **options: Any) -> FleetEngine:
     )  # fmt: skip
 
     handle.MODULE = "simulated_engine"
-    handles = FleetHandles(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas})
-    ready = await_ready(handles)
-    for one in ready:
+    engines = Engines(config.model, {**_SIMULATED, **options, "data_parallel_size": replicas})
+    await_ready(engines)
+    for one in engines.ready.values():
         one.info["model"], one.config = config.model, wire.config_fields(config)
-    return FleetEngine(handles, ready, config, read_model_config(config), Tokenizer(config))
+    return FleetEngine(engines, config, read_model_config(config), Tokenizer(config))
 
 
 def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> None:
@@ -57,9 +57,9 @@ def run(engine: FleetEngine, requests: int, input_len: int, output_len: int) -> 
         engine.add_request(Prompt(prompt), params)
     while engine.has_unfinished_requests():
         gained = engine.step()
-        tokens += len(gained)
-        for entry in gained.endings:
-            engine.book.forget(gained.request_ids[entry])
+        tokens += len(gained.numbers)
+        for done in gained.done:
+            engine.book.forget(done.request_id)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert tokens == requests * output_len
     each = f"{cpu / requests * 1e6:.0f} us a request, {cpu / tokens * 1e6:.2f} us a token"

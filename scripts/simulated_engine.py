@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanovllm.engine.engine_stats import EngineStats
+from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.host import wire
 from nanovllm.host.program import SocketIntake
 
@@ -63,7 +64,7 @@ class Simulator:
         self._send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
         self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
-        self._send(wire.Step([], [], stats=EngineStats(iteration_tokens=(0,) * 14)))
+        self._send(Step(stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:
             self._take_in(0.0 if self._rows else 1.0)
@@ -97,8 +98,8 @@ class Simulator:
             self._open.pop(frame.request_id, None)
             self._rows = {i: row for i, row in self._rows.items() if row.request_id != frame.request_id}
 
-    def _step(self) -> wire.Step:
-        step = wire.Step([], [])
+    def _step(self) -> Step:
+        step = Step()
         for row in list(self._rows.values())[: self._most]:
             token, reason = row.next_token()
             if not reason:
@@ -106,11 +107,11 @@ class Simulator:
                 step.tokens.append(token)
                 continue
             del self._rows[row.row]
-            step.finishes.append(wire.Finish(row.row, token, reason, None))
+            step.finishes.append(Finish(row.row, token, reason, None))
             self._open[row.request_id] -= 1
             if not self._open[row.request_id]:
                 del self._open[row.request_id]
-                step.done.append(wire.Done(row.request_id))
+                step.done.append(Done(row.request_id))
         return step
 
     def _send(self, frame: wire.Frame) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import StepColumns, StepOutput
+from nanovllm.engine.step import Step
+from nanovllm.outputs import StepOutput
 
 CHECK_EVERY = 7  # steps between two looks at the scheduler's integrity
 
@@ -179,8 +180,8 @@ class Watch:
         self._step, self._schedule = engine.step, self._scheduler.schedule
         engine.step, self._scheduler.schedule = self.step, self.schedule
 
-    def step(self) -> StepColumns:
-        outputs: StepColumns = self._step()
+    def step(self) -> Step:
+        outputs: Step = self._step()
         self._counts["steps"] += 1
         if self._counts["steps"] % CHECK_EVERY == 0:
             self._scheduler.check_integrity()

@@ -1,5 +1,6 @@
 """Stands for captured CUDA graphs on a CPU: replays by running the padded step that a graph would have captured."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.runner import step_work
-from nanovllm.runner.cuda_graphs import StepGraphs, StepShape
+from nanovllm.runner.cuda_graphs import Run, StepGraphs, StepShape
 
 
 class OwnedLogits:
@@ -27,7 +28,11 @@ class PaddedSteps(StepGraphs):
         """Takes the place of the graphs of `llm`, whose only rank is on a CPU, until the test ends."""
         runner, config, no_stream = llm.engine.executor.runner, llm.config, None
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        super().__init__(runner.work.run_padded, config.most_places, config.max_num_batched_tokens, no_stream)  # type: ignore[arg-type]
+        work, sizes = runner.work, (config.most_places, config.max_num_batched_tokens)
+        drafting = (work.see_padded, work.draft_padded, config.max_num_seqs) if work.drafter is not None else ()
+        super().__init__(
+            work.run_padded, *sizes, no_stream, lambda: None, lambda _: nullcontext(), *drafting  # type: ignore[arg-type]
+        )
         self.used: set[StepShape] = set()
         upload = runner.io.upload
 
@@ -39,6 +44,7 @@ class PaddedSteps(StepGraphs):
         monkeypatch.setattr(runner.io, "upload", keep)
         monkeypatch.setattr(runner, "graphs", self)
 
-    def replay(self, shape: StepShape) -> None:
-        self.used.add(shape)
-        self._run(shape)
+    def _replay(self, run: Run, shape: StepShape) -> None:
+        if run == self._run:
+            self.used.add(shape)
+        run(shape)

@@ -9,7 +9,8 @@ from programs import ROOT, run
 
 from nanovllm import SamplingParams
 from nanovllm.engine import prefix_keys
-from nanovllm.outputs import StepColumns
+from nanovllm.engine.step import Step
+from nanovllm.outputs import StepOutput
 
 SECONDS = 10
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -55,33 +56,33 @@ def test_wrong_sharing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_end_of_a_completion_is_not_lost_between_two_threads() -> None:
-    """step() reports the end of completion 0; while it looks whether that was all, completion 1 ends, in the turn of
+    """step() reports the end of completion 0; while it does, completion 1 ends, in the turn of
     another thread, which has yet to hand that on."""
     ended, reported = threading.Event(), threading.Event()
     with soak.start(DEMO, "cpu", 1, seed=0) as llm:
         engine: Any = llm.engine
-        step, knows = engine.step, engine.book.knows
+        step, outputs_of = engine.step, engine.book.outputs
         other = threading.Thread(target=lambda: llm.generate([[3] * 5], use_tqdm=False))
         every_third = list(range(0, llm.model_config.vocab_size, 3))  # completion 1 ends in the step after 0's end
         params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=8, stop_token_ids=every_third)
         request_id = llm.add_request([5] * 7, params)
         last = engine.book.rows[request_id][1]
 
-        def slow_step() -> StepColumns:
-            outputs: StepColumns = step()
+        def slow_step() -> Step:
+            outputs: Step = step()
             if threading.current_thread() is other and last.ending and not ended.is_set():
                 ended.set()
                 reported.wait(1.0)
             return outputs
 
-        def slow_knows(number: int) -> bool:
-            if sys._getframe(1).f_code.co_name == "step" and not other.ident:
+        def slow_outputs(step: Step, left_out: set[int]) -> list[StepOutput]:
+            found: list[StepOutput] = outputs_of(step, left_out)
+            if step.finishes and not other.ident:
                 other.start()
                 ended.wait(0.5)
-            known: bool = knows(number)
-            return known
+            return found
 
-        engine.step, engine.book.knows = slow_step, slow_knows
+        engine.step, engine.book.outputs = slow_step, slow_outputs
         ends: list[int] = []
         while len(ends) < 2 and not (reported.is_set() and llm.is_finished()):
             ends += [output.index for output in llm.step() if output.finished]

@@ -43,8 +43,10 @@ def run(parser: Parser, arguments: list[str]) -> int:
     config = EngineConfig(**{"skip_tokenizer_init": True, "device": "cuda", **options})
     gpu = _gpu(given.gpu)
     config, model, notes = _read(config, gpu)
+    from nanovllm.models.drafters import with_drafter
     from nanovllm.runner.memory_plan import plan_rank
 
+    model = with_drafter(config, model)
     plans, refused = [], {}
     sizes = [config.tensor_parallel_size] if "tensor_parallel_size" in options else [1, 2, 4, MAX_TENSOR_PARALLEL_SIZE]
     for size in sizes:

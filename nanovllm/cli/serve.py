@@ -44,6 +44,7 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "middleware": ((), "put a proxy before the server"),
     "response_role": (("assistant",), "chat templates have no other role for answers"),
     "return_tokens_as_token_ids": (("false",), "set it in requests"),
+    "stream_interval": (("1",), "each step's tokens are sent at once"),
     "tool_parser_plugin": ((), "use tool_call_parser"),
     "uvicorn_log_level": (("*",), ""),
     "weight_transfer_config": (("*",), ""),

@@ -1,8 +1,9 @@
 """Whether a step verifies drafts: where they are likely to bring more than their places cost."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, TypeVar
 
+from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
 
 _COSTS = ((16, 1.15), (64, 1.25), (128, 1.5), (256, 2.0))
@@ -12,6 +13,8 @@ _EXPERTS, _SMALL, _QUANTISED = 10.0, 4.0, 2.0
 """Factors of the cost where tokens choose experts, whose weights the step reads besides; in models
 narrower than _NARROW, whose weights are soon read; and where weights are quantised. Measured with four tokens."""
 _NARROW = 2048
+_DRAFT = 1.6
+"""Layers of the model that take as long to read as what drafts a token, with its output head; of 8B and EAGLE-3."""
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
@@ -29,9 +32,17 @@ class PlaceCost(NamedTuple):
     """Cost where texts are short, in places of a dense model of 8B."""
     num_keys: float = 100_000
     """Tokens whose keys and values take as long to read as the weights. Each place reads those of its row."""
+    draft: float = 0.0
+    """Cost of a token that a model drafts, in steps of one token; 0: it costs next to nothing."""
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "PlaceCost":
+    def of(cls, model: ModelConfig, model_drafts: bool = False) -> "PlaceCost":
+        """model_drafts: a model of one layer drafts, and does not look up."""
+        found = cls._of_places(model)
+        return found._replace(draft=_DRAFT / len(model.layers)) if model_drafts else found
+
+    @classmethod
+    def _of_places(cls, model: ModelConfig) -> "PlaceCost":
         if model.implementation == "transformers":  # it has no layers of ours, and is served without drafts
             return cls()
         num_keys = 6 * model.hidden_size**2 / (model.num_key_value_heads * model.layers[0].head_dim)
@@ -71,6 +82,15 @@ class Drafting:
             return 1
         expected = 1 + self._found * self._right
         return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1
+
+    def wants_drafts(self, rows: Collection[Sequence]) -> bool:
+        """Whether a model is to draft for rows that run: the drafts that are right are likely to bring more than places
+        and drafting cost."""
+        places, of = self.tokens_per_step, self._place_cost
+        if not of.draft or len(rows) * places > self.most_places:
+            return False
+        spent = cost(len(rows), places, sum(seq.num_tokens for seq in rows), of) + (places - 1) * of.draft
+        return 1 + (places - 1) * self._right > spent
 
     def note_found(self, num_tokens: int, num_rows: int) -> None:
         """Notes how many tokens a step's drafter proposed for its rows."""

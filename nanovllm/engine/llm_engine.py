@@ -11,10 +11,10 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
+from nanovllm.engine.step import Step
 from nanovllm.engine.trace import Trace
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ class LLMEngine:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepColumns:
+    def step(self) -> Step:
         """Runs a step and returns what requests gained; nothing is computed while the engine is paused."""
         return self.loop.step()
 
@@ -87,7 +87,7 @@ class LLMEngine:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+    def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """Runs one of engine/calls.py; yields what requests gain where it needs steps. Returns its answer."""
         steps = CALLS[name].run(self, **options)
         if not isinstance(steps, Generator):

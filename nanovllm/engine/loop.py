@@ -16,12 +16,12 @@ from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.errors import check_alive
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import Ending, StepColumns
 from nanovllm.wire.sampling import append_section
 
 
@@ -43,7 +43,7 @@ class EngineLoop:
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
-            PlaceCost.of(model_config),
+            PlaceCost.of(model_config, self.config.model_drafts),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
@@ -51,7 +51,7 @@ class EngineLoop:
         self._num_sampling = 0
         """Number of unfinished rows that need more than greedy or temperature."""
         self._launched: deque[Launched] = deque()
-        self._unreported = StepColumns()
+        self._unreported = Step()
         """Outputs collected between two steps; the next step hands them out."""
         self._closed = False
         self._error: BaseException | None = None
@@ -97,7 +97,7 @@ class EngineLoop:
         self._closed = True
         self.wake()
 
-    def step(self) -> StepColumns:
+    def step(self) -> Step:
         """Launches a step if there is one, and takes in the results of the step before it."""
         self.raise_failure()
         if not (is_held := self.is_held):
@@ -117,8 +117,8 @@ class EngineLoop:
             self._error = error
             raise
 
-    def _drain_inbox(self, columns: StepColumns) -> None:
-        """Takes in what other threads asked for; adds the completions that were aborted to `columns`."""
+    def _drain_inbox(self, step: Step) -> None:
+        """Takes in what other threads asked for; adds the completions that were aborted to `step`."""
         while self._inbox:
             kind, seqs = self._inbox.popleft()
             for seq in seqs:
@@ -126,8 +126,7 @@ class EngineLoop:
                     self.scheduler.add(seq)
                 elif seq.status is not SequenceStatus.FINISHED:
                     self.scheduler.abort(seq)
-                    entry = columns.add(seq.request_id, seq.index, -1)
-                    columns.endings[entry] = self._end(seq, time.perf_counter())
+                    self._end(seq, None, step, time.perf_counter())
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
@@ -148,8 +147,8 @@ class EngineLoop:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
 
-    def _collect(self, columns: StepColumns) -> None:
-        """Waits for the oldest launched step, and adds what it gained to `columns`. A loop over all rows: kept lean."""
+    def _collect(self, step: Step) -> None:
+        """Waits for the oldest launched step, and adds what it gained to `step`. A loop over all rows: kept lean."""
         tokens, scores = self.executor.collect()
         plan, sampling = self._launched.popleft()
         num_drafted = tokens.pop() if self.executor.tokens_per_step > 1 else None
@@ -157,35 +156,32 @@ class EngineLoop:
             self._take_pooled(plan, scores.pooled)
             scores = None
         gained = self.scheduler.apply(plan, tokens, num_drafted)
-        scored: dict[Sequence, int] = {}
         if scores is not None:
             assert sampling is not None
-            scored = take_scores(sampling, gained, scores)
+            take_scores(sampling, gained, scores)
         now = time.perf_counter()
         if self._trace is not None:
             self._trace.collected(now, self.stats())
         self._num_generated += len(gained)
-        finished, ended, begin = SequenceStatus.FINISHED, {}, len(columns)
-        columns.request_ids += [seq.request_id for seq, _ in gained]
-        columns.indices += [seq.index for seq, _ in gained]
-        columns.token_ids += [token_id for _, token_id in gained]
-        for entry, (seq, _) in enumerate(gained, begin):
+        finished, rows, token_ids = SequenceStatus.FINISHED, step.rows, step.tokens
+        ended: dict[Sequence, int] = {}
+        for seq, token_id in gained:
             metrics = seq.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             metrics.token_times.append(now)
-            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None:
-                columns.logprobs[entry] = rows, scored[seq]
-                scored[seq] += 1
-            if seq.status is finished:
-                if seq.params.max_tokens == 0:
-                    columns.token_ids[entry] = -1
-                    self._num_generated -= 1
-                    metrics.first_token_time = None
-                    metrics.token_times.clear()
-                ended[seq] = entry  # the last of its tokens
-        for seq, entry in ended.items():
-            columns.endings[entry] = self._end(seq, now)
+            if seq.status is finished:  # the last of its tokens goes with its end
+                last, token_id = token_id, ended.get(seq, -1)
+                ended[seq] = last
+            if token_id >= 0:
+                rows.append(seq.number)
+                token_ids.append(token_id)
+        for seq, token_id in ended.items():
+            if is_dropped := seq.params.max_tokens == 0:
+                self._num_generated -= 1
+                seq.metrics.first_token_time = None
+                seq.metrics.token_times.clear()
+            self._end(seq, None if is_dropped else token_id, step, now)
 
     def _take_pooled(self, plan: StepPlan, rows: np.ndarray) -> None:
         """Gives the rows that this step ends their embeddings. `rows`: float32 [sample rows, hidden]."""
@@ -193,16 +189,20 @@ class EngineLoop:
         for seq, row in zip(plan.seqs, rows, strict=False):
             seq.pooled = finished(row, self._pooling)
 
-    def _end(self, seq: Sequence, now: float) -> Ending:
+    def _end(self, seq: Sequence, token_id: int | None, step: Step, now: float) -> None:
+        """Reports the end of a row, with its last token if this step brought one."""
         seq.metrics.finished_time = now
         if seq.sampling is not None:
             with self._work:  # add_request counts up in other threads
                 self._num_sampling -= 1
         assert seq.ending is not None
+        seq.ending.token = token_id
         self._num_finished[seq.ending.reason] += 1
         if self._trace is not None:
             self._trace.ended(seq)
-        return seq.ending
+        step.finishes.append(seq.ending)
+        if (done := seq.done) is not None:
+            step.done.append(done)
 
     # -- around steps -------------------------------------------------------------------------------------------
 
@@ -226,9 +226,9 @@ class EngineLoop:
         """Takes in requests and aborts of other threads without a step. The next step hands out what was aborted."""
         self.settle(lambda: self._drain_inbox(self._unreported))
 
-    def take_unreported(self) -> StepColumns:
+    def take_unreported(self) -> Step:
         """Returns, once, the outputs that the next step would hand out beside its own."""
-        gained, self._unreported = self._unreported, StepColumns()
+        gained, self._unreported = self._unreported, Step()
         return gained
 
     def raise_failure(self) -> None:
@@ -237,11 +237,11 @@ class EngineLoop:
         self.executor.check()
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._inbox or self._launched or self._unreported.request_ids or self.scheduler.has_unfinished())
+        return bool(self._inbox or self._launched or self._unreported or self.scheduler.has_unfinished())
 
     def is_busy(self) -> bool:
         """Whether a step now has something to do or to report: also while requests are held back, or all are."""
-        if self._inbox or self._launched or self._unreported.request_ids:
+        if self._inbox or self._launched or self._unreported:
             return True
         scheduler = self.scheduler
         return not self.is_held and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())

@@ -54,10 +54,12 @@ class PrefixCache:
     """Finds pages by the text that they hold."""
 
     def __init__(
-        self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True, lines: LinePool | None = None
-    ) -> None:
-        """enabled: False: nothing is found or kept. lines: where layers have memory of fixed size."""
-        self._lines = lines
+        self, block_size: int, groups: tuple[PageGroup, ...], enabled: bool = True, lines: LinePool | None = None,
+        recomputes: bool = False,
+    ) -> None:  # fmt: skip
+        """enabled: False: nothing is found or kept. lines: where layers have memory of fixed size. recomputes: the last
+        token of a hit is computed again, in a copy of its block."""
+        self._lines, self._recomputes = lines, recomputes
         self.num_state_misses = 0
         """Prompt tokens, of each prompt when it first begins, that were cached but had no state after them."""
         self._to_keep: set[bytes] = set()
@@ -126,13 +128,23 @@ class PrefixCache:
             return None
         start = self._start_of(seq, num_blocks, most)
         if start is None:
-            return self.prefix_of(seq, num_blocks)
+            return self._cut(seq, self.prefix_of(seq, num_blocks))
         found, num_copied = self._starts.nearest(start)
         common = self._computed_now(start)
         spared, left = common - num_copied, seq.num_tokens - num_blocks * size - num_copied
         if spared > 0 and (common == size or 2 * spared >= left):
             return None
-        return self.prefix_of(seq, num_blocks, num_copied, self._pages_of_start.get(found, ()))
+        return self._cut(seq, self.prefix_of(seq, num_blocks, num_copied, self._pages_of_start.get(found, ())))
+
+    def _cut(self, seq: Sequence, prefix: CachedPrefix) -> CachedPrefix:
+        """The prefix without its last token, where that is computed again: what a model drafts from at a position goes
+        by the token behind it, too, which may be another than in the row that computed the block."""
+        if not self._recomputes or not prefix.num_tokens:
+            return prefix
+        num_blocks, num_copied = divmod(prefix.num_tokens - 1, self.block_size)
+        if num_blocks == prefix.num_blocks:
+            return self.prefix_of(seq, num_blocks, num_copied, prefix.source if num_copied else ())
+        return self.prefix_of(seq, num_blocks, num_copied, tuple(found[-1] for found in prefix.pages))
 
     def prefix_of(
         self, seq: Sequence, num_blocks: int, num_copied: int = 0, source: tuple[Page, ...] = ()
@@ -190,7 +202,7 @@ class PrefixCache:
         """Most blocks, at most `end`, at whose end the window reaches only cached pages."""
         window, pages = self.groups[group].window, self._pages[group]
         assert window is not None
-        reached, run = -(-(window - 1) // self.block_size), 0
+        reached, run = -(-(window - 1 + self._recomputes) // self.block_size), 0
         if not reached:
             return end
         for index in range(end - 1, -1, -1):

@@ -8,8 +8,8 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
+from nanovllm.engine.step import Step
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -53,10 +53,10 @@ class Engine(Protocol):
     def abort_all(self) -> list[int]:
         """Ends all requests that are unfinished now, with what they have; returns their ids."""
 
-    def step(self) -> StepColumns:
+    def step(self) -> Step:
         """Runs a step and returns what requests gained."""
 
-    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+    def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """Runs one of engine/calls.py; yields what requests gain where it waits for them. Returns its answer."""
 
     def notice_new_weights(self, surely: bool = False) -> None:

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from copy import copy
+from itertools import chain
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -11,10 +12,11 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.requests import RequestSampling
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.errors import QueueFull, shown
 from nanovllm.logprobs import LogprobRows
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import CompletionOutput, Ending, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams, wrap_seed
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.wire.step import SlotConstants
@@ -52,6 +54,8 @@ class RequestBook:
         self._lock = threading.Lock()
         self.rows: dict[int, list[Sequence]] = {}
         """Rows, one for each completion, of every known request by its id."""
+        self.by_number: dict[int, Sequence] = {}
+        """The same rows by their numbers."""
         self.num_requests = 0
         """Number of ids given so far."""
 
@@ -164,7 +168,9 @@ class RequestBook:
         with self._lock:
             self._state.require_adapter(prompt.adapter)  # again: it is kept for the rows that are here from now on
             for seq in seqs:
+                seq.siblings = seqs
                 seq.note_version(self._state.weight_version)
+                self.by_number[seq.number] = seq
             self.rows[request_id] = seqs
             queue(seqs)  # with the lock: no abort of another thread's comes before it
         return request_id
@@ -195,9 +201,6 @@ class RequestBook:
         with self._lock:
             return self.rows.get(request_id)
 
-    def knows(self, request_id: int) -> bool:
-        return request_id in self.rows
-
     def is_finished(self, request_id: int) -> bool:
         """Whether all completions of a known request have ended."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.rows[request_id])
@@ -214,17 +217,39 @@ class RequestBook:
     def forget(self, request_id: int) -> list[Sequence]:
         """Drops a request; returns its rows, none if it is not known."""
         with self._lock:
-            return self.rows.pop(request_id, [])
+            for seq in (seqs := self.rows.pop(request_id, [])):
+                del self.by_number[seq.number]
+        return seqs
+
+    def outputs(self, step: Step, left_out: Container[int] = ()) -> list[StepOutput]:
+        """Outputs of known rows in a step, which is the last one until now. `left_out`: numbers of others."""
+        found: dict[int, StepOutput] = {}
+        ends = ((end.row, end.token) for end in step.finishes)
+        for number, token_id in chain(zip(step.rows, step.tokens, strict=True), ends):
+            if (output := found.get(number)) is None:
+                if number in left_out or (seq := self.by_number.get(number)) is None:
+                    continue
+                output = found[number] = StepOutput(seq.request_id, [], index=seq.index)
+            if token_id is not None:
+                output.new_token_ids.append(token_id)
+        for number, output in found.items():
+            seq = self.by_number[number]
+            if (end := seq.ending) is not None:
+                output.finished, output.finish_reason, output.stop_reason = True, end.reason, end.stop_reason
+                output.pooled = seq.pooled
+            if seq.sampling is not None and (rows := seq.sampling.logprob_rows) is not None and output.new_token_ids:
+                output.logprobs = rows.view(range(len(rows) - len(output.new_token_ids), len(rows)))
+        return list(found.values())
 
     def take(self, request_id: int) -> RequestOutput:
         """Drops a finished request; returns its output."""
+        rows = self.prompt_logprobs(request_id)
         seqs = self.forget(request_id)
         first = seqs[0]
-        assert first.ending is not None
         return RequestOutput(
             request_id, first.prompt.text, first.prompt.token_ids, [self.completion(seq) for seq in seqs],
-            num_cached_tokens=first.ending.num_cached_tokens, metrics=first.ending.metrics,
-            prompt_logprobs=first.ending.prompt_logprobs, pooled=first.ending.pooled,
+            num_cached_tokens=first.num_prompt_cached_tokens or 0, metrics=first.metrics,
+            prompt_logprobs=None if rows is None else rows.view(), pooled=first.pooled,
         )  # fmt: skip
 
     def completion(self, seq: Sequence) -> CompletionOutput:
@@ -233,18 +258,19 @@ class RequestBook:
         assert ending is not None
         rows, kept = (None, None) if row is None else (row.logprob_rows, row.kept_ids)
         return CompletionOutput(
-            seq.index, self._text(seq, ending), seq.output_token_ids, ending.reason, ending.stop_reason,
-            None if rows is None else rows.view(), ending.metrics, kept, ending.weight_versions,
+            seq.index, self._text(seq), seq.output_token_ids, ending.reason, ending.stop_reason,
+            None if rows is None else rows.view(), seq.metrics, kept, seq.weight_versions,
         )  # fmt: skip
 
-    def _text(self, seq: Sequence, ending: Ending) -> str:
+    def _text(self, seq: Sequence) -> str:
         """The output's text: up to a stop string, and without the token of stop_token_ids or end of text that ended it,
         unless include_stop_str_in_output asks for them."""
         params, ids = seq.params, seq.output_token_ids
         if not params.detokenize:
             return ""
         text = seq.sampling.text if seq.sampling is not None else None
-        by_token = ending.reason == "stop" and ids[-1] in seq.stop_token_ids
+        assert seq.ending is not None
+        by_token = seq.ending.reason == "stop" and ids[-1] in seq.stop_token_ids
         if text is not None:
             if by_token and params.include_stop_str_in_output:
                 text.push(ids[-1], watch=False)

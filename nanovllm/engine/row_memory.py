@@ -21,17 +21,18 @@ class RowMemory:
     """Owner of every block. Its methods assume that callers have asked what fits."""
 
     def __init__(
-        self, size: StateSize, enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1
-    ) -> None:
+        self, size: StateSize, enable_prefix_caching: bool = True, table_width: int = 0, tokens_per_step: int = 1,
+        recomputes: bool = False,
+    ) -> None:  # fmt: skip
         """table_width: blocks of one block table on the device; needed where rows have several tables.
-        tokens_per_step: most tokens that a row gains in one step."""
+        tokens_per_step: most tokens that a row gains in one step. recomputes: see PrefixCache."""
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
         num_blocks, block_size, groups = size.num_blocks, size.block_size, size.groups
         self._held = tuple(group.widened(margin) for group in groups)
         """Groups as rows hold them while they decode, their windows widened by the margin."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
         self.lines = LinePool(size.num_lines) if size.num_lines else None
-        self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines)
+        self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines, recomputes)
         self.pool = BlockPool(num_blocks, self.cache.forget)
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]

@@ -34,14 +34,13 @@ class Scheduler:
         self, config: EngineConfig, size: StateSize, is_dense: bool = True, tokens_per_step: int = 1,
         place_cost: PlaceCost = PlaceCost(),  # noqa: B008
     ) -> None:  # fmt: skip
-        """`is_dense`: the model reads all of its weights in every step, so that a small chunk beside decodes costs
-        little; one of a mixture of experts reads experts that the decodes do not. `tokens_per_step`: most tokens that a
-        row gains in one step. `place_cost`: see Drafting."""
+        """`is_dense`: no tokens choose experts: a step reads all weights, so a small chunk beside decodes costs little.
+        `tokens_per_step`: of a row, at most. `place_cost`: see Drafting."""
         self.config, self._is_dense = config, is_dense
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
         self._num_wide_in_flight = 0  # steps with several places a decode
-        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step)
+        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.model_drafts)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
@@ -117,7 +116,7 @@ class Scheduler:
         self._publish_last_plan()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()
-        plan = StepPlan()
+        plan = StepPlan(drafts=self.drafting.wants_drafts(self.running))
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if prompts or self.waiting:
@@ -296,6 +295,8 @@ class Scheduler:
             plan.num_sample_rows += 1
             seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
+        elif self.config.model_drafts:
+            plan.following_ids.append(seq.token_ids[start + count])
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
         """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Done, Finish
 from nanovllm.engine.version_spans import VersionStarts, note_version, version_spans
-from nanovllm.outputs import Ending, RequestMetrics
+from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.step import NO_LINE, SlotConstants
 
@@ -90,6 +91,8 @@ class Sequence:
     """Maximum tokens of prompt and output together."""
     metrics: RequestMetrics
     index: int = 0
+    siblings: list["Sequence"] = field(default_factory=list)
+    """All rows of the request, this one among them."""
     reported_stop_ids: frozenset[int] = frozenset()
     """Ids of stop_token_ids that are reported as stop_reason; ends of text are not."""
     sampling: "SamplingRow | None" = None
@@ -97,13 +100,15 @@ class Sequence:
     known_ids: InitVar[Iterable[int]] = ()
     """Token ids that the output begins with."""
 
+    number: int = field(init=False)
+    """Id of this row alone: a request has as many ids as completions (RequestBook.reserve_ids)."""
     token_ids: list[int] = field(init=False)
     """Token ids of prompt and output; the row's own list."""
     num_prompt_tokens: int = field(init=False)
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     """Number by order of arrival at the scheduler; -1 until the row is queued."""
-    ending: Ending | None = field(default=None, init=False)
+    ending: Finish | None = field(default=None, init=False)
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""
     may_stop: bool = field(init=False)
@@ -127,20 +132,16 @@ class Sequence:
     memory: RowPages = field(default_factory=RowPages, init=False)
     prefix: RowPrefix = field(default_factory=RowPrefix, init=False)
     pooled: "np.ndarray | None" = field(default=None, init=False)
-    """Final hidden state of the last token, float32 [hidden], of a model of embeddings (Ending.pooled)."""
+    """Final hidden state of the last token, float32 [hidden], of a model of embeddings."""
     version_starts: VersionStarts = field(default_factory=list, init=False)
     """Versions of the weights that the output's tokens come from."""
 
     def __post_init__(self, known_ids: Iterable[int]) -> None:
+        self.number = self.request_id + self.index
         self.token_ids = [*self.prompt.token_ids, *known_ids]
         self.num_prompt_tokens, self.num_tokens = len(self.prompt.token_ids), len(self.token_ids)
         self.needs_last_token = self.sampling is not None and self.sampling.needs_last_token
         self.may_stop = bool(self.stop_token_ids) or (self.sampling is not None and self.sampling.watches)
-
-    @property
-    def number(self) -> int:
-        """Id of this row alone: a request has as many ids as completions (RequestBook.reserve_ids)."""
-        return self.request_id + self.index
 
     @property
     def num_total_tokens(self) -> int:
@@ -194,17 +195,28 @@ class Sequence:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 
     def end(self, reason: str, why: int | str | None = None) -> None:
-        """Ends the output. `reason`, `why`: see Ending."""
+        """Ends the output. `reason`, `why`: see Finish. Whether it ends with a token, the loop knows."""
         if reason == "stop" and why is None and self.token_ids[-1] in self.reported_stop_ids:
             why = self.token_ids[-1]
         if reason == "length" and self.params.max_tokens == 0:
             self._drop_output()
-        rows = None if self.sampling is None else self.sampling.prompt_logprob_rows
         self.status = SequenceStatus.FINISHED
-        self.ending = Ending(
-            reason, why, self.num_prompt_tokens, self.num_prompt_cached_tokens or 0, self.num_output_tokens,
-            self.metrics, None if rows is None else rows.view(), self.weight_versions, self.pooled,
-        )  # fmt: skip
+        versions = self.weight_versions if any(version for version, _ in self.version_starts) else []
+        pooled = None if self.pooled is None else self.pooled.tobytes()
+        self.ending = Finish(self.number, None, reason, why, versions, pooled)
+
+    @property
+    def done(self) -> Done | None:
+        """End of the request; None while a row of it has not been reported as ended."""
+        if any(each.metrics.finished_time is None for each in self.siblings):
+            return None
+        first = self.siblings[0]
+        metrics = first.metrics
+        end = metrics.finished_time
+        assert end is not None
+        begin, token = metrics.first_scheduled_time or end, metrics.first_token_time or end
+        cached = first.num_prompt_cached_tokens or 0
+        return Done(self.request_id, cached, begin - metrics.arrival_time, token - begin, end - token)
 
     def _drop_output(self) -> None:
         """Forgets the token that came with computing the prompt, for max_tokens=0."""

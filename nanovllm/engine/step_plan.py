@@ -45,6 +45,10 @@ class StepPlan:
     """Rows that have an adapter."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
+    following_ids: list[int] = field(default_factory=list)
+    """The token after the last of each row that samples none, where a model drafts."""
+    drafts: bool = False
+    """Whether a model drafts after this step."""
 
     @property
     def num_rows(self) -> int:
@@ -65,5 +69,5 @@ class StepPlan:
                 for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines, places=self.places,
-            num_adapted=self.num_adapted,
+            following_ids=self.following_ids, drafts=self.drafts, num_adapted=self.num_adapted,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.drafters import with_drafter
 from nanovllm.processes.machine import usable_cores
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.weight_update import merged_checksums, named_tensor
@@ -70,6 +71,8 @@ class LocalExecutor:
         self._buckets: list[SharedBucket] = []
         """None, or two buckets in which new weights go to the other ranks: the last is filled while these read the
         first."""
+        self._dropped_weights = False
+        """Whether a sleep has dropped all weights."""
         self._is_being_read = False
         """Whether the other ranks have yet to answer that they have read what was sent last."""
         self.owner = os.getpid()
@@ -77,6 +80,7 @@ class LocalExecutor:
         self.processes = processes
         try:
             self.config = resolve(config, model)
+            model = with_drafter(self.config, model)
             self.tokens_per_step = self.config.tokens_per_step
             self._start(model, compiler if self.config.device == "cuda" else None, module)
         except BaseException as error:
@@ -217,6 +221,7 @@ class LocalExecutor:
     def sleep(self, tags: tuple[str, ...], keep_weights: bool) -> int:
         """Gives the memory of "weights" and "kv_cache" back; returns the bytes. Raises OutOfMemory, with nothing
         changed, where the host has no room for weights that are to be kept."""
+        self._dropped_weights |= "weights" in tags and not keep_weights
         if keep_weights and "weights" in tags:
             _require_memory("sleep", self.call("sleepable.prepare_sleep"))
         return sum(self.call("sleepable.sleep", tags, keep_weights))
@@ -228,6 +233,9 @@ class LocalExecutor:
             self.call("sleepable.give_up_wake_up", tags)
         _require_memory("wake_up", answers)
         self.call("sleepable.wake_up", tags)
+        if self._dropped_weights and "weights" in tags:  # the caller brings the model's own
+            self.call("weights.load_drafter")
+            self._dropped_weights = False
 
     def checksum(self) -> dict[str, str]:
         """A checksum of each checkpoint tensor, the same at every number of ranks. Raises RuntimeError where ranks hold

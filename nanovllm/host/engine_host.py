@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from operator import add
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.engine.calls import CALLS, Steps
+from nanovllm.engine.step import Step, aborted
 from nanovllm.host import wire
 from nanovllm.host.slow_checks import SlowChecks
 from nanovllm.host.step_clock import StepClock
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.outputs import StepColumns
 
 _STATS_SECONDS = 0.1  # between two frames with counters, while the engine is busy
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
@@ -57,12 +56,10 @@ class EngineHost:
         """The call that has begun and waits for steps."""
         self._buckets: deque[wire.Bucket] = deque()
         self._call_watch = Watchdog(CALL_SECONDS, "call")
-        self._prompts_due: set[int] = set()
-        """Requests whose prompt log-probabilities have not been sent yet."""
-        self._fresh: set[int] = set()
-        """Requests without a token."""
-        self._masks_sent: dict[int, list[int]] = {}
-        """Number of sampling masks that were sent for each completion of the requests that want them."""
+        self._fresh: dict[int, bool] = {}
+        """Requests without a token, and whether they want log-probabilities of their prompts."""
+        self._detailed: dict[int, list[int]] = {}
+        """Requests that want log-probabilities or sampling masks: how many tokens of each completion have theirs."""
         self._slow = {
             name: SlowChecks(f"nanovllm-{name}", num_threads, self._add_slow, engine.abort)
             for name, num_threads in _SLOW_OPTIONS.items()
@@ -139,17 +136,14 @@ class EngineHost:
         try:
             prompt, params = frame.prompt(), wire.sampling_params(frame.params)
             engine.book.check(prompt, params)  # compiles its grammar
-            if params.prompt_logprobs is not None:
-                self._prompts_due.add(frame.request_id)
             known = frame.known_ids()
-            if params.sampling_mask and params.most_tokens:
-                self._masks_sent[frame.request_id] = [len(known)] * params.n
-            self._fresh.add(frame.request_id)
+            if (params.logprobs is not None or params.sampling_mask) and params.most_tokens:
+                self._detailed[frame.request_id] = [len(known)] * params.n
+            self._fresh[frame.request_id] = params.prompt_logprobs is not None
             engine.add_request(prompt, params, frame.request_id, known)
         except Exception as error:  # concerns this request only
-            self._prompts_due.discard(frame.request_id)
-            self._fresh.discard(frame.request_id)
-            self._masks_sent.pop(frame.request_id, None)
+            self._fresh.pop(frame.request_id, None)
+            self._detailed.pop(frame.request_id, None)
             is_users = isinstance(error, (ValueError, TypeError))
             if not is_users:
                 traceback.print_exc()
@@ -159,7 +153,7 @@ class EngineHost:
         """Ends a request, even if it is still being checked."""
         for checks in self._slow.values():
             if (request := checks.withdraw(request_id)) is not None:
-                self._send(wire.aborted(request_id, request.params.get("n", 1)))
+                self._send(aborted(request_id, request.params.get("n", 1)))
         self._engine.abort(request_id)
 
     # -- calls --------------------------------------------------------------------------------------------------
@@ -243,89 +237,46 @@ class EngineHost:
     # -- results ------------------------------------------------------------------------------------------------
 
     def _send_stats(self) -> None:
-        self._send(self._with_stats(wire.Step([], [])))
+        self._send(self._with_stats(Step()))
 
-    def _with_stats(self, step: wire.Step) -> wire.Step:
+    def _with_stats(self, step: Step) -> Step:
         """Adds the current counters, so that they include every request whose end the driver has seen."""
         self._stats_due = time.monotonic() + _STATS_SECONDS
         step.stats, step.computed = self._engine.stats(), self._engine.computed
         return step
 
-    def _send_gained(self, gained: "StepColumns") -> None:
-        if len(gained):
-            kept = self._new_masks() if self._masks_sent else []
-            begun = self._begun(gained) if self._fresh else []
-            step = self._step(gained)
-            step.kept, step.begun = kept, begun
-            if step.finishes:
-                self._with_stats(step)
-            self._send(step)
+    def _send_gained(self, step: Step) -> None:
+        if not step:
+            return
+        if self._fresh:
+            self._add_begun(step)
+        for request_id, sent in self._detailed.items():
+            self._add_details(step, request_id, sent)
+        for done in step.done:
+            self._engine.book.forget(done.request_id)
+            self._detailed.pop(done.request_id, None)
+        self._send(self._with_stats(step) if step.finishes else step)
 
-    def _step(self, gained: "StepColumns") -> wire.Step:
-        engine = self._engine
-        if not gained.endings and not gained.logprobs:  # the usual step
-            return wire.Step(list(map(add, gained.request_ids, gained.indices)), gained.token_ids)
-        frame = wire.Step([], [])
-        for entry, (request_id, index, token) in enumerate(
-            zip(gained.request_ids, gained.indices, gained.token_ids, strict=True)
-        ):
-            row = request_id + index
-            if (found := gained.logprobs.get(entry)) is not None:
-                lines, position = found
-                if (words := lines.words(position)) is not None:
-                    frame.logprobs.append((row, words.tobytes()))
-                if request_id in self._prompts_due:
-                    self._send_prompt(request_id, frame)
-            if (ending := gained.endings.get(entry)) is None:
-                frame.rows.append(row)
-                frame.tokens.append(token)
-                continue
-            last = token if token >= 0 else None
-            versions = ending.weight_versions if any(version for version, *_ in ending.weight_versions) else []
-            pooled = None if ending.pooled is None else ending.pooled.tobytes()
-            frame.finishes.append(wire.Finish(row, last, ending.reason, ending.stop_reason, versions, pooled))
-            if engine.book.knows(request_id) and engine.book.is_finished(request_id):  # the last of n reports it
-                if request_id in self._prompts_due:
-                    self._send_prompt(request_id, frame)
-                self._masks_sent.pop(request_id, None)
-                frame.done.append(_done(request_id, engine.book.forget(request_id)))
-        return frame
+    def _add_begun(self, step: Step) -> None:
+        """Adds what is known of a prompt with its first token, or its end."""
+        book = self._engine.book
+        found = {seq.request_id for number in step.numbers if (seq := book.by_number.get(number)) is not None}
+        for request_id in found & self._fresh.keys():
+            if self._fresh.pop(request_id):
+                rows = book.prompt_logprobs(request_id)
+                words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
+                step.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
+            step.begun.append((request_id, book.rows[request_id][0].num_prompt_cached_tokens or 0))
 
-    def _begun(self, gained: "StepColumns") -> list[tuple[int, int]]:
-        """Requests that have their first token, or their end: see wire.Step.begun."""
-        found = self._fresh.intersection(gained.request_ids)
-        self._fresh -= found
-        rows = self._engine.book.rows
-        return [(number, rows[number][0].num_prompt_cached_tokens or 0) for number in found if number in rows]
-
-    def _new_masks(self) -> list[tuple[int, bytes]]:
-        """Sampling masks of the tokens since the last call: see wire.Step.kept."""
-        found: list[tuple[int, bytes]] = []
-        for request_id, sent in list(self._masks_sent.items()):
-            for seq in self._engine.book.rows.get(request_id, []):
-                assert seq.sampling is not None and seq.sampling.kept_ids is not None
-                new = seq.sampling.kept_ids[sent[seq.index] :]
-                sent[seq.index] += len(new)
-                found += [(request_id + seq.index, ids.astype("int32").tobytes()) for ids in new if ids is not None]
-        return found
-
-    def _send_prompt(self, request_id: int, frame: wire.Step) -> None:
-        """Adds the prompt's log-probabilities."""
-        rows = self._engine.book.prompt_logprobs(request_id)
-        words = [] if rows is None else [rows.words(position) for position in range(len(rows))]
-        frame.prompts.append((request_id, [None if each is None else each.tobytes() for each in words]))
-        self._prompts_due.discard(request_id)
-
-
-def _done(request_id: int, seqs: list[Any]) -> wire.Done:
-    ending = seqs[0].ending
-    metrics = ending.metrics
-    begin = metrics.first_scheduled_time or metrics.finished_time
-    first = metrics.first_token_time or metrics.finished_time
-    return wire.Done(
-        request_id,
-        ending.num_cached_tokens,
-        queued=begin - metrics.arrival_time,
-        prefill=first - begin,
-        decode=metrics.finished_time - first,
-    )
+    def _add_details(self, step: Step, request_id: int, sent: list[int]) -> None:
+        """Adds what was asked for beside tokens, of those that have come since the last step."""
+        for seq in self._engine.book.rows.get(request_id, ()):
+            begin, end, row = sent[seq.index], seq.num_output_tokens, seq.sampling
+            assert row is not None
+            sent[seq.index] = end
+            if row.logprob_rows is not None:
+                lines = map(row.logprob_rows.words, range(begin, end))
+                step.logprobs += [(seq.number, line.tobytes()) for line in lines if line is not None]
+            if row.kept_ids is not None:
+                kept = row.kept_ids[begin:end]
+                step.kept += [(seq.number, ids.astype("int32").tobytes()) for ids in kept if ids is not None]

@@ -9,9 +9,10 @@ from typing import Any
 
 from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.step import Step
 from nanovllm.host import wire
 from nanovllm.host.fleet_requests import FleetRequests, Send
-from nanovllm.host.pending_call import PendingCall
+from nanovllm.host.pending_call import OnDone, PendingCall
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Fleet:
 
     def take(self, number: int, frame: wire.Up) -> None:
         """Handles a frame of an engine."""
-        if isinstance(frame, wire.Step):
+        if isinstance(frame, Step):
             self.requests.take_step(number, frame)
         elif isinstance(frame, wire.Answer):
             self._take_answer(number, frame)
@@ -81,13 +82,16 @@ class Fleet:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, options: dict[str, Any], takes_weights: bool = False) -> PendingCall:
-        """Begins a call of engine/calls.py on all engines. `takes_weights`: its weights follow by `send_bucket`."""
+    def call(
+        self, name: str, options: dict[str, Any], takes_weights: bool = False, on_done: OnDone = lambda call: None
+    ) -> PendingCall:
+        """Begins a call of engine/calls.py on all engines. `takes_weights`: its weights follow by `send_bucket`.
+        `on_done`: called when all that run it have answered or are lost; not where none runs it."""
         spec = CALLS[name]
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._restart is not None:
             options = {**options, "weight_version": self.state.weight_version + 1}
-        pending = self._begin(spec, name, options, numbers, takes_weights)
+        pending = self._begin(spec, name, options, numbers, on_done, takes_weights)
         if name == "resume":
             self.is_resuming, self.state.pause_mode = False, None
         if spec.in_flight(options)[1] == "abort":
@@ -95,10 +99,11 @@ class Fleet:
         return pending
 
     def _begin(
-        self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], takes_weights: bool = False
-    ) -> PendingCall:
+        self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], on_done: OnDone,
+        takes_weights: bool = False,
+    ) -> PendingCall:  # fmt: skip
         self._num_calls += 1
-        pending = PendingCall(self._num_calls, spec, name, numbers, spec.replaces_weights(options))
+        pending = PendingCall(self._num_calls, spec, name, numbers, spec.replaces_weights(options), on_done)
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
@@ -139,7 +144,7 @@ class Fleet:
         self._sum_states(() if self._reachable else [each.state for each in pending.answers.values()])
         if pending.spec.empties_cache:
             self.requests.forget_cached()
-        pending.on_done()
+        pending.on_done(pending)
         for started in list(self._starting):
             self._catch_up(started)
         self._start_lost()
@@ -210,8 +215,7 @@ class Fleet:
             self._sum_states()
             self.requests.bind()
         for spec, name, options in calls:
-            pending = self._begin(spec, name, options, [number])
-            pending.on_done = partial(self._note_caught_up, number, pending)
+            self._begin(spec, name, options, [number], partial(self._note_caught_up, number))
 
     def _note_caught_up(self, number: int, pending: PendingCall) -> None:
         """Handles the end of a call that an engine had missed; an engine on which it failed is given up."""

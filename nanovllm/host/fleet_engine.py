@@ -18,14 +18,14 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step, aborted
 from nanovllm.errors import ReplicaError, check_alive
 from nanovllm.host import wire
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.host.frame_reader import FrameReader
+from nanovllm.host.handle import Lost
 from nanovllm.host.pending_call import PendingCall
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -43,38 +43,31 @@ class FleetEngine:
     """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may be called from any."""
 
     def __init__(
-        self, handles: FleetHandles, ready: list[wire.Ready], config: EngineConfig, model_config: ModelConfig,
-        tokenizer: Tokenizer,
-    ) -> None:  # fmt: skip
-        """`handles`: of engines that are `ready`; this engine closes them. `config`: as the user gave it."""
-        self._handles = handles
-        resolved = EngineConfig(ready[0].info["model"], **ready[0].config)
+        self, engines: Engines, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer
+    ) -> None:
+        """`engines`: that are ready; this engine closes them. `config`: as the user gave it."""
+        self.engines, first = engines, engines.ready[0]
+        assert engines.fleet is not None
+        resolved = EngineConfig(first.info["model"], **first.config)
         self.config = replace(
-            resolved, data_parallel_size=handles.count, ray_address=config.ray_address,
+            resolved, data_parallel_size=engines.count, ray_address=config.ray_address,
             data_parallel_backend=config.data_parallel_backend or "local",
         )  # fmt: skip
         self.model_config, self.tokenizer = model_config, tokenizer
-        capacity = min(one.info["max_model_len"] for one in ready)
-        self.fleet = handles.form(ready)
+        self.fleet = engines.fleet
         self._requests = self.fleet.requests
         self.state = self.fleet.state
-        self.book = RequestBook(self.config, model_config, tokenizer, capacity, self.state)
+        self.book = RequestBook(self.config, model_config, tokenizer, self._requests.max_total, self.state)
         self._rows = FleetRows(self.book)
-        self._facts = [one.facts for one in ready]
         self.owner, self.shares_weights = os.getpid(), False
         self.startup_seconds = 0.0
         self._work = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()
         """Tasks of other threads for the one that steps."""
-        self._unreported = StepColumns()
+        self._unreported = Step()
         self._closed = False
         self._error: BaseException | None = None
-        self._reader = FrameReader()
         self._reads = threading.Lock()
-        self._next_look = 0.0
-        handles.watch, handles.forget = self._reader.watch, self._reader.forget
-        for handle in handles.all:
-            self._reader.watch(handle)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -84,7 +77,7 @@ class FleetEngine:
     ) -> int:  # fmt: skip
         """See Engine.add_request."""
         if not self._requests.num_live:
-            self._handles.all[0].rouse()
+            self.engines.all[0].rouse()
         return self.book.open(
             *(prompt, params, request_id, output_token_ids), num_waiting=lambda: self.stats().num_waiting,
             queue=lambda seqs: self._enqueue(partial(self._queue, seqs)),
@@ -115,86 +108,80 @@ class FleetEngine:
 
     def _queue(self, seqs: list[Sequence]) -> None:
         first = seqs[0]
-        self._rows.open(seqs)
         self._requests.add(first.request_id, first.prompt, wire.params_fields(first.params), first.output_token_ids)
         if self.config.device == "cuda" and self._requests.num_live <= _SPIN_REQUESTS:
-            self._reader.spin_until = time.monotonic() + _SPIN_SECONDS
+            self.engines.reader.spin_until = time.monotonic() + _SPIN_SECONDS
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepColumns:
+    def step(self) -> Step:
         """Takes in results of the engines; waits a moment if there are none."""
-        self._check_can_step()
+        check_alive(self._closed, self._error)
+        if not self.state.is_paused:
+            self.state.require_awake()
+            self.state.require_weights()
         try:
             self._drain_inbox()
-            waits = not len(self._unreported) and bool(self._requests.num_live) and not self.state.is_paused
-            self._take_in(_LOOK_SECONDS if waits and not self._requests.out else 0.0)
-            self._drain_inbox()
-            self._hand_out()
+            waits = not self._unreported and bool(self._requests.num_live) and not self.state.is_paused
+            self._advance(_LOOK_SECONDS if waits and not self._requests.out else 0.0)
         except BaseException as error:
             self._error = self._error or error
             raise
         return self._take_unreported()
 
-    def _take_unreported(self) -> StepColumns:
-        gained, self._unreported = self._unreported, StepColumns()
+    def _take_unreported(self) -> Step:
+        gained, self._unreported = self._unreported, Step()
         return gained
+
+    def _advance(self, timeout: float = _LOOK_SECONDS) -> None:
+        """Handles the frames that have arrived, after a wait of up to `timeout` seconds for some, and what other
+        threads ask for. The next step, or who runs a call, hands out what the engines have computed."""
+        self._take_in(timeout)
+        self._drain_inbox()
+        self._hand_out()
+
+    def _take_in(self, timeout: float) -> None:
+        with self._reads:
+            self._read(timeout)
+        self._hand_out()
+
+    def _read(self, timeout: float) -> bool:
+        """See Engines.read. The caller holds _reads, so that the engine is not closed meanwhile."""
+        check_alive(self._closed, self._error)
+        return self.engines.read(timeout)
 
     def _hand_out(self) -> None:
         """Writes the fleet's results into the rows of their requests, and into _unreported."""
-        while self._requests.out:
-            frames, self._requests.out = self._requests.out, []
-            for frame in frames:
-                self._rows.take(frame, self._unreported)
-
-    def _check_can_step(self) -> None:
-        check_alive(self._closed, self._error)
-        if not self.state.is_paused:
-            self.state.require_awake()
-            self.state.require_weights()
-
-    def _read(self, timeout: float) -> None:
-        """Reads frames. The caller holds _reads, so that the engine is not closed meanwhile."""
-        check_alive(self._closed, self._error)
-        if (now := time.monotonic()) > self._next_look:
-            self._next_look = now + 1.0
-            self._handles.check_silence()
-        self._reader.read(timeout)
-
-    def _take_in(self, timeout: float) -> None:
-        """Handles the frames that have arrived; waits up to `timeout` seconds for some."""
-        reader = self._reader
-        with self._reads:
-            self._read(timeout)
-            come, reader.frames = reader.frames, deque()
-        for handle, frame in come:
-            if isinstance(frame, wire.Ready):
-                self._facts[handle.number] = frame.facts
-            elif isinstance(frame, wire.Step) and (frame.rows or frame.finishes):
-                reader.spin_until = 0.0
-            self._handles.take(handle, frame)
-            if self.fleet.ended is not None:
-                self._error = ReplicaError(self.fleet.ended)
+        for frame in self.engines.take():
+            if isinstance(frame, Lost):
+                self._error = ReplicaError(frame.reason)
                 raise self._error
+            if isinstance(frame, wire.Refused):
+                frame = aborted(frame.request_id, len(self.book.rows_of(frame.request_id) or ()), frame.message)
+            if isinstance(frame, Step):
+                self._rows.take(frame)
+                self._unreported.extend(frame)
+        if self._unreported:
+            self.engines.reader.spin_until = 0.0
 
     # -- work ---------------------------------------------------------------------------------------------------
 
     def has_unfinished_requests(self) -> bool:
         """See Engine.has_unfinished_requests."""
-        return bool(self._inbox or self._requests.num_live or self._unreported.request_ids or self._requests.out)
+        return bool(self._inbox or self._requests.num_live or self._unreported or self._requests.out)
 
     def is_busy(self) -> bool:
         """See Engine.is_busy."""
-        if self._inbox or self._unreported.request_ids or self._requests.out:
+        if self._inbox or self._unreported or self._requests.out:
             return True
         if not self.state.is_paused and self._requests.num_live:
             return True
-        if not self._closed and not self._reader.frames and self._reads.acquire(blocking=False):
+        if not self._closed and not self.engines.reader.frames and self._reads.acquire(blocking=False):
             try:
-                self._read(0.0)
+                return self._read(0.0)
             finally:
                 self._reads.release()
-        return bool(self._reader.frames)
+        return bool(self.engines.reader.frames)
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
         """See Engine.wait_for_work."""
@@ -205,11 +192,11 @@ class FleetEngine:
         """See Engine.wake."""
         with self._work:
             self._work.notify_all()
-        self._reader.ring()
+        self.engines.reader.ring()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, **options: Any) -> Generator[StepColumns, None, Any]:
+    def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """See Engine.call."""
         check_alive(self._closed, self._error)
         weights = options.pop("weights", None)
@@ -232,7 +219,7 @@ class FleetEngine:
 
     def _load(
         self, weights: "Iterable[tuple[str, torch.Tensor]]", in_flight: str, weight_version: int | None
-    ) -> Generator[StepColumns, None, Any]:
+    ) -> Generator[Step, None, Any]:
         check_version(weight_version, self.state.weight_version)
         yield from self._call("begin_update", {"in_flight": in_flight}, None)
         for name, options, given in (
@@ -247,7 +234,7 @@ class FleetEngine:
 
     def _call(
         self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
-    ) -> Generator[StepColumns, None, Any]:
+    ) -> Generator[Step, None, Any]:
         pending = self._begin(name, options, weights)
         try:
             while pending.waiting:
@@ -269,12 +256,6 @@ class FleetEngine:
             self._send_weights(pending, weights)
         return pending
 
-    def _advance(self) -> None:
-        """Waits a moment for the engines; the next step, or who runs a call, hands out what they have computed."""
-        self._take_in(_LOOK_SECONDS)
-        self._drain_inbox()
-        self._hand_out()
-
     def _send_weights(self, pending: PendingCall, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         from nanovllm.host.weights import sent
 
@@ -289,7 +270,7 @@ class FleetEngine:
 
     def _send_bucket(self, pending: PendingCall, data: bytes | None, error: str | None = None) -> None:
         self.fleet.send_bucket(pending, data, error)
-        while pending.waiting and any(handle.backlog > _MOST_UNSENT for handle in self._reader.handles.values()):
+        while pending.waiting and any(handle.backlog > _MOST_UNSENT for handle in self.engines.reader.handles.values()):
             self._take_in(_LOOK_SECONDS)
 
     def notice_new_weights(self, surely: bool = False) -> None:
@@ -319,12 +300,12 @@ class FleetEngine:
 
     def info(self) -> dict[str, Any]:
         """Facts about the first engine, sums over all, and the facts of each."""
-        there = [self._facts[number] for number in self.fleet.numbers]
+        there = [self.engines.ready[number].facts for number in self.fleet.numbers]
         return {
-            **(there or self._facts)[0],
+            **(there or [self.engines.ready[0].facts])[0],
             "startup_seconds": round(self.startup_seconds, 2),
             "num_kvcache_blocks": sum(info["num_kvcache_blocks"] for info in there),
-            "data_parallel_size": self._handles.count,
+            "data_parallel_size": self.engines.count,
             "num_replicas": len(there),
             "num_restarts": self.fleet.num_restarts,
             "replicas": there,
@@ -337,5 +318,5 @@ class FleetEngine:
         self._closed = True
         self.wake()
         with self._reads:
-            self._reader.close()
-        self._handles.close()
+            self.engines.reader.close()
+        self.engines.close()

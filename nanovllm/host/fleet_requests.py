@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import prefix_keys
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Done, Finish, Step, aborted
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
 from nanovllm.host.flight import NO_BOUND, Flight
@@ -182,14 +183,14 @@ class FleetRequests:
 
     def _drop(self, flight: Flight, why: str | None = None) -> None:
         """Ends unfinished completions with reason "abort" and stop reason `why`."""
-        step = wire.aborted(flight.row, flight.n)
+        step = aborted(flight.row, flight.n, why)
         step.finishes = [end for end in step.finishes if end.row - flight.row not in flight.ended]
         for end in step.finishes:
-            end.weight_versions, end.stop_reason = flight.spans(end.row - flight.row), why
+            end.weight_versions = flight.spans(end.row - flight.row)
         step.done = self._end(flight, step.done[0])
         self.out.append(step)
 
-    def _end(self, flight: Flight, done: wire.Done) -> list[wire.Done]:
+    def _end(self, flight: Flight, done: Done) -> list[Done]:
         """Forgets a request, or a part of one. Returns `done` if that is the end of the request, else nothing."""
         del self._live[flight.row]
         for row in range(flight.row, flight.row + flight.n):
@@ -213,10 +214,10 @@ class FleetRequests:
         if flight.request_id in self._split:  # its owner has had tokens of it
             self._drop(flight, refused.message or "internal error; see the log")
         else:
-            self._end(flight, wire.Done(flight.row))
+            self._end(flight, Done(flight.row))
             self.out.append(refused)
 
-    def take_step(self, number: int, step: wire.Step) -> None:
+    def take_step(self, number: int, step: Step) -> None:
         """Takes in results of an engine. A loop over all rows of a step: kept lean."""
         if step.stats is not None:
             self._stats.take(number, step.stats, step.computed)
@@ -241,7 +242,7 @@ class FleetRequests:
                     step.done += self._end(flight, done)
             self.bind()
 
-    def _note_end(self, end: wire.Finish) -> None:
+    def _note_end(self, end: Finish) -> None:
         if (tokens := self._rows.get(end.row)) is None:
             return
         if end.token is not None:

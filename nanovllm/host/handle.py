@@ -9,7 +9,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,11 +45,11 @@ class Handle(ABC):
 
     backlog = 0
     """Bytes that have not been sent yet, because the engine is slow to read."""
+    waits = False
+    """Whether `flush` is to be called when `fileno` becomes writable."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.on_backlog: Callable[[Handle, bool], None] = lambda handle, waits: None
-        """Called with True if the owner must call `flush` when `fileno` becomes writable, with False when no longer."""
         self._buffer = FrameBuffer()
         self._failure: wire.Failed | None = None
         """Failure that the engine has reported."""
@@ -151,7 +150,6 @@ class ChildHandle(Handle):
         self._socket.setblocking(False)
         self._sends = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        self._waits = False
         self._is_there = True
         self._exit_due = 0.0
         """Time until which the exit code of a process without a connection is awaited; 0 while there is one."""
@@ -203,10 +201,7 @@ class ChildHandle(Handle):
             except OSError:  # it is gone, which `receive` will find out
                 self._unsent.clear()
                 self.backlog = 0
-            waits = bool(self._unsent)
-        if waits != self._waits:
-            self._waits = waits
-            self.on_backlog(self, waits)
+            self.waits = bool(self._unsent)
 
     def receive(self) -> "list[wire.Up | Lost]":
         if not self._is_there:

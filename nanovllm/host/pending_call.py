@@ -7,6 +7,8 @@ from nanovllm.engine.calls import CallSpec
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 
+OnDone = Callable[["PendingCall"], None]
+
 
 class InternalError(RuntimeError):
     """An internal error in a call; the engine's log has its traceback."""
@@ -16,16 +18,16 @@ class PendingCall:
     """A call and the answers to it."""
 
     def __init__(
-        self, number: int, spec: CallSpec, name: str, engines: Sequence[int], replaces_weights: bool = False
+        self, number: int, spec: CallSpec, name: str, engines: Sequence[int], replaces_weights: bool, on_done: OnDone
     ) -> None:
-        """`number`: of the call. `engines`: numbers of those that run it."""
+        """`number`: of the call. `engines`: numbers of those that run it. `on_done`: called when the call has ended."""
         self.number, self.name, self.spec, self.replaces_weights = number, name, spec, replaces_weights
+        self.on_done = on_done
         self.waiting = set(engines)
         """Engines that have not answered."""
         self.relay_to: set[int] = set()
         """Engines to which the weights are passed on that another one receives."""
         self.answers: dict[int, wire.Answer] = {}
-        self.on_done: Callable[[], None] = lambda: None
 
     def settle(self, number: int, answer: wire.Answer | None) -> bool:
         """Notes that an engine has answered, or is lost; returns whether the call has just ended."""

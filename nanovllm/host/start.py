@@ -6,13 +6,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.devices import devices_of_replicas
+from nanovllm.host.engines import Engines
 from nanovllm.host.fleet_engine import FleetEngine
-from nanovllm.host.fleet_handles import FleetHandles
 from nanovllm.host.handle import Lost
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 from nanovllm.text.tokenizer import Tokenizer
 
-_LOOK_SECONDS = 0.01
+_LOOK_SECONDS = 0.1
 
 
 def start_fleet(config: EngineConfig) -> FleetEngine:
@@ -26,29 +26,23 @@ def start_fleet(config: EngineConfig) -> FleetEngine:
         devices_of_replicas(here)
     begin = time.perf_counter()
     tokenizer = Tokenizer(here)
-    handles = FleetHandles(config.model if on_ray else here.model, options)
+    engines = Engines(config.model if on_ray else here.model, options)
     try:
-        handles.start()
-        ready = await_ready(handles)
+        engines.start()
+        await_ready(engines)
         model_config = model_config.with_end(tokenizer.own.eos_token_id)
-        engine = FleetEngine(handles, ready, config, model_config, tokenizer)
+        engine = FleetEngine(engines, config, model_config, tokenizer)
     except BaseException:
-        handles.close(patience=0)
+        engines.close(patience=0)
         raise
     engine.startup_seconds = time.perf_counter() - begin
     return engine
 
 
-def await_ready(handles: FleetHandles) -> list[wire.Ready]:
+def await_ready(engines: Engines) -> None:
     """Waits until all engines are ready. Raises the error of the first one that cannot start or is silent."""
-    ready: list[wire.Ready] | None = None
-    while ready is None:
-        time.sleep(_LOOK_SECONDS)
-        handles.check_silence()
-        for handle in handles.all:
-            for frame in handle.receive():
-                found = handles.take_start(handle, frame)
-                if isinstance(found, Lost):
-                    raise (found.kind or ReplicaError)(found.reason)
-                ready = found or ready
-    return ready
+    while engines.fleet is None:
+        engines.read(_LOOK_SECONDS)
+        for frame in engines.take():
+            if isinstance(frame, Lost):
+                raise (frame.kind or ReplicaError)(frame.reason)

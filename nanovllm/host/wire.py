@@ -1,7 +1,7 @@
 """Frames between an engine in another process and its driver, the process that sends it requests.
 
 A frame is a length (8 bytes, little-endian) and a tagged msgpack array. The driver numbers the requests, ascending: a
-request has the id of its first completion, and completion i of n is row id + i.
+request has the id of its first completion, and completion i of n is row id + i. Results are engine/step.py's.
 """
 
 from array import array
@@ -13,9 +13,9 @@ import msgspec
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.prefix_keys import Extras
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Step
 from nanovllm.errors import OutOfMemory, WeightsIncomplete
 from nanovllm.processes.framing import LENGTH
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
@@ -147,50 +147,6 @@ class Answer(Frame):
     message: str = ""
 
 
-class Finish(msgspec.Struct, array_like=True):
-    """End of a completion, with its last token if this step computed one."""
-
-    row: int
-    token: int | None
-    reason: str
-    stop_reason: int | str | None
-    weight_versions: list[tuple[int, int, int]] = []
-    """See CompletionOutput.weight_versions; empty if all tokens are of version 0."""
-    pooled: bytes | None = None
-    """Embedding of the prompt, float32, of a model of embeddings."""
-
-
-class Done(msgspec.Struct, array_like=True):
-    """End of a request: all of its completions have ended. Times are those of the first completion, in seconds."""
-
-    request_id: int
-    num_cached_tokens: int = 0
-    queued: float = 0.0
-    prefill: float = 0.0
-    decode: float = 0.0
-
-
-class Step(Frame):
-    """Results of one step: rows and tokens as two columns, and lists of what only some rows have."""
-
-    rows: list[int]
-    tokens: list[int]
-    finishes: list[Finish] = []
-    done: list[Done] = []
-    logprobs: list[tuple[int, bytes]] = []
-    """(row, a line of LogprobRows), in the order of the row's tokens."""
-    kept: list[tuple[int, bytes]] = []
-    """(row, the ids (int32) that a token was sampled from), likewise, if sampling_mask asks for them."""
-    prompts: list[tuple[int, list[bytes | None]]] = []
-    """(request, a line of LogprobRows for each position of its prompt), sent once, before or with its Done."""
-    begun: list[tuple[int, int]] = []
-    """(request, tokens of its prompt that were cached), sent once, with its first token."""
-    stats: EngineStats | None = None
-    """Counters of the engine, sent about ten times a second and whenever a completion ends."""
-    computed: tuple[int, int] = (0, 0)
-    """Prompt tokens and decoded tokens computed since the start; sent with stats."""
-
-
 Down = Start | Add | Abort | Call | Bucket | Rouse
 Up = Alive | Progress | Ready | Failed | Refused | Answer | Bucket | Step
 
@@ -213,16 +169,10 @@ down_decoder = msgspec.msgpack.Decoder(Down)
 up_decoder = msgspec.msgpack.Decoder(Up)
 
 
-def pack(frame: Frame) -> bytes:
+def pack(frame: Down | Up) -> bytes:
     """Encodes a frame, with its length in front."""
     body = _encoder.encode(frame)
     return LENGTH.pack(len(body)) + body
-
-
-def aborted(request_id: int, n: int) -> Step:
-    """Step that ends all n completions of a request as aborted."""
-    rows = range(request_id, request_id + n)
-    return Step([], [], [Finish(row, None, "abort", None) for row in rows], [Done(request_id)])
 
 
 def config_fields(config: EngineConfig) -> dict[str, Any]:

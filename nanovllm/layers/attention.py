@@ -96,7 +96,11 @@ class PagedAttention:
 class Attention(WeightedModule, PagedAttention):
     """Projections, QK-norm, rotary embedding, KV store and attention: [T, hidden] -> [T, hidden], a partial sum."""
 
-    def __init__(self, context: ModelContext, layer: LayerSpec, tables: PositionTables, around: Around) -> None:
+    def __init__(
+        self, context: ModelContext, layer: LayerSpec, tables: PositionTables, around: Around,
+        in_features: int | None = None,
+    ) -> None:  # fmt: skip
+        """in_features: of the rows; None: the hidden size."""
         super().__init__()
         config = context.config
         self.group, self.kernels, self.shares_keys = context.group, context.kernels, layer.shares_keys
@@ -108,8 +112,9 @@ class Attention(WeightedModule, PagedAttention):
         head_dim, hidden_size = layer.head_dim, config.hidden_size
         gate = config.attention_gate
         self.qkv_proj = QKVParallelLinear(
-            context, hidden_size, heads, head_dim, bias=config.qkv_bias, precision=layer.precision("qkv"),
-            around=around.first() if gate is None else Around(), query_parts=2 if config.gate_in_queries else 1,
+            context, in_features or hidden_size, heads, head_dim, bias=config.qkv_bias,
+            precision=layer.precision("qkv"), around=around.first() if gate is None else Around(),
+            query_parts=2 if config.gate_in_queries else 1,
             others=() if layer.shares_keys else ("k_proj", "v_proj")[: 1 if layer.values_are_keys else 2],
         )  # fmt: skip
         before = "attention" if head_dim == GROUP and gate is None else "wide attention"

@@ -104,6 +104,13 @@ class ReduceAddNorm(WeightedModule):
         assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[1]
 
+    def complete(self, residual: torch.Tensor) -> torch.Tensor:
+        """The residual stream that `forward` has returned, [T, hidden], with all rows on every rank."""
+        peers = self.group.fused_all_reduce(residual.shape[0])
+        if peers is None or not self.is_add_rms_norm or peers.path(residual.shape[0]) == "one_shot":
+            return residual
+        return self.group.all_reduce(peers.own_rows(residual))
+
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, rounds: bool = False
     ) -> tuple[Any, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Inputs of the layers in a step, and what a block hands to its operations."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ class ForwardStep:
     """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py)."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
+    taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """[T, hidden] by layer: where the residual stream that the layer takes in is written, for a model that drafts."""
 
     @property
     def rows(self) -> StepRows:

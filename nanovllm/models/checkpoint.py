@@ -17,7 +17,7 @@ from nanovllm.models.files import weight_files
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FILE_DTYPES = {
     **DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32,
-    "I64": torch.int64,
+    "I64": torch.int64, "BOOL": torch.bool,
 }  # fmt: skip
 """Dtypes of files by safetensors' names; integers are parts of quantised tensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

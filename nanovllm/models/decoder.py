@@ -195,8 +195,9 @@ class DecoderLayer(WeightedModule):
             self.norms["post_per_layer_input_norm"] = self.out_norm = make_norm(context, is_after=True)
             self.out_parts = ()
 
-    def forward(self, stream: Stream, step: ForwardStep) -> Stream:
-        """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone."""
+    def forward(self, stream: Stream, step: ForwardStep, tap: torch.Tensor | None = None) -> Stream:
+        """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone. tap
+        [T, hidden]: becomes the stream before it."""
         if not self.blocks[0].mixes:
             stream = stream.of(step.wanted)
         for block in self.blocks:
@@ -208,6 +209,8 @@ class DecoderLayer(WeightedModule):
                 x = residual = block.reduce_norm.add(stream)
             else:
                 x, residual = block.reduce_norm(stream, first.rounded)
+            if tap is not None and block is self.blocks[0]:
+                tap.copy_(block.reduce_norm.complete(residual))
             if block.mixes:
                 residual = wanted_rows(residual, step.wanted)
             rows = None if block.mixes else step.wanted
@@ -246,7 +249,7 @@ class DecoderForCausalLM(WeightedModule):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__()
-        self.config = config = context.config
+        self.context, self.config = context, (config := context.config)
         tables = PositionTables.of(context)
         self.embed_tokens = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()  # type: ignore[assignment]  # a list that modules() walks
@@ -294,9 +297,9 @@ class DecoderForCausalLM(WeightedModule):
             embedded, inputs = self.layer_inputs(input_ids, stream)
             stream, step = Stream(embedded), replace(step, layer_inputs=inputs)
         *layers, last = self.layers
-        for layer in layers:
-            stream = layer(stream, step)
-        stream = last(stream, replace(step, wanted=wanted) if is_alone else step)
+        for number, layer in enumerate(layers):
+            stream = layer(stream, step, step.taps.get(number))
+        stream = last(stream, replace(step, wanted=wanted) if is_alone else step, step.taps.get(len(layers)))
         hidden = self.norm(stream)[0]
         return hidden if is_alone else wanted_rows(hidden, wanted)
 

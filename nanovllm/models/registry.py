@@ -238,4 +238,8 @@ def resolve_model_folder(config: EngineConfig) -> EngineConfig:
         check_tokenizer("tokenizer" if config.tokenizer else "model", Path(tokenizer))
     if here.is_dir() and weights:
         check_weights(named, here)
+    drafter = None if config.speculation is None else config.speculation.model
+    if drafter is not None and names_hub("speculative_config: model", drafter):
+        folder = fetch(drafter, ("config.json", *weights), None, config.download_dir)
+        config = replace(config, speculative_config={**(config.speculative_config or {}), "model": folder})
     return config

@@ -16,6 +16,8 @@ from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, deco
 _GRAPH, _FIRST_GRAPH = 8 << 20, 64 << 20
 """Bytes that a graph usually takes outside of torch's allocator, and the first with the kernels that it loads."""
 
+Run = Callable[[StepShape], None]
+
 _HIDES_LAUNCHES = 5.5e12
 """Weights x tokens whose products take an H200 some 20 ms."""
 
@@ -79,14 +81,16 @@ class StepGraphs:
     """Graphs by shape, sharing one memory pool."""
 
     def __init__(
-        self, run: Callable[[StepShape], None], max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
+        self, run: Run, max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
         before_capture: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
-        adapters: bool = False,
+        adapters: bool = False, see: Run | None = None, draft: Run | None = None, max_drafting: int = 0,
     ) -> None:  # fmt: skip
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
         largest chunk worth capturing. `progress`: called after each graph. `before_capture`: `run` is called within
-        it first, where it launches every kernel that the graph will. `adapters`: rows may have adapters."""
+        it first, where it launches every kernel that the graph will. `adapters`: rows may have adapters. `see` and
+        `draft`: what a model that drafts does after a step of that shape, and then for up to `max_drafting` decode
+        rows; graphs of their own, for what draws by options comes before."""
         self._progress = progress
         self._run = run
         self._before_capture = before_capture
@@ -94,7 +98,9 @@ class StepGraphs:
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
         self._shapes = captured_shapes(max_num_seqs, max_tokens, adapters)
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._see, self._draft = see, draft
+        self._draft_buckets = [] if draft is None else decode_buckets(max_drafting)
+        self._graphs: dict[tuple[Run, StepShape], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __len__(self) -> int:
@@ -103,7 +109,8 @@ class StepGraphs:
     @property
     def usual_bytes(self) -> int:
         """Bytes that all graphs usually take outside of torch's allocator."""
-        return _FIRST_GRAPH + len(self._shapes) * _GRAPH
+        num_graphs = len(self._shapes) * (1 + (self._see is not None)) + len(self._draft_buckets)
+        return _FIRST_GRAPH + num_graphs * _GRAPH
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -113,6 +120,19 @@ class StepGraphs:
     def capture_all(self) -> None:
         for shape in self._shapes:
             self._capture(shape)
+        for rows in reversed(self._draft_buckets):
+            assert self._draft is not None
+            self._capture_one(self._draft, StepShape(rows, 0))
+
+    def run_all(self) -> None:
+        """Runs all that is captured once, few rows first, which have the most kernels."""
+        for shape in sorted(self._shapes, key=sum):
+            self._run(shape)
+            if self._see is not None:
+                self._see(shape)
+        for rows in self._draft_buckets:
+            assert self._draft is not None
+            self._draft(StepShape(rows, 0))
 
     def measure(self, growth: Callable[[Callable[[], object], int], int]) -> int:
         """Estimates the bytes that all graphs will take, by capturing the three largest and throwing them away. The
@@ -128,14 +148,19 @@ class StepGraphs:
         return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - 1 - len(more))
 
     def _capture(self, shape: StepShape) -> None:
+        self._capture_one(self._run, shape)
+        if self._see is not None:
+            self._capture_one(self._see, shape)
+
+    def _capture_one(self, run: Run, shape: StepShape) -> None:
         with self._before_capture(shape):
-            self._run(shape)  # compiles, and lets libraries load kernels and allocate what they keep
+            run(shape)  # compiles, and lets libraries load kernels and allocate what they keep
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog, another engine) may use CUDA meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._run(shape)
-        self._graphs[shape] = graph
+            run(shape)
+        self._graphs[run, shape] = graph
         self._progress()
 
     def shape_for(
@@ -152,7 +177,21 @@ class StepGraphs:
         return next(holding, None)
 
     def replay(self, shape: StepShape) -> None:
-        self._graphs[shape].replay()
+        self._replay(self._run, shape)
+
+    def replay_see(self, shape: StepShape) -> None:
+        """Replays `see` after the step of this shape that was replayed."""
+        assert self._see is not None
+        self._replay(self._see, shape)
+
+    def replay_draft(self, num_rows: int) -> None:
+        """Replays `draft` after that, for so many rows."""
+        assert self._draft is not None
+        buckets = self._draft_buckets
+        self._replay(self._draft, StepShape(buckets[bisect.bisect_left(buckets, num_rows)], 0))
+
+    def _replay(self, run: Run, shape: StepShape) -> None:
+        self._graphs[run, shape].replay()
 
     def clear(self) -> None:
         """Frees the graphs; they must go before the communicators that they captured."""

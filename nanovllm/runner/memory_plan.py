@@ -19,12 +19,13 @@ from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.product import Product
-from nanovllm.kernels.step.state import DeviceState, StepBuffers
+from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.layers.adapted import AdaptedMatrix, room_for
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import DrafterConfig, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.drafters import build
 from nanovllm.models.planned import one_of_each
 from nanovllm.parallel.peer.memory import Layout
 from nanovllm.parallel.two_batch import first_half
@@ -180,16 +181,18 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     }
     by_layer = zip(layers.mixers(), counts, strict=True)
     mixers = [mixer for mixer, count in by_layer for _ in range(count)]
+    drafter = None if model.drafter is None else build(config, layers.context, layers)
+    mixers += [] if drafter is None else drafter.attention_layers()
     pages = pages_of(mixers)
     layout = layout_of(pages, config, kv_dtype)
     token_bytes = {kind: (count, count * kind.token_bytes(kv_dtype)) for kind, count in Counter(pages).items()}
     share = int(config.gpu_memory_utilization * gpu.total)
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
-    block_bytes += 4 * config.kvcache_block_size * (config.speculation is not None)
+    block_bytes += 4 * config.kvcache_block_size * config.looks_up
+    weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
     plan = RankPlan(
-        config.tensor_parallel_size, _weights(layers, counts), _buffer_bytes(config, model, layout),
-        _adapter_bytes(layers, counts), 0, 0,
-        config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
+        config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), _adapter_bytes(layers, counts), 0,
+        0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
         layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
@@ -235,14 +238,31 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
     state = DeviceState.allocate(slots, tables, blocks, "meta")
     inputs = StepBuffers.allocate(rows, config.max_num_batched_tokens + rows, tables, "meta")
     tensors = [each for held in (state, inputs) for each in vars(held).values() if isinstance(each, torch.Tensor)]
+    if model.drafter is not None:
+        tensors += _drafting_buffers(config, model, model.drafter, rows)
     return by_position + sum(tensor.nbytes for tensor in tensors)
+
+
+def _drafting_buffers(
+    config: EngineConfig, model: ModelConfig, drafter: DrafterConfig, rows: int
+) -> list[torch.Tensor]:
+    """Tensors of ModelDrafter (runner/model_drafter.py), and of its layer by position."""
+    assert config.max_model_len
+    own, dtype = drafter.model, getattr(torch, config.dtype)
+    taps = torch.empty(
+        config.max_num_batched_tokens + rows, len(drafter.taps) * model.hidden_size, dtype=dtype, device="meta"
+    )  # fmt: skip
+    held = DraftRows.allocate(config.max_num_seqs, own.hidden_size, dtype, "meta")
+    width = sum(rope.rotary_dim(own.head_dim) for rope in own.ropes.values())
+    angles = torch.empty(config.max_model_len, width, dtype=torch.float32, device="meta")
+    return [taps, angles, *vars(held).values()]
 
 
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     if config.tensor_parallel_size == 1 or not config.uses("peer_all_reduce"):
         return 0
     rows, halves = config.max_num_batched_tokens, 0
-    if config.uses("two_batch_overlap") and config.exact_bits is None:
+    if config.overlaps:
         halves = first_half(rows)
     keys = config.most_places + MAX_PREFILL_ROWS
     layout = Layout.for_limits(config.tensor_parallel_size, model.hidden_size, dtype, rows, keys, halves)

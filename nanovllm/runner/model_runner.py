@@ -21,11 +21,13 @@ from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
 from nanovllm.layers.adapted import room_for
+from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.drafters import build
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.adapters import RankAdapters
@@ -34,6 +36,7 @@ from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
+from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
@@ -44,7 +47,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
+from nanovllm.wire.step import ADAPTERS_WORD, DRAFTS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.models.transformers_model import TransformersModel
@@ -92,7 +95,7 @@ class ModelRunner:
         config = self.config
         group = TensorParallelGroup(
             rank, config.tensor_parallel_size, self.device, store, share_gpus=config.share_gpus,
-            overlap=config.uses("two_batch_overlap") and config.exact_bits is None, exact_bits=config.exact_bits,
+            overlap=config.overlaps, exact_bits=config.exact_bits,
         )  # fmt: skip
         self._progress()
         self.memory.count(lambda: group.peer_bytes)
@@ -117,8 +120,10 @@ class ModelRunner:
             adapters=room_for(config),
         )  # fmt: skip
         self.model: Any = by_transformers or DecoderForCausalLM(context)
-        self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self.model.attention_layers())))
-        mixers = self.model.mixers()
+        self.drafter = None if model.drafter is None else build(config, context, self.model)
+        """The model that drafts for it; None: no model does."""
+        self.backend = self._make_backend(tuple(dict.fromkeys(layer.spec for layer in self._attention_layers())))
+        mixers = [*self.model.mixers(), *([] if self.drafter is None else self.drafter.attention_layers())]
         self.no_graphs_because = why_no_graphs(self.device, config.enforce_eager, self.kernels, self.backend, mixers)
         if by_transformers:
             self.no_graphs_because = "transformers computes the model"
@@ -131,7 +136,9 @@ class ModelRunner:
         self.sleepable = sleepable = SleepableMemory(self.device)
         self.memory.count(lambda: sleepable.nbytes)
         to = sleepable if config.enable_sleep and module is None and self.device.type == "cuda" else None
-        self.weights = RankWeights(config, model, self.model, self.io, self.memory, module, self._progress, to)
+        self.weights = RankWeights(
+            config, model, self.model, self.io, self.memory, module, self._progress, to, self.drafter
+        )
         self.adapters = None
         if context.adapters is not None:
             assert isinstance(self.model, DecoderForCausalLM)
@@ -141,6 +148,11 @@ class ModelRunner:
             self.kernels, self.backend.token_major_cache, to,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.backend, self.io)
+        if model.drafter is not None and config.speculation is not None:
+            sizes = (config.max_num_seqs, self.max_model_len, self.block_size, config.speculation.num_tokens)
+            self.work.drafter = ModelDrafter(
+                self.drafter, model.drafter, self.kernels, self.group, self.backend, *sizes
+            )  # fmt: skip
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:
@@ -216,9 +228,13 @@ class ModelRunner:
         )
         return num_blocks(budget, *needs, asked, option, self.memory.crowded)
 
+    def _attention_layers(self) -> list[PagedAttention]:
+        models = [self.model] if self.drafter is None else [self.model, self.drafter]
+        return [layer for model in models for layer in model.attention_layers()]
+
     def warm_up_attention(self) -> None:
         """Compiles what the backend needs for each kind of attention layer."""
-        for layer in {layer.spec: layer for layer in self.model.attention_layers()}.values():
+        for layer in {layer.spec: layer for layer in self._attention_layers()}.values():
             self.backend.warmup(layer.cache, layer.spec)
 
     @torch.inference_mode()
@@ -276,9 +292,13 @@ class ModelRunner:
         assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
+        work = self.work
+        drafting: tuple[Any, ...] = ()
+        if work.drafter is not None:
+            drafting = (work.see_padded, work.draft_padded, self.config.max_num_seqs)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), self.adapters is not None,
+            partial(before_capture, self.model), self.adapters is not None, *drafting,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -314,7 +334,7 @@ class ModelRunner:
                 )
             num_results = first_chunk_row + num_sample_rows - num_decode_rows
             if speculates:
-                work.draft(counts.num_decode_rows, places, first_chunk_row, counts.num_sample_rows)
+                work.finish(step, counts, bool(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
             tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
             if pools and logits is not None and num_sample_rows:
@@ -359,7 +379,7 @@ class ModelRunner:
             self.graphs.clear()  # before the communicators that they captured
             self.graphs = None
         self.group.close(failed)
-        del self.model, self.weights, self.work
+        del self.model, self.drafter, self.weights, self.work
         self.state_memory.free()
         self.sleepable.free("weights")
         self.memory.release_cached()

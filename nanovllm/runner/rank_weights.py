@@ -10,6 +10,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.layers.weights import TensorSource
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.drafters import load
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.packed_tensors import reader_for
@@ -30,9 +31,10 @@ class RankWeights:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, model: Any, io: DeviceIO, memory: MemoryProbe,
         module: torch.nn.Module | None, progress: Callable[[], None], sleepable: SleepableMemory | None = None,
+        drafter: Any = None,
     ) -> None:  # fmt: skip
         """module, progress: see ModelRunner. sleepable: where the model's parameters are to move: nothing may have
-        views of them."""
+        views of them. drafter: a model that drafts for this one (models/drafters/), which updates leave as it is."""
         self._config, self._model_config, self._io, self._memory = config, model_config, io, memory
         self._device, self._dtype, self._progress = io.device, getattr(torch, config.dtype), progress
         self._is_transformers = model_config.implementation == "transformers"
@@ -45,8 +47,9 @@ class RankWeights:
             self.live_module.share(model, model_config.tie_word_embeddings)
             memory.release_cached()
         elif sleepable is not None:
-            sleepable.adopt("weights", model)
+            sleepable.adopt("weights", model if drafter is None else torch.nn.ModuleList([model, drafter]))
             memory.release_cached()
+        self._drafter = drafter
         self.all = list(model.checkpoint_weights())
         self._packed_reader = reader_for(model_config, self.all, self._dtype, self._device)
 
@@ -54,6 +57,7 @@ class RankWeights:
     def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
         """Fills the weights in, from the checkpoint or at random; those of modules of transformers are there.
         `on_share`: called with the share of a checkpoint that is loaded."""
+        self.load_drafter()
         if self.live_module is not None or self._is_transformers:
             return
         with self._io.stream_context(), self._memory.libraries():
@@ -62,6 +66,15 @@ class RankWeights:
             else:
                 tensors = self._tensors_of(Path(self._config.model), wide=False)
                 load_checkpoint(self.all, tensors, self._device, self._progress, on_share)
+
+    @torch.inference_mode()
+    def load_drafter(self) -> None:
+        """Fills in the weights of the model that drafts, if any: at the start, and after a sleep that has dropped
+        them."""
+        settings = self._model_config.drafter
+        if settings is not None:
+            with self._io.stream_context(), self._memory.libraries():
+                load(self._drafter, settings, self._config, self._device, self._progress)
 
     def begin_update(self, partial: bool) -> None:
         """Begins an update of all weights, or with `partial` of some. One that had begun starts over."""

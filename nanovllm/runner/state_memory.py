@@ -95,7 +95,7 @@ class StateMemory:
         self._config, self.num_lines = config, 1 if self.slot_bytes else 0
         """Number of lines; one more is for rows of padding."""
         self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
-        self._id_bytes = torch.int32.itemsize if config.speculation is not None else 0
+        self._id_bytes = torch.int32.itemsize if config.looks_up else 0
         self.ids: torch.Tensor | None = None
         """int32 [blocks, block size], where drafts are looked up: ids of the tokens in each block."""
 

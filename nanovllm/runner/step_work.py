@@ -12,8 +12,9 @@ from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.step import ForwardStep, wanted_rows
-from nanovllm.runner.cuda_graphs import LogitsView
+from nanovllm.runner.cuda_graphs import LogitsView, StepGraphs
 from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
 from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, row_lengths
@@ -33,11 +34,16 @@ class StepWork:
         self._block_size: int = config.kvcache_block_size
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
+        self._hidden_size, self._dtype = context.config.hidden_size, context.dtype
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
         self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
         self._has_head, self._has_adapters = context.config.pooling is None, context.adapters is not None
+        self.drafter: ModelDrafter | None = None
+        """The model that drafts, where there is one."""
+        self._taken: dict[StepShape | None, tuple[StepBuffers, ForwardStep]] = {}
+        """The last step at its exact size, and the one that each graph computes, until a model has drafted from it."""
         self.captured_logits: dict[StepShape, LogitsView] = {}
         """Logits that the graph of each shape leaves behind, from which it has sampled; or what stands for them."""
 
@@ -52,6 +58,9 @@ class StepWork:
             self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids, self._has_adapters
         )
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
+        self._taken.clear()
+        if self.drafter is not None:
+            self.drafter.allocate(max_tokens, self._hidden_size, self._dtype, self._device)
 
     def run_exact(
         self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False
@@ -70,7 +79,7 @@ class StepWork:
         attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
         attention.token_ends = lengths.cumsum(dtype=np.int64)
         has_adapters = packed[ADAPTERS_WORD] > 0
-        return self._forward(buffers, attention, counts.num_sample_rows, keep_hidden, has_adapters)
+        return self._forward(buffers, attention, counts.num_sample_rows, None, keep_hidden, has_adapters)
 
     def run_padded(self, shape: StepShape) -> None:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
@@ -85,21 +94,60 @@ class StepWork:
             self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers)
         attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
-        logits, _ = self._forward(buffers, attention, num_rows, has_adapters=has_adapters)
+        logits, _ = self._forward(buffers, attention, num_rows, shape, has_adapters=has_adapters)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
 
-    def draft(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
-        """Takes, after all that draws, the draws of `num_decodes` decodes, `places` rows each, and drafts
-        for all `num_rows` rows that gained a token. The word behind their tokens becomes the number of drafted ones."""
+    def finish(
+        self, step: torch.Tensor, counts: StepCounts, wants_drafts: bool, places: int, first_chunk_row: int,
+        shape: StepShape | None, graphs: StepGraphs | None,
+    ) -> None:  # fmt: skip
+        """Takes, after all that draws, what a step drew, int32 words on the device, and drafts what may follow. The
+        word behind the tokens of the rows that gained one becomes the number of drafted ones. counts: of sequences;
+        wants_drafts: of a model; shape: of the step's graph."""
+        num_decodes, num_rows = counts.num_decode_rows, counts.num_sample_rows
+        end = first_chunk_row + num_rows - num_decodes
+        self._kernels.take_draws(self.state, self.buffers, num_decodes, places, end, self._rates)
+        if self.drafter is None:
+            if num_rows:
+                self.look_up(num_decodes, places, first_chunk_row, num_rows)
+            return
+        if graphs is not None and shape is not None:
+            graphs.replay_see(shape)
+        else:
+            self.see_exact(step, num_rows)
+        if wants_drafts and num_rows:
+            if graphs is not None:
+                graphs.replay_draft(num_rows)
+            else:
+                self.drafter.draft(self.state, num_rows)
+            self.buffers.tokens[end : end + 1].copy_(self.drafter.rows.num_drafted)
+
+    def look_up(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
+        """Drafts by looking up, and counts the drafted tokens."""
         assert self._speculation is not None
-        decodes, end = (num_decodes, places), first_chunk_row + num_rows - num_decodes
-        self._kernels.take_draws(self.state, self.buffers, *decodes, end, self._rates)
-        if num_rows:
-            self._kernels.look_up_drafts(
-                self.state, self.buffers, *decodes, first_chunk_row, num_rows, self._speculation.lookup,
-                self._rates is not None,
-            )  # fmt: skip
+        self._kernels.look_up_drafts(
+            self.state, self.buffers, num_decodes, places, first_chunk_row, num_rows, self._speculation.lookup,
+            self._rates is not None,
+        )  # fmt: skip
+
+    def see_exact(self, step: torch.Tensor, num_rows: int) -> None:
+        """The model that drafts takes in the step that was run last, eagerly, int32 words on the device. num_rows: that
+        gained a token."""
+        assert self.drafter is not None
+        self.drafter.see(step, self.state, *self._taken[None], num_rows)
+
+    def see_padded(self, shape: StepShape) -> None:
+        """Does what see_exact does for the padded step in the step buffer, of this shape: what a graph captures."""
+        assert self.drafter is not None
+        buffers, step = self._taken[shape]
+        self.drafter.see(self._io.step_buffer, self.state, buffers, step, buffers.row_slot.shape[0])
+
+    def draft_padded(self, shape: StepShape) -> None:
+        """The model drafts for the rows of what it has taken in, at most shape.decode_rows: what a CUDA graph
+        captures."""
+        assert self.drafter is not None
+        self.drafter.draft(self.state, shape.decode_rows)
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
         """Applies a packed step to the state, and expands its rows into `buffers`."""
@@ -118,8 +166,8 @@ class StepWork:
         )  # fmt: skip
 
     def _forward(
-        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, keep_hidden: bool = False,
-        has_adapters: bool = False,
+        self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, shape: StepShape | None,
+        keep_hidden: bool = False, has_adapters: bool = False,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
@@ -128,11 +176,12 @@ class StepWork:
         `run_exact` does.
         """
         lines = Lines(*buffers.lines) if self.state.num_lines else None
-        adapters = None
+        step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend, lines)
         if has_adapters and self.state.adapters is not None:
-            adapters = buffers.token_adapters(self.state.adapters)
-        mappings = buffers.slot_mapping.unbind()
-        step = ForwardStep(buffers.positions, mappings, attention, self._backend, lines, adapters)
+            step.adapters = buffers.token_adapters(self.state.adapters)
+        if self.drafter is not None:
+            step.taps = self.drafter.taps_of(buffers.positions.shape[0])
+            self._taken[shape] = buffers, step
         sampled = buffers.logits_indices[:num_sample_rows] if attention.num_prefill_rows else None
         hidden, kept = self._hidden_states(buffers.input_ids, step, None if keep_hidden else sampled), None
         if keep_hidden:

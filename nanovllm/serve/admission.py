@@ -5,10 +5,10 @@ from typing import Literal
 
 from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
+from nanovllm.serve.book import Book
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.served_model import ServedModel
-from nanovllm.serve.streams import Streams
 from nanovllm.serve.text_pool import TextPool
 from nanovllm.serve.weight_wait import WeightWait
 
@@ -18,7 +18,7 @@ State = Literal["loading", "ready", "draining", "failed"]
 class Admission:
     """State of the server's life, and admission of requests."""
 
-    def __init__(self, model: ServedModel, streams: Streams, pool: TextPool, metrics: Metrics) -> None:
+    def __init__(self, model: ServedModel, book: Book, pool: TextPool, metrics: Metrics) -> None:
         self.state: State = "loading"
         self.progress: tuple[str, int] = ("starting", 0)
         """Stage and percent of the start."""
@@ -27,7 +27,7 @@ class Admission:
         """Set whenever `state` changes."""
         self.weight_wait = WeightWait(model.options.weight_update_timeout)
         self._options, self._model, self._metrics = model.options, model, metrics
-        self._streams, self._pool = streams, pool
+        self._book, self._pool = book, pool
         self._loop = asyncio.get_running_loop()
 
     def become(self, state: State) -> None:
@@ -42,13 +42,13 @@ class Admission:
             raise errors.weights_incomplete(str(self.weight_wait.text(now)))
         rows: int = self._model.info["max_num_seqs"]
         most = self._options.max_num_queued_reqs or 4 * rows + 512
-        if self._streams.num_rows + self._pool.requests.total() >= most:
+        if self._book.num_rows + self._pool.requests.total() >= most:
             self._metrics.rejected["queue_full"] += 1
             message = f"the server is full: {most} requests are in flight (--max-num-queued-reqs)"
             raise ApiError(503, message, "server_overloaded")
         if key is None or (share := self._share(most - rows)) is None:
             return
-        if self._streams.rows_by_key[key] + self._pool.requests[key] >= rows + share:
+        if self._book.rows_by_key[key] + self._pool.requests[key] >= rows + share:
             self._metrics.rejected["key_full"] += 1
             message = f"this API key has {rows + share} requests in flight: {share} more than can run at once"
             raise ApiError(429, f"{message} (--max-waiting-per-key)", "rate_limit_exceeded")

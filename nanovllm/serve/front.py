@@ -6,13 +6,14 @@ from typing import Any
 
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.host.handle import Lost
 from nanovllm.host.pending_call import InternalError
 from nanovllm.processes.child import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission
-from nanovllm.serve.engines import Engines
+from nanovllm.serve.book import Book
+from nanovllm.serve.driver import Driver
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
@@ -20,28 +21,33 @@ from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.request import Request
 from nanovllm.serve.request_log import RequestLog
 from nanovllm.serve.served_model import ServedModel
-from nanovllm.serve.streams import Streams
 from nanovllm.serve.text_pool import TextPool
 
 
 class Front:
     """Server between the HTTP connections and the engines: owns the parts that handlers take."""
 
-    engines: Engines
+    engines: Driver
 
-    def __init__(self, path: str, options: ServeOptions, engines: FleetHandles) -> None:
-        """`path`: of the model, as the command names it."""
+    def __init__(
+        self,
+        path: str,
+        options: ServeOptions,
+        engines: Engines,
+        on_progress: Callable[[str, int], None] = lambda stage, percent: None,
+    ) -> None:
+        """`path`: of the model, as the command names it. `on_progress`: gets stage and percent of the start."""
         self.options = options
         self.model = model = ServedModel(path, options)
         self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
         self.pool = TextPool(metrics, len(options.api_keys))
-        self.streams = Streams(metrics, lambda request_id: self.engines.abort(request_id))
-        self.admission = Admission(model, self.streams, self.pool, metrics)
-        self.engines = Engines(engines, self.streams, self.on_frame, self.on_engine_end)
+        self.book = Book(metrics, self.pool, lambda request_id: self.engines.abort(request_id))
+        self.admission = Admission(model, self.book, self.pool, metrics)
+        self.engines = Driver(engines, self.book, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
         model.adapters = lambda: self.engines.state.adapters
-        self.on_progress: Callable[[str, int], None] = lambda stage, percent: None
+        self._on_progress = on_progress
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""
         self._loop = asyncio.get_running_loop()
@@ -57,14 +63,14 @@ class Front:
         """Takes in whatever engines say beside their steps."""
         if isinstance(frame, wire.Progress):
             self.admission.progress = (frame.stage, frame.percent)
-            self.on_progress(frame.stage, frame.percent)
+            self._on_progress(frame.stage, frame.percent)
             if frame.folder and self._text is None:
                 self._text = self._loop.create_task(self._load_text(frame.folder))
         elif isinstance(frame, wire.Ready):
             self._loop.create_task(self._become_ready(frame.info))
         elif isinstance(frame, wire.Refused):
             error = errors.server_error() if frame.message is None else errors.from_value_error(frame.message)
-            self.streams.refuse(frame.request_id, error)
+            self.book.refuse(frame.request_id, error)
 
     async def _load_text(self, folder: str) -> None:
         """Tokenizer and sampling defaults, while the engine loads; a mistake in them ends the start at once."""
@@ -95,7 +101,7 @@ class Front:
 
     def fail(self, error: ApiError) -> None:
         """Ends all that the engines have not answered."""
-        self.streams.fail_all(error)
+        self.book.fail_all(error)
         self.engines.fail(error)
 
     async def control(self, name: str, **options: Any) -> Any:
@@ -125,7 +131,7 @@ class Front:
         self.admission.admit(request.key)
         fleet = self.engines.fleet
         assert fleet is not None
-        ids = self.streams.add(request)
+        ids = self.book.open(request)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(1.0, self._sweep)
         for request_id, prompt, most in zip(ids, request.prompts, request.max_tokens, strict=True):
@@ -138,9 +144,9 @@ class Front:
 
     def _sweep(self) -> None:
         now, wait = self.now(), self.admission.weight_wait
-        self.streams.sweep(now, self.options.request_timeout)
+        self.book.sweep(now, self.options.request_timeout)
         if wait.is_over(now):
-            self.streams.fail_all(errors.weights_incomplete(str(wait.text(now))))
+            self.book.fail_all(errors.weights_incomplete(str(wait.text(now))))
         self.log.totals()
-        busy = bool(self.streams.requests)
+        busy = bool(self.book.requests)
         self._sweeper = self._loop.call_later(1.0, self._sweep) if busy else None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.host.handle import Lost
 from nanovllm.serve import errors
 from nanovllm.serve.loading import Loading
@@ -107,7 +107,7 @@ def serve(model: str, engine_options: dict[str, Any], options: ServeOptions) -> 
     except OSError as error:
         print(f"nanovllm: {error}", file=sys.stderr)
         return 1
-    engines = FleetHandles(model, engine_options)
+    engines = Engines(model, engine_options)
     _allow_descriptors()
     _return_memory()
     try:
@@ -143,20 +143,24 @@ class _Life:
     """One run of the server."""
 
     def __init__(
-        self, model: str, options: ServeOptions, listener: socket.socket, engines: FleetHandles, begin: float
+        self, model: str, options: ServeOptions, listener: socket.socket, engines: Engines, begin: float
     ) -> None:
         self._model, self._options, self._listener, self._engines = model, options, listener, engines
-        self._begin = begin
+        self._begin, self._loading = begin, Loading(options.log_format)
         self._num_signals = 0
 
     async def run(self) -> int:
+        with self._loading:
+            return await self._run()
+
+    async def _run(self) -> int:
         from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
         from nanovllm.serve.front import Front
         from nanovllm.serve.http.app import App
         from nanovllm.serve.http.server import HttpServer
 
         loop = asyncio.get_running_loop()
-        front = self._front = Front(self._model, self._options, self._engines)
+        front = self._front = Front(self._model, self._options, self._engines, self._loading.show)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         operations = ROUTES | ADMIN_ROUTES if self._options.admin_api_keys else ROUTES
@@ -164,14 +168,11 @@ class _Life:
         http = self._http = HttpServer(app, self._options, self._listener)
         await http.start()
         logger.info("%s answers; the model is loading", self._url())
-        self._loading = Loading(self._options.log_format)
-        self._loading.show(*front.admission.progress)  # what came while the port was opened
-        front.on_progress = self._loading.show
+        self._loading.show(*front.admission.progress)
         try:
             await self._launch_engines()
             return await self._live()
         finally:
-            self._loading.close()
             await http.stop()
             front.engines.close()
             front.log.close()
@@ -235,9 +236,9 @@ class _Life:
         front, patience = self._front, self._options.shutdown_timeout
         end = front.now() + patience
         front.admission.become("draining")
-        if count := len(front.streams.requests):
+        if count := len(front.book.requests):
             logger.info("shutting down: %d requests get %.0f s to finish (a second signal ends them)", count, patience)
-        while (front.streams.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
+        while (front.book.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
             await asyncio.sleep(_POLL_SECONDS)
         front.fail(errors.shutting_down())
         await self._http.finish()

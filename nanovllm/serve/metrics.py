@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
-from nanovllm.host.wire import Done
-from nanovllm.serve.request import Completion
+from nanovllm.engine.step import Done
+from nanovllm.serve.request import Row
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -94,15 +94,13 @@ class Metrics:
         for name, value in values.items():
             self._histograms[name].observe(value)
 
-    def count_completion(self, completion: Completion) -> None:
-        self.finished[completion.finish_reason or "stop"] += 1
-        self._observe(request_generation_tokens=completion.num_tokens)
+    def count_row(self, row: Row) -> None:
+        self.finished["stop" if row.end is None else row.end.reason] += 1
+        self._observe(request_generation_tokens=row.num_tokens)
 
-    def count_part(
-        self, part: Done, completions: Sequence[Completion], num_prompt_tokens: int, seconds: float
-    ) -> None:
+    def count_part(self, part: Done, rows: Sequence[Row], num_prompt_tokens: int, seconds: float) -> None:
         """A prompt's completions have all ended, so many seconds after its request came."""
-        longest = max(each.num_tokens for each in completions)
+        longest = max(each.num_tokens for each in rows)
         self._observe(
             request_prompt_tokens=num_prompt_tokens,
             request_queue_time_seconds=part.queued,

@@ -39,8 +39,6 @@ class ServeOptions:
     max_waiting_per_key: int | None = None
     """Maximum completions of one API key that may wait, beyond max_num_seqs; further requests get a 429. Default: half
     of the queue, or all of it with a single key."""
-    stream_interval: int = 1
-    """Tokens per chunk of a stream; larger chunks save clients work. The first token is sent at once."""
     request_timeout: float | None = None
     """Seconds after which a request is aborted; off by default."""
     weight_update_timeout: float | None = 600.0
@@ -88,7 +86,7 @@ class ServeOptions:
             raise ValueError(f"port={self.port}: must be in 0..65535")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path={self.root_path!r}: must begin with /")
-        for name, least in (("max_num_queued_reqs", 1), ("max_waiting_per_key", 0), ("stream_interval", 1)):
+        for name, least in (("max_num_queued_reqs", 1), ("max_waiting_per_key", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}={value}: must be >= {least}")
         if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:

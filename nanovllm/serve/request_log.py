@@ -43,7 +43,7 @@ class RequestLog:
             for prompt in request.prompts:
                 logger.info("%s: prompt %r", request.id, self._model.tokenizer.decode(prompt.token_ids, False))
         tokens = request.num_output_tokens
-        reasons = {each.finish_reason or "abort" for each in request.completions}
+        reasons = {"abort" if row.end is None else row.end.reason for row in request.rows}
         logger.info(
             "%s: %d tokens in (%d cached), %d out, queued %.3f s, first token %.3f s, %.1f tok/s, %s",
             *(request.id, request.num_prompt_tokens, request.num_cached_tokens, tokens, request.queued),

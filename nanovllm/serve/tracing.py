@@ -43,7 +43,7 @@ class RequestTracer:
         end = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
-            self._propagator.extract(request.trace_headers),
+            self._propagator.extract(request.call.trace_headers),
             trace.SpanKind.SERVER,
             _attributes(request, self._model_name, now),
             start_time=end - int(1e9 * (now - request.arrival)),
@@ -59,24 +59,25 @@ class RequestTracer:
 
 def _attributes(request: Request, model_name: str, now: float) -> dict[str, Any]:
     output, params = request.num_output_tokens, request.params
+    names = {"cmpl-": "text_completion", "embd-": "embeddings"}
     found = {
-        "gen_ai.operation.name": {"cmpl-": "text_completion", "embd-": "embeddings"}.get(request.id_prefix, "chat"),
+        "gen_ai.operation.name": names.get(request.format.id_prefix, "chat"),
         "gen_ai.provider.name": "nanovllm",
         "gen_ai.request.id": request.id,
-        "gen_ai.request.model": request.model,
+        "gen_ai.request.model": request.format.model,
         "gen_ai.request.max_tokens": max(request.max_tokens),
         "gen_ai.response.id": request.id,
         "gen_ai.response.model": model_name,
         "gen_ai.response.finish_reasons": [
-            request.finish_reason(each) or ("error" if request.error is not None else "abort")
-            for each in request.completions
+            request.format.finish_reason(row) or ("error" if request.error is not None else "abort")
+            for row in request.rows
         ],
         "gen_ai.usage.input_tokens": request.num_prompt_tokens,
         "gen_ai.usage.output_tokens": output,
         "gen_ai.usage.prompt_tokens": request.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": output,
         "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
-        "gen_ai.usage.num_sequences": len(request.completions),
+        "gen_ai.usage.num_sequences": len(request.rows),
         "gen_ai.latency.e2e": now - request.arrival,
         "gen_ai.latency.time_in_queue": request.queued,
         "gen_ai.latency.time_in_model_prefill": request.prefill,

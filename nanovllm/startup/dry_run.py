@@ -34,16 +34,13 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                 runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             with runner.model.few_layers():
                 if runner.no_graphs_because is None:
-                    for shape in sorted(runner._new_graphs().shapes, key=sum):  # few rows have the most kernels
-                        work.run_padded(shape)
+                    runner._new_graphs().run_all()
                 runner.warm_up_attention()
                 num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
                 has_lines = bool(runner.state_memory.num_lines)
                 for has_adapters in {False, config.enable_lora}:
                     sizes = config.max_num_seqs, num_tokens, runner.max_model_len
                     _run_largest(runner, dummy_step(*sizes, has_lines, has_adapters))
-                if config.speculation is not None:
-                    work.draft(1, config.tokens_per_step, config.tokens_per_step, 1)
         finally:
             work.captured_logits.clear()
     runner.io.synchronize()
@@ -58,6 +55,8 @@ def _run_largest(runner: "ModelRunner", packed: np.ndarray) -> None:
     expand_rows_reference(step, *sizes, buffers, counts.num_decode_rows)
     runner.state_memory.begin(step, packed)
     work.run_exact(step, packed)
+    if runner.config.speculation is not None:
+        work.finish(step, counts, True, 1, counts.num_decode_rows, None, None)
 
 
 @contextmanager

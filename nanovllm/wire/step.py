@@ -13,7 +13,7 @@
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size),
-            10 places of each decode, 11 rows with an adapter, 12.. reserved
+            10 places of each decode, 11 whether drafts are wanted, 12 rows with an adapter, 13.. reserved
     lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
            tokens (0: no line)
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
@@ -24,7 +24,8 @@ step, else the one sampled last, which only the device need know. Its position i
 or by the step before: `start` is the last that this can be. In a step with several places each decode becomes as many
 rows of one token on the device, for one position after another: the first has the last token, the others what was
 drafted for the slot. Behind `start`, or where nothing was drafted, they compute nothing. Word 3 counts all places.
-Within a step each slot, each (slot, index) and each slot record appears once.
+Where a model drafts, the token ids are followed by the one after the last of each row that samples none. There are no
+lines then. Within a step each slot, each (slot, index) and each slot record appears once.
 """
 
 import struct
@@ -42,7 +43,8 @@ SECTION_WORD = 7
 COPIES_WORD = 8
 LINES_WORD = 9
 PLACES_WORD = 10
-ADAPTERS_WORD = 11
+DRAFTS_WORD = 11
+ADAPTERS_WORD = 12
 NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2
@@ -109,10 +111,12 @@ def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
     slot_records: Iterable[tuple[int, SlotConstants, int, int] | SlotRecord], token_ids: list[int],
-    block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1, num_adapted: int = 0,
+    block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1,
+    following_ids: Sequence[int] = (), drafts: bool = False, num_adapted: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Packs a step into the int32 array of the drawing. slot_records: SlotRecords, or their first fields, of each row
-    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. num_adapted: rows
+    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. following_ids:
+    where a model drafts, the token after each row that samples none. drafts: whether any are wanted. num_adapted: rows
     with an adapter."""
     records = [
         _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed, adapter)
@@ -123,7 +127,7 @@ def pack_step(
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
     # An array takes lists in several times faster than numpy, unsigned numbers faster than signed ones (none here is
     # negative), and bytes faster still.
-    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0, places, num_adapted))
+    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0, places, drafts, num_adapted))
     packed.frombytes(bytes(4 * (HEADER_SIZE - len(packed))))
     padding = bytes(4 * (max_num_seqs - len(slots)))
     for column in (slots, starts, counts):
@@ -132,6 +136,7 @@ def pack_step(
     packed.fromlist(block_updates)
     packed.frombytes(b"".join(records))
     packed.fromlist(token_ids)
+    packed.extend(following_ids)
     for number, column in enumerate(lines):
         packed.fromlist(column if number == 3 else [line + 1 for line in column])
     packed.extend(block_copies)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eagle_head
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,21 @@ def test_weights_and_kv_are_those_of_an_engine(
         per_token = sum(pages.token_bytes(torch.float32) for layer in runner.model.mixers() for pages in layer.memory)
     assert found["weights"] == held
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
+
+
+def test_a_model_that_drafts_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, the keys of its layer, and what it reads."""
+    config = {"method": "eagle3", "model": str(eagle_head.save(tmp_path)), "num_speculative_tokens": 3}
+    words = (EngineConfig("demo").model, "-tp", "1", "--dtype", "float32")
+    [alone] = plan(capsys, *words)["plans"]
+    [found] = plan(capsys, *words, "--speculative-config", json.dumps(config))["plans"]
+    with LLM("demo", device="cpu", max_num_seqs=8, speculative_config=config) as llm:
+        runner = llm.engine.executor.runner
+        assert found["weights"] - alone["weights"] == weight_bytes(runner.drafter.checkpoint_weights())
+        own = sum(pages.token_bytes(torch.float32) for pages in runner.drafter.self_attn.memory)
+        assert runner.state_memory.block_bytes == 16 * sum(group["token_bytes"] for group in found["kv_cache"])
+    assert sum(group["token_bytes"] for group in found["kv_cache"]) == own + alone["kv_cache"][0]["token_bytes"]
+    assert found["libraries"] > alone["libraries"]
 
 
 def test_ranks_share_weights_and_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from fake_executor import fake_engine
 
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Step
 from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
 
@@ -19,7 +20,7 @@ class Driver:
 
     def next(self, seconds: float) -> wire.Down | None:
         self.looks += 1
-        if self.looks > 100 or any(isinstance(frame, wire.Step) and frame.done for frame in self.said):
+        if self.looks > 100 or any(isinstance(frame, Step) and frame.done for frame in self.said):
             raise EOFError
         return self.frames.popleft() if self.looks % 2 and self.frames else None
 
@@ -36,7 +37,7 @@ def test_a_host_rests_until_nothing_keeps_it_from_computing() -> None:
         (True, False, 0), (True, True, 0), (False, True, 0), (False, False, 1),
     ]  # fmt: skip
     last = max(index for index, frame in enumerate(driver.said) if isinstance(frame, wire.Answer))
-    first = next(index for index, frame in enumerate(driver.said) if isinstance(frame, wire.Step) and frame.rows)
+    first = next(index for index, frame in enumerate(driver.said) if isinstance(frame, Step) and frame.rows)
     assert first > last, "nothing was computed before the weights were there"
-    [end] = [end for frame in driver.said if isinstance(frame, wire.Step) for end in frame.finishes]
+    [end] = [end for frame in driver.said if isinstance(frame, Step) for end in frame.finishes]
     assert end.weight_versions == [(1, 0, 2)]

@@ -57,7 +57,7 @@ def test_all_may_be_aborted_while_some_are_forgotten(engine: LLMEngine) -> None:
     def serve() -> None:
         while time.monotonic() < end:
             requests(engine, 50)
-            for output in engine.step().outputs():
+            for output in engine.book.outputs(engine.step()):
                 engine.book.forget(output.request_id)
 
     def abort() -> None:

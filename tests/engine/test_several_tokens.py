@@ -15,9 +15,9 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.host.fleet_rows import FleetRows
-from nanovllm.outputs import StepColumns
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wire.state import PageGroup, StateSize
 
@@ -89,7 +89,8 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     engine = fake_engine(tokens_per_step, gain, **room)
     own = engine.config, engine.model_config, engine.tokenizer
     book = RequestBook(*own, engine.scheduler.capacity_tokens, EngineState())
-    host, rows = EngineHost(engine, lambda frame: None, cast(Any, None)), FleetRows(book)
+    sent: list[Any] = []
+    host, rows = EngineHost(engine, sent.append, cast(Any, None)), FleetRows(book)
     decode = engine.tokenizer.own.decode
     every = [
         SamplingParams(max_tokens=40, seed=1),
@@ -102,18 +103,21 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
     ids = []
     for number, params in enumerate(every):
         prompt = Prompt([1, 2, 3 + number])
-        ids.append(engine.add_request(prompt, params))
-        book.open(prompt, params, num_waiting=lambda: 0, queue=rows.open)
+        ids.append(book.open(prompt, params, num_waiting=lambda: 0, queue=lambda seqs: None))
+        host.handle(wire.Add.of(ids[-1], prompt, wire.params_fields(params)))
     gained: dict[tuple[int, int], list[int]] = {}
     ended: list[tuple[int, int]] = []
     while engine.has_unfinished_requests():
         step = engine.step()
-        for output in step.outputs():
+        for output in engine.book.outputs(step):
             gained.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
             assert output.logprobs is None or [next(iter(at or {})) for at in output.logprobs] == output.new_token_ids
             if output.finished:
                 ended.append((output.request_id, output.index))
-        rows.take(host._step(step), StepColumns())
+        host._send_gained(step)
+        for each in sent:
+            rows.take(each)
+        sent.clear()
         engine.scheduler.check_integrity()
     assert sorted(ended) == sorted(gained) and engine.scheduler.memory.num_free_blocks == 24
     found = []

@@ -4,13 +4,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import eagle_head
 import pytest
 import torch
 from padding import PaddedSteps
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.engine import drafting
 from nanovllm.kernels.step.drafts import look_up_drafts_reference
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
@@ -59,8 +62,12 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
 }
 
 
-def start(k: int, options: dict[str, Any]) -> LLM:
-    speculative = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1} if k else None
+def start(k: int, options: dict[str, Any], head: Path | None = None) -> LLM:
+    """An engine without drafts, with an EAGLE-3 head, or one that looks up."""
+    speculative: dict[str, Any] | None = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
+    if head is not None:
+        speculative = {"method": "eagle3", "num_speculative_tokens": k, "model": str(head)}
+    speculative = speculative if k else None
     return LLM("demo", device="cpu", seed=5, max_num_seqs=24, speculative_config=speculative, **options)
 
 
@@ -125,6 +132,12 @@ def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
     return draft
 
 
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has drafts made and verified in every step, whether or not they pay."""
+    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)
+    monkeypatch.setattr(drafting, "_DRAFT", 1e-6)
+
+
 def use(llm: LLM, drafter: Drafter | None) -> None:
     if drafter is None:
         return
@@ -137,6 +150,14 @@ def use(llm: LLM, drafter: Drafter | None) -> None:
         drafter(state, [slot for slot in out.row_slot[rows].tolist() if slot >= 0])
 
     work: Any = llm.engine.executor.runner.work  # type: ignore[attr-defined]
+    if work.drafter is not None:
+        draft = work.drafter.draft
+
+        def draft_otherwise(state: DeviceState, num_rows: int) -> None:
+            draft(state, num_rows)
+            drafter(state, [slot for slot in work.drafter.rows.slot[:num_rows].tolist() if slot >= 0])
+
+        work.drafter.draft = draft_otherwise
     work._kernels = replace(work._kernels, look_up_drafts=look_up)
 
 
@@ -155,17 +176,43 @@ MORE = [
 ]  # fmt: skip
 
 
+OF_A_HEAD = [
+    ("tiny pool", "half", 3), ("chunks", "head", 3), ("options", "right", 3), ("padded options", "half", 2),
+    ("windows", "wrong", 3), ("exact", "half", 3), ("two ranks", "head", 3),
+]  # fmt: skip
+MORE_OF_A_HEAD = [
+    ("mixed", "head", 7), ("mixed", "random", 3), ("ends", "right", 3), ("the model's end", "right", 3),
+    ("padded options", "head", 3), ("options", "head", 3), ("tiny pool, not one ahead", "head", 3),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "drafter", "k"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_drafts_change_nothing(name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(name, drafter, k, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "k"), [*OF_A_HEAD, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_A_HEAD)]
+)
+def test_nor_do_those_of_a_head(
+    name: str, drafter: str, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are noted by block as where drafts are looked up, for drafters that know texts."""
+    monkeypatch.setattr(EngineConfig, "looks_up", True)
+    compare(name, drafter, k, monkeypatch, eagle_head.save(tmp_path / "head"))
+
+
+def compare(name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch, head: Path | None = None) -> None:
+    """Compares a scenario's outputs with those without drafts."""
     expected, texts = without(name)
     random.seed(1)
     torch.manual_seed(1)
-    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)  # they are verified in every step
+    draft_always(monkeypatch)
     prompts, given, options = SCENARIOS[name]
     drafters = {"wrong": wrong, "random": at_random, "right": right(texts), "half": right(texts, 0.5)}
-    with start(k, options) as llm:
+    with start(k, options, head) as llm:
         padded = PaddedSteps(llm, monkeypatch) if "padded" in name else None
         use(llm, drafters.get(drafter))
         assert outputs(llm, prompts, given, "exact_bits" in options) == expected
@@ -220,7 +267,9 @@ def test_synthetic_rates_are_met_whatever_is_drafted() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "eagle3", "num_speculative_tokens": 3}, "method='eagle3': must be 'ngram'"),
+        ({"method": "eagle", "num_speculative_tokens": 3}, "method='eagle': must be 'ngram' or 'eagle3'"),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, "model=None: must be a path or hub id"),
+        ({"method": "eagle3", "model": "a", "prompt_lookup_max": 3}, "'prompt_lookup_max' is not taken"),
         ({"num_speculative_tokens": 3}, "method=None: must be 'ngram'"),
         ({"method": "ngram"}, "num_speculative_tokens=None: must be an integer from 1 to 15"),
         ({"method": "ngram", "num_speculative_tokens": 16}, "num_speculative_tokens=16"),

@@ -13,9 +13,9 @@ import pytest
 
 from nanovllm.engine.calls import CALLS, CallSpec, Steps
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Step, aborted
 from nanovllm.host import engine_host, wire
 from nanovllm.host.engine_host import EngineHost
-from nanovllm.outputs import StepColumns
 
 SLOW = {"structured_outputs": {"regex": "slow"}, "n": 2}
 OTHER = {"structured_outputs": {"regex": "other"}}
@@ -31,7 +31,7 @@ class Room:
         self.ids: list[int] = []
         book = SimpleNamespace(check=self._check, knows_grammar=lambda wanted: "json_object" in wanted)
         self.engine = Mock(book=book, add_request=self._add)
-        self.engine.loop.take_unreported = StepColumns
+        self.engine.loop.take_unreported = Step
         self.engine.state = self.engine.stats = None
         self.host = EngineHost(self.engine, self.said.append, Mock())
         self.host._send_stats = lambda: None  # type: ignore[method-assign]
@@ -71,7 +71,7 @@ def test_an_abort_while_a_grammar_compiles_is_an_abort(monkeypatch: pytest.Monke
     room.host.handle(wire.Abort(3))
     room.add(5, OTHER)
     room.host.handle(wire.Abort(5))
-    assert room.said == [wire.aborted(3, 2), wire.aborted(5, 1)]
+    assert room.said == [aborted(3, 2), aborted(5, 1)]
     room.goes_on.set()
     room.add(7, OTHER)
     room.wait_for(7)
@@ -89,7 +89,7 @@ def test_a_call_that_ends_requests_ends_those_whose_grammar_compiles(
     assert room.began.wait(20)
     room.host.handle(wire.Call(1, "pause", {"mode": mode}))
     room.host._advance_calls()
-    ended = [wire.aborted(3, 2), wire.aborted(5, 2)] if mode == "abort" else []
+    ended = [aborted(3, 2), aborted(5, 2)] if mode == "abort" else []
     assert room.said[:-1] == ended and room.said[-1].number == 1
 
 
@@ -111,7 +111,7 @@ def test_requests_that_come_on_and_on_leave_time_for_steps() -> None:
         return wire.Abort(1)
 
     engine, intake = Mock(), Mock(next=come)
-    engine.step.side_effect = [StepColumns(), EOFError]
+    engine.step.side_effect = [Step(), EOFError]
     EngineHost(engine, Mock(), intake).run()
     assert engine.step.call_count == 2
 

@@ -4,6 +4,7 @@ from programs import run
 
 PROGRAM = """
 import sys
+from nanovllm.engine.step import Step
 from nanovllm.engine.prompt import Prompt
 from nanovllm.host import wire
 from nanovllm.host.program import run
@@ -26,7 +27,7 @@ class Intake:
 
 def say(frame):
     assert not isinstance(frame, (wire.Refused, wire.Failed)), frame
-    if isinstance(frame, wire.Step):
+    if isinstance(frame, Step):
         Intake.done += len(frame.done)
 
 code = run(say, Intake())

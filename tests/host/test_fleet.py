@@ -4,6 +4,7 @@ from typing import Any
 
 from recorded_engines import INFO, PROMPT, Engines
 
+from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.host import wire
 
 
@@ -11,7 +12,7 @@ def test_completions_of_one_request_go_on_by_themselves_when_their_engine_is_los
     """With their seeds and versions; also where one of them is refused."""
     engines = Engines(2)
     first = engines.add(4, n=3, seed=2**63 - 2, prompt_logprobs=1, top_k=5)
-    engines.fleet.take(first, wire.Step([4, 5, 6], [50, 60, 70]))
+    engines.fleet.take(first, Step([4, 5, 6], [50, 60, 70]))
     engines.fleet.lose(first, "died")
     asked: dict[str, Any] = {"max_tokens": 8, "top_k": 5}
     assert [(add.request_id, add.known_ids(), add.params) for _, add in engines.take_sent()] == [
@@ -19,10 +20,10 @@ def test_completions_of_one_request_go_on_by_themselves_when_their_engine_is_los
         (5, [60], {**asked, "seed": 2**63 - 1}),
         (6, [70], {**asked, "seed": -(2**63)}),
     ]
-    ends = [wire.Finish(row, 90, "length", None) for row in (4, 6)]
-    engines.fleet.take(1 - first, wire.Step([], [], ends, [wire.Done(4), wire.Done(6)]))
+    ends = [Finish(row, 90, "length", None) for row in (4, 6)]
+    engines.fleet.take(1 - first, Step([], [], ends, [Done(4), Done(6)]))
     engines.fleet.take(1 - first, wire.Refused(5, "not this"))
-    steps = [step for step in engines.out() if isinstance(step, wire.Step)]
+    steps = [step for step in engines.out() if isinstance(step, Step)]
     spans = [(end.row, end.weight_versions, end.stop_reason) for step in steps for end in step.finishes]
     assert spans == [(4, [(0, 0, 2)], None), (6, [(0, 0, 2)], None), (5, [(0, 0, 1)], "not this")]
     assert [done.request_id for step in steps for done in step.done] == [4] and not engines.fleet.requests.num_live
@@ -36,13 +37,13 @@ def test_a_request_that_takes_every_engine_with_it_is_ended() -> None:
     engines.fleet.requests.bind()
     for number in range(4):
         where |= {frame.request_id: engine for engine, frame in engines.take_sent()}
-        engines.fleet.take(where[7], wire.Step([7], [50 + number]))
+        engines.fleet.take(where[7], Step([7], [50 + number]))
         if number == 0:
-            engines.fleet.take(where[3], wire.Step([4], [70], [wire.Finish(3, 61, "length", None)]))
+            engines.fleet.take(where[3], Step([4], [70], [Finish(3, 61, "length", None)]))
         lost = where.get(4, where[3])  # of 3 it is completion 4 that goes on
         engines.fleet.lose(lost, "crashed")
         engines.fleet.take(lost, wire.Ready(INFO))
-    ends = [end for step in engines.out() if isinstance(step, wire.Step) for end in step.finishes]
+    ends = [end for step in engines.out() if isinstance(step, Step) for end in step.finishes]
     assert [(end.row, end.reason) for end in ends] == [(3, "length"), (4, "abort")]
     assert ends[1].stop_reason == "3 replicas were lost while they computed this request: crashed"
     assert engines.fleet.requests.num_live == 1
@@ -56,7 +57,7 @@ def test_an_engine_gets_the_bound_of_a_request_or_that_of_the_fleet() -> None:
         engines.fleet.requests.bind()
         [(engine, add)] = engines.take_sent()
         assert add.params["max_tokens"] == sent
-        engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))
+        engines.fleet.take(engine, Step([], [], done=[Done(request_id)]))
     engines.fleet.requests.add(9, PROMPT, {})
     engines.fleet.requests.bind()
     [(_, add)] = engines.take_sent()

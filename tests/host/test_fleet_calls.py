@@ -9,6 +9,7 @@ from recorded_engines import INFO, Engines, answer
 from nanovllm.engine.calls import CALLS, CallSpec
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Done, Step
 from nanovllm.errors import OutOfMemory, ReplicaError
 from nanovllm.host import fleet, wire
 
@@ -45,7 +46,7 @@ def computing(engines: Engines, first: int = 100) -> set[int]:
         engines.fleet.requests.bind()
         [(bound[request_id], _)] = engines.take_sent()
     for request_id, engine in bound.items():
-        engines.fleet.take(engine, wire.Step([], [], done=[wire.Done(request_id)]))
+        engines.fleet.take(engine, Step([], [], done=[Done(request_id)]))
     return set(bound.values())
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from recorded_engines import INFO, PROMPT, Engines
 
+from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.host import wire
 
 
@@ -37,23 +38,23 @@ class Engine:
         elif isinstance(frame, wire.Abort) and frame.request_id in self.requests:
             self.aborted |= self.requests[frame.request_id][0]
 
-    def step(self, gain: int) -> wire.Step:
+    def step(self, gain: int) -> Step:
         """Rows gain up to two tokens each, some more than others."""
-        step = wire.Step([], [])
+        step = Step([], [])
         for row, tokens in list(self.rows.items()):
             if row in self.aborted:
-                step.finishes.append(wire.Finish(row, None, "abort", None))
+                step.finishes.append(Finish(row, None, "abort", None))
                 tokens.clear()
             for _ in range((gain + row) % 3):
                 if len(tokens) > 1:
                     step.rows.append(row)
                     step.tokens.append(tokens.pop(0))
                 elif tokens:
-                    step.finishes.append(wire.Finish(row, tokens.pop(), "length", None))
+                    step.finishes.append(Finish(row, tokens.pop(), "length", None))
         self.rows = {row: tokens for row, tokens in self.rows.items() if tokens}
         for request_id, (rows, wants_prompt) in list(self.requests.items()):
             if rows.isdisjoint(self.rows):
-                step.done.append(wire.Done(request_id))
+                step.done.append(Done(request_id))
                 step.prompts += [(request_id, [b"line"])] * wants_prompt
                 del self.requests[request_id]
         return step
@@ -113,7 +114,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert engine not in self.starting
             self.computing[engine].take(frame)
         for step in self.engines.out():
-            assert isinstance(step, wire.Step)
+            assert isinstance(step, Step)
             self.prompts |= {request_id for request_id, _ in step.prompts}
             last = [(end.row, end.token) for end in step.finishes if end.token is not None]
             for row, token in [*zip(step.rows, step.tokens, strict=True), *last]:

@@ -20,6 +20,7 @@ from threads import run_in_threads
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.step import Step
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
 from nanovllm.host.frame_reader import FrameReader
@@ -71,8 +72,8 @@ def test_a_request_gains_its_tokens_and_ends_once(handle: ChildHandle) -> None:
     prompt = Prompt([5, 6, 7])
     handle.send(wire.Add.of(3, prompt, {"max_tokens": 4, "ignore_eos": True, "n": 2}))
     handle.send(wire.Add.of(9, prompt, {"max_tokens": 100_000, "temperature": -1}))
-    said = frames_until(handle, lambda frame: isinstance(frame, wire.Step) and bool(frame.done))
-    steps = [frame for frame in said if isinstance(frame, wire.Step)]
+    said = frames_until(handle, lambda frame: isinstance(frame, Step) and bool(frame.done))
+    steps = [frame for frame in said if isinstance(frame, Step)]
     assert sorted(row for step in steps for row in step.rows) == [3] * 3 + [4] * 3
     assert sorted(end.row for step in steps for end in step.finishes) == [3, 4]
     [refused] = [frame for frame in said if isinstance(frame, wire.Refused)]
@@ -214,11 +215,9 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
     sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     echo = ChildHandle(wire.Start(DEMO, {}))
-    room: list[bool] = []
-    echo.on_backlog = lambda _, waits: room.append(waits)
     for frame in sent:
         echo.send(frame)
-    assert echo.backlog and room[-1]
+    assert echo.backlog and echo.waits
     received: list[Any] = []
     deadline = time.monotonic() + 60
     while len(received) < 3 * len(sent) and time.monotonic() < deadline:
@@ -227,7 +226,7 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
             echo.flush()
         received += echo.receive() if readable else []
     assert received[::3] == received[1::3] == received[2::3] == sent
-    assert not echo.backlog and not room[-1]
+    assert not echo.backlog and not echo.waits
     echo.close(patience=0)
 
 

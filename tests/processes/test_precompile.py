@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import eagle_head
 import pytest
 from process_checks import MARK, marked_processes, write_tiny_config
 from programs import run
@@ -99,7 +100,7 @@ model = read_model_config(config)
 runner = model_runner.ModelRunner(resolve(config, model), model, 0, None)
 runner.io.step_buffer = torch.zeros(20000, dtype=torch.int32)
 runner.no_graphs_because = None
-runner._new_graphs = lambda: StepGraphs(None, 72, config.max_num_batched_tokens, None)
+runner._new_graphs = lambda: StepGraphs(runner.work.run_padded, 72, config.max_num_batched_tokens, None)
 runner.planner.adopt(replace(runner.planner.rules, own_kernels=True))
 jobs, layers = [], runner.model.layers
 dry_run(runner, jobs.append)
@@ -172,13 +173,28 @@ MIXTURE = DRY_RUN + FEW_LAYERS + BEHIND_A_STEPS_PREPARATION + """
 names = "_gate_up_kernel _down_kernel _route_kernel _sort_kernel".split()
 assert counts["tile_kernel"] >= 2 and set(counts) >= set(names), counts
 """
+# An engine whose drafts come from a head: its kernels, none of which starts early behind what prepares a drafted entry.
+HEAD = DRY_RUN.replace('skip_tokenizer_init=True)', '''skip_tokenizer_init=True,
+    speculative_config={"method": "eagle3", "model": "MODEL/head", "num_speculative_tokens": 3})''').replace(
+    "read_model_config(config)", "with_drafter(config, read_model_config(config))").replace(
+    "StepGraphs(runner.work.run_padded, 72, config.max_num_batched_tokens, None)",
+    """StepGraphs(runner.work.run_padded, config.most_places, config.max_num_batched_tokens, None,
+    see=runner.work.see_padded, draft=runner.work.draft_padded, max_drafting=72)""").replace(
+    "import torch\n", "import torch\nfrom nanovllm.models.drafters import with_drafter\n") + """
+from nanovllm.startup.dry_run import launching_nothing
+runner.allocate_state(runner.state_memory.size(1))
+assert set(counts) >= {f"_{name}_kernel" for name in "take_draws follow_rows draw_drafts place_drafts".split()}, counts
+""" + BEHIND_A_STEPS_PREPARATION.replace("    step = dummy_step", """        runner.work.see_padded(shape)
+    for rows in (1, 72):
+        runner.work.draft_padded(type(shape)(rows, 0))
+    step = dummy_step""")  # fmt: skip
 
 
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 4,
            "moe_intermediate_size": 64}  # fmt: skip
 SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "what a launch looks up is compiled": (ROUND_TRIP, {}), "a dry run meets every kernel of start-up": (DENSE, {}),
-    "and of a mixture of experts": (MIXTURE, EXPERTS),
+    "and of a mixture of experts": (MIXTURE, EXPERTS), "and of a head that drafts": (HEAD, {}),
 }  # fmt: skip
 
 
@@ -188,6 +204,8 @@ def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> N
     pytest.importorskip("triton")
     script, entries = SCRIPTS[name]
     shape = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5}
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
+    eagle_head.save(tmp_path / "model" / "head", {}, hidden_size=512, vocab_size=301, **taps)
     script = script.replace("MODEL", write_tiny_config(tmp_path / "model", **shape, **entries))
     run("-c", script, TRITON_CACHE_DIR=str(tmp_path / "cache"), TRITON_INTERPRET="0")
 

@@ -55,7 +55,7 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
 
 
 def pids(llm: LLM) -> list[int]:
-    links = list(llm.engine._reader.handles.values())  # type: ignore[attr-defined]
+    links = list(llm.engine.engines.reader.handles.values())  # type: ignore[attr-defined]
     return ray.get([link._actor.__ray_call__.remote(lambda actor: os.getpid()) for link in links], timeout=60)
 
 
@@ -123,7 +123,7 @@ def test_an_actor_that_stands_still_holds_up_nobody(
     """Though more is sent to it than Ray takes."""
     monkeypatch.setattr(ray_handle, "SILENCE", 10.0)
     with on_ray(cluster, 2) as llm:
-        handle = llm.engine._handles.all[0]  # type: ignore[attr-defined]
+        handle = llm.engine.engines.all[0]  # type: ignore[attr-defined]
         os.kill(pids(llm)[0], signal.SIGSTOP)
         begin = time.monotonic()
         for _ in range(6):

@@ -19,7 +19,7 @@ from stepping import drain, ends_of
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ReplicaError
-from nanovllm.host import fleet, fleet_handles
+from nanovllm.host import engines, fleet
 from nanovllm.host.devices import devices_of_replicas
 
 
@@ -28,7 +28,7 @@ def replicated(count: int, **options: Any) -> LLM:
 
 
 def pids(llm: LLM) -> list[int]:
-    return [handle.pid for handle in llm.engine._reader.handles.values()]  # type: ignore[attr-defined]
+    return [handle.pid for handle in llm.engine.engines.reader.handles.values()]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def test_a_replica_that_stops_is_noticed(
     """Also while the front waits for it to read: what is sent here is more than a socket takes."""
     longer = {"max_model_len": 4100, "hf_overrides": {"max_position_embeddings": 4100}, "num_kvcache_blocks": 8192}
     with replicated(2, **longer) as llm:
-        monkeypatch.setattr(fleet_handles, "SILENCE", 8.0)
+        monkeypatch.setattr(engines, "SILENCE", 8.0)
         os.kill(pids(llm)[0], signal.SIGSTOP)
         outputs = llm.generate([[5] * 4000] * 40, SamplingParams(max_tokens=1), use_tqdm=False)
         assert [len(output.token_ids) for output in outputs] == [1] * 40

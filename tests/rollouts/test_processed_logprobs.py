@@ -12,7 +12,7 @@ from tiny_policy import OPTIONS, VOCAB, Policy
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import CompletionOutput
-from nanovllm.serve.api.logprobs import LOWEST, read_line
+from nanovllm.serve.formats.logprobs import LOWEST, read_line
 
 PROMPT = [5, 17, 200, 31, 5, 9]
 CASES: list[dict[str, Any]] = [

@@ -166,7 +166,7 @@ def test_abort_ends_all_completions(llm: LLM) -> None:
             outputs += llm.step()
         assert sorted(o.index for o in outputs if o.finished) == [0, 1, 2]
         assert all((o.finish_reason, o.new_token_ids) == ("abort", []) for o in outputs if o.finished)
-        assert not llm.engine.book.knows(request)
+        assert request not in llm.engine.book.rows
 
 
 def test_metrics(llm: LLM) -> None:

@@ -1,13 +1,20 @@
 """A chat that calls a tool, and its answer, for tests of the dialects: Messages and Responses."""
 
 from typing import Any
+from unittest.mock import Mock
 
-from nanovllm.serve.api import anthropic, responses, shapes
+from nanovllm.engine.prompt import Prompt
+from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.messages import LeftOut
 from nanovllm.serve.api.responses_input import readable
 from nanovllm.serve.api.responses_tools import ResponsesTools
+from nanovllm.serve.formats import shapes
+from nanovllm.serve.formats.items import ItemsFormat
+from nanovllm.serve.formats.messages import MessagesFormat
+from nanovllm.serve.formats.responses import ResponsesFormat
 from nanovllm.serve.parsers import Delta
+from nanovllm.serve.request import Prepared
 
 ANSWER = [
     Delta("reasoning", "I need "),
@@ -56,9 +63,26 @@ def response_without(body: dict[str, Any], **known: dict[str, Any]) -> tuple[dic
     return request, [*tools.ignored, *left_out.names]
 
 
-def all_events(writer: Any, deltas: list[Delta]) -> list[dict[str, Any]]:
-    """Events of an answer that comes delta by delta. writer: of a dialect."""
-    events = writer.start(USAGE)
+def message_format() -> MessagesFormat:
+    return MessagesFormat(*_asked("msg_1"))
+
+
+def response_format(body: dict[str, Any], tools: ResponsesTools | None = None) -> ResponsesFormat:
+    return ResponsesFormat(*_asked("resp_1"), body, tools or ResponsesTools(()))
+
+
+def _asked(answer_id: str) -> tuple[Any, Any, Prepared]:
+    """The model, the call and the request of an answer with this id."""
+    served = Mock(info={"eos_token_ids": []}, fingerprint="f")
+    served.name = "demo"
+    plan: Any = Mock(tags_seen=lambda skips: {})
+    prepared = Prepared(api.CommonFields(), [Prompt([5])], {"temperature": 0.25}, [9], plan)
+    return served, Mock(given_id=answer_id), prepared
+
+
+def all_events(form: ItemsFormat, deltas: list[Delta]) -> list[dict[str, Any]]:
+    """Events of an answer that comes delta by delta."""
+    events = form.start(USAGE)
     for delta in deltas:
-        events += writer.write([delta])
-    return [*events, *writer.finish("tool_calls", None, USAGE)]
+        events += form.add([delta])
+    return [*events, *form.finish("tool_calls", None, USAGE)]

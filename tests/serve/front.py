@@ -19,7 +19,7 @@ from system import PATIENCE
 
 from nanovllm.cli import serve
 from nanovllm.host import handle
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.serve.api.routes import ADMIN_ROUTES, ROUTES
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.app import App
@@ -55,7 +55,7 @@ def ready_front(*arguments: str, **environment: str) -> Iterator[InProcess]:
         thread = threading.get_ident()
         handler.addFilter(lambda record: record.thread == thread)  # those of others log to the same logger
         with patch.object(handle, "_start_process", _start_thread):
-            front = Front(model, options, FleetHandles(model, engine))
+            front = Front(model, options, Engines(model, engine))
         routes = ROUTES | ADMIN_ROUTES if options.admin_api_keys else ROUTES
         http = HttpServer(App(front, routes), options, listener)
         await http.start()

@@ -55,12 +55,18 @@ def test_stream_to_the_byte(client: httpx.Client) -> None:
 
 
 def test_usage_of_a_stream(client: httpx.Client) -> None:
-    for more in ({"include_usage": True}, {}):
-        options = {"continuous_usage_stats": True} | more
-        chunks = streamed(client, CHAT, ASK | {"stream_options": options})
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts[0] == 0 and counts[:-1] == sorted({*counts}) and counts[-2:] == [9, 9]
-        assert chunks[-1]["choices"] == []
+    chunks = streamed(client, CHAT, ASK | {"stream_options": {"include_usage": True}})
+    assert chunks[-1]["usage"]["completion_tokens"] == 9 and chunks[-1]["choices"] == []
+    assert not any("usage" in chunk for chunk in chunks[:-1])
+
+
+def test_usage_so_far_in_each_chunk(client: httpx.Client) -> None:
+    options = {"continuous_usage_stats": True}
+    assert not any("usage" in chunk for chunk in streamed(client, CHAT, ASK | {"stream_options": options}))
+    chunks = streamed(client, CHAT, ASK | {"stream_options": options | {"include_usage": True}})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[2] and counts[-2:] == [9, 9]
+    assert chunks[-1]["choices"] == []
 
 
 def test_refused_streams_have_a_status(served: httpx.Client) -> None:

@@ -1,13 +1,19 @@
-"""docs/http.md: a server of the demo model gives the answers that the page shows."""
+"""docs/http.md: a server of the demo model gives the answers that the page shows; and the endpoint that
+docs/architecture.md adds is served."""
 
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
+from front import ready_front
 from serving import ROOT
+
+from nanovllm.serve.api.routes import ROUTES
 
 CHANGES = {"created", "created_at", "cached_tokens", "cache_read_input_tokens", "server_load", "root"}
 """Fields whose values depend on the clock, on requests before and on the model's folder."""
@@ -54,3 +60,37 @@ def test_the_server_gives_what_is_shown(served: httpx.Client, method: str, path:
     for chunk in map(json.loads, chunks):  # in this order, others between them
         assert any(is_like(json.loads(event), chunk) for event in events), answer.text
     assert next(events) == end.strip() == "[DONE]"
+
+
+@pytest.fixture(scope="module")
+def extended() -> Iterator[httpx.Client]:
+    """A client of a server with the endpoint that docs/architecture.md adds."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("### An endpoint\n")[2]
+    source = page.partition("```python\n")[2].partition("```")[0]
+    with patch.dict(ROUTES):
+        exec(compile(source, "docs/architecture.md", "exec"), {})
+        with ready_front() as started, started.client() as client:
+            yield client
+        assert "Traceback" not in started.log
+
+
+def test_the_endpoint_that_the_page_adds_answers_as_a_whole_and_in_a_stream(extended: httpx.Client) -> None:
+    asked = {"prompt": "The capital of France is", "n_predict": 3}
+    whole = extended.post("/completion", json=asked).json()
+    given = extended.post("/v1/completions", json={"prompt": asked["prompt"], "max_tokens": 3}).json()
+    assert whole["content"] == given["choices"][0]["text"] != "" and whole["stop"]
+    assert whole["tokens_predicted"] == 3 and whole["tokens_evaluated"] == given["usage"]["prompt_tokens"]
+    streamed = extended.post("/completion", json={**asked, "stream": True}).text
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in streamed.strip().split("\n\n")]
+    assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
+    assert last == {**whole, "content": ""} and not any(chunk["stop"] for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "body, param", [({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": "a", "n_predict": 0}, "n_predict")]
+)
+def test_the_endpoint_that_the_page_adds_names_what_is_wrong(
+    extended: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    answer = extended.post("/completion", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param

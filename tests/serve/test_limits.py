@@ -14,7 +14,7 @@ from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import AsyncMock, MagicMock, patch
+from unittest.mock import AsyncMock, MagicMock, Mock, patch
 
 import httpx
 import pytest
@@ -23,16 +23,19 @@ from serving import ASK, CHAT, COMPLETIONS, DEMO, JSON, OPENING, Server, refusal
 from system import wait_for
 
 from nanovllm.engine.prompt import Prompt
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.serve import limits
-from nanovllm.serve.api.answer import Answer, answer
+from nanovllm.serve.api.answer import answer
+from nanovllm.serve.api.fields import CommonFields
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.formats.base import ChoicesFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.app import App, Operation
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.http.connection import Connection, Shared
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.request import Prepared
 from nanovllm.serve.text_pool import TextPool
 
 
@@ -175,7 +178,7 @@ def test_an_upgrade_is_passed_over_however_it_is_cut() -> None:
             await call.receive()
             bodies.append((call.header(b"note"), json.loads(call.body())))
 
-        connection = Connection(Shared(answer, Metrics(), 1))
+        connection = Connection(Shared(Mock(answer=answer), 1))
         connection.connection_made(MagicMock(is_closing=lambda: False))
         for piece in pieces:
             connection.data_received(piece)
@@ -202,20 +205,20 @@ def test_a_mistake_of_ours_in_an_answer_is_a_500(size: tuple[int, int], caplog: 
     """Also where it looks like one of the request."""
 
     async def ask() -> bytes:
-        front = Front("m", ServeOptions(), cast(FleetHandles, None))
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        request = MagicMock(front=front, is_streamed=False, has_left=False, done=done, size=size)
-        request.response.side_effect = ValueError("prompt: a mistake of ours")
+        front = Front("m", ServeOptions(), cast(Engines, None))
+        front.model.info = {"vocab_size": 9}
+        form = MagicMock(id="abc", size=lambda request: size)
+        form.whole.side_effect = ValueError("prompt: a mistake of ours")
+        prepared = Prepared(CommonFields(), [Prompt([5])], {}, [1])
 
         async def handler(_: Front, call: Call) -> None:
-            request.call = call
-            await answer(request)
+            await answer(front, call, prepared, lambda *_: form)
 
         app = App(front, {("POST", "/"): Operation(handler)})
-        connection = Connection(Shared(app.answer, Metrics(), 1))
+        connection = Connection(Shared(app, 1))
         connection.connection_made(transport := MagicMock(is_closing=lambda: False))
-        with patch.object(front, "submit"), patch.object(front.log, "end_request"):
+        ended = patch.object(front, "submit", lambda request: request.done.set_result(None))
+        with ended, patch.object(front.log, "end_request"):
             connection.data_received(b"POST / HTTP/1.1\r\nx-request-id: abc\r\ncontent-length: 0\r\n\r\n")
             await asyncio.gather(*connection.shared.tasks)
         return b"".join(piece for each in transport.writelines.call_args_list for piece in each.args[0])
@@ -231,10 +234,10 @@ def test_a_long_text_is_written_in_the_pool() -> None:
         *((5000, 0, 0, False), (50_000, 0, 0, True), (9, 9000, 0, False), (9, 90_000, 0, True)),
         *((9, 0, 400, False), (9, 0, 600, True), (4000, 9000, 300, True)),
     ):
-        request = object.__new__(Answer)
-        request.completions = [MagicMock(num_tokens=num_tokens, lines=[bytes(4 * num_numbers)], kept=[])]
-        request.prompts, request.prompt_lines = [Prompt([5], text="a" * num_echoed)], [None]
-        numbers, text = request.size
+        rows = [Mock(lines=[bytes(4 * num_numbers)], kept=[])]
+        prompts = [Prompt([5], text="a" * num_echoed)]
+        request = Mock(n=1, rows=rows, prompts=prompts, prompt_lines=[None], num_output_tokens=num_tokens)
+        numbers, text = ChoicesFormat.size(Mock(), request)
         assert (numbers, text) == (4 * num_numbers, 4 * num_tokens + num_echoed), "bytes"
         pool = TextPool(Metrics())
         with patch.object(pool, "in_thread", AsyncMock()) as in_thread:
@@ -252,7 +255,7 @@ def test_metrics_show_no_paths_and_no_process(server: Server, served: httpx.Clie
 
 def test_metrics_name_a_folder_without_those_above_it(tmp_path: Path) -> None:
     async def text(model: str) -> str:
-        return Front(model, ServeOptions(), cast(FleetHandles, None)).metrics.text().decode()
+        return Front(model, ServeOptions(), Mock(fleet=None)).metrics.text().decode()
 
     (folder := tmp_path / "private" / "model").mkdir(parents=True)
     for model, name in ((str(folder), "model"), (f"{folder}/../model/", "model"), ("owner/model", "owner/model")):
@@ -340,7 +343,7 @@ def test_others_are_answered_while_a_large_body_is_read() -> None:
     events = threading.Event()
 
     async def read() -> dict[str, Any]:
-        front = Front("m", ServeOptions(), cast(FleetHandles, None))
+        front = Front("m", ServeOptions(), cast(Engines, None))
         call = MagicMock(key=None, size=limits.SMALL_BODY + 1)
         reading = asyncio.create_task(front.pool.read(call, dict))
         while not reading.done():

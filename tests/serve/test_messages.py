@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, of_messages, without
+from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, message_format, of_messages, without
 from serving import user
 
-from nanovllm.serve.api import anthropic
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.formats.messages import error_body
 
 MESSAGES_BODY = {
     "model": "demo",
@@ -82,7 +82,7 @@ def test_a_last_text_of_the_assistant_is_continued() -> None:
 def test_what_a_messages_request_must_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
         of_messages({**MESSAGES_BODY, **change})
-    body = anthropic.error_body(caught.value)
+    body = error_body(caught.value)
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
 
 
@@ -169,21 +169,21 @@ def test_tools_of_a_provider_are_named_and_those_with_a_known_schema_taken() -> 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know() -> None:
     error = ApiError(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded")
     error.excess = 120, 99
-    assert anthropic.error_body(error)["error"]["message"] == "prompt is too long: 120 tokens > 99 maximum"
+    assert error_body(error)["error"]["message"] == "prompt is too long: 120 tokens > 99 maximum"
 
 
 def test_thinking_has_a_signature_before_its_end() -> None:
-    events = all_events(anthropic.MessageWriter("msg_1", "demo"), ANSWER)
+    events = all_events(message_format(), ANSWER)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta" and event["index"] == 0]
     assert [delta["type"] for delta in deltas] == ["thinking_delta", "thinking_delta", "signature_delta"]
     assert whole_message()["content"][0]["signature"] == deltas[-1]["signature"] != ""
 
 
 def whole_message(reason: str = "tool_calls", stop: str | None = None, calls: bool = True) -> dict[str, Any]:
-    writer = anthropic.MessageWriter("msg_1", "demo")
-    writer.write(ANSWER if calls else ANSWER[:4])
+    writer = message_format()
+    writer.add(ANSWER if calls else ANSWER[:4])
     writer.finish(reason, stop, USAGE)
-    return writer.whole
+    return writer.answer
 
 
 def test_the_official_client_reads_messages_streamed_and_not() -> None:
@@ -195,7 +195,7 @@ def test_the_official_client_reads_messages_streamed_and_not() -> None:
     assert message.stop_reason == "tool_use"
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (14, 16)
 
-    events = all_events(anthropic.MessageWriter("msg_1", "demo"), ANSWER)
+    events = all_events(message_format(), ANSWER)
     lines = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
     headers = {"content-type": "text/event-stream"}
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text=lines, headers=headers))

@@ -4,13 +4,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from conversation import ANSWER, ASKED, FUNCTION, SCHEMA, USAGE, all_events, of_responses, response_without
+from conversation import (
+    ANSWER,
+    ASKED,
+    FUNCTION,
+    SCHEMA,
+    USAGE,
+    all_events,
+    of_responses,
+    response_format,
+    response_without,
+)
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api import responses
 from nanovllm.serve.api.responses_tools import ResponsesTools, Tool
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.formats.responses import ResponsesFormat
 from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.parsers import Delta, check_tools
 
@@ -73,9 +84,8 @@ def test_what_a_responses_request_must_be(change: dict[str, Any], message: str) 
         of_responses({**RESPONSES_BODY, **change})
 
 
-def writer_of(body: dict[str, Any]) -> responses.ResponseWriter:
-    tools = ResponsesTools(msgspec.convert(body.get("tools", []), list[Tool]))
-    return responses.ResponseWriter("resp_1", "demo", 1_700_000_000, body, {"temperature": 0.25}, tools)
+def writer_of(body: dict[str, Any]) -> ResponsesFormat:
+    return response_format(body, ResponsesTools(msgspec.convert(body.get("tools", []), list[Tool])))
 
 
 def read_by_client(events: list[dict[str, Any]]) -> list[Any]:
@@ -103,8 +113,8 @@ def test_the_official_client_reads_responses() -> None:
     assert response.output_text == "Let me see." and response.output[2].arguments == '{"city": "Paris"}'
     assert response.temperature == 0.25 and response.usage.output_tokens_details.reasoning_tokens == 5
     writer.finish("length", None, USAGE)
-    assert writer.whole["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert writer.fail(ApiError(500, "no", "engine_dead"))[0]["code"] == "engine_dead"
+    assert writer.answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert writer.error(ApiError(500, "no", "engine_dead"))["code"] == "engine_dead"
 
 
 # -- tools of coding agents
@@ -261,7 +271,7 @@ def test_tools_among_the_input_are_tools() -> None:
 def test_an_answer_may_begin_before_its_first_token() -> None:
     """With events that the official client knows; their numbers go on."""
     writer = writer_of({})
-    events = [*writer.start(USAGE), *writer.go_on(), *writer.write(ANSWER[:1])]
+    events = [*writer.start(USAGE), *writer._state("response.in_progress"), *writer.add(ANSWER[:1])]
     assert [event["type"] for event in events[:3]] == [
         "response.created", "response.in_progress", "response.in_progress"
     ]  # fmt: skip

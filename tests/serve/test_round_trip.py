@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import USAGE, of_messages, of_responses
+from conversation import USAGE, message_format, of_messages, of_responses, response_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.serve.api import anthropic, chat, responses
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.messages import LeftOut, template_values
-from nanovllm.serve.api.responses_tools import ResponsesTools
+from nanovllm.serve.formats import chat
 from nanovllm.serve.parsers import Delta
 from nanovllm.serve.parsers.families import FORMS, HARMONY, tool_family_of
 from nanovllm.text.call_messages import arguments
@@ -61,10 +60,10 @@ def sent_to_chat(answer: list[Delta]) -> list[dict[str, Any]]:
 
 
 def sent_to_responses(answer: list[Delta]) -> list[dict[str, Any]]:
-    writer = responses.ResponseWriter("resp_1", "demo", 0, {}, {}, ResponsesTools(()))
-    writer.write(answer)
+    writer = response_format({})
+    writer.add(answer)
     writer.finish("length", None, USAGE)
-    items = writer.whole["output"]
+    items = writer.answer["output"]
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": f"result of {i}"}
         for i, item in enumerate(item for item in items if item["type"] == "function_call")
@@ -74,10 +73,10 @@ def sent_to_responses(answer: list[Delta]) -> list[dict[str, Any]]:
 
 
 def sent_to_messages(answer: list[Delta]) -> list[dict[str, Any]]:
-    writer = anthropic.MessageWriter("msg_1", "demo")
-    writer.write(answer)
+    writer = message_format()
+    writer.add(answer)
     writer.finish("length", None, USAGE)
-    blocks = writer.whole["content"]
+    blocks = writer.answer["content"]
     results = [
         {"type": "tool_result", "tool_use_id": block["id"], "content": f"result of {i}"}
         for i, block in enumerate(block for block in blocks if block["type"] == "tool_use")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from front import InProcess, ready_front
-from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server, streamed, user
+from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server, user
 from system import wait_for
 
 from nanovllm.serve.errors import ApiError
@@ -26,7 +26,7 @@ def configured() -> Iterator[InProcess]:
     key, origin = ("--api-key", "k"), ("--allowed-origins", ORIGIN)
     templates = ("--trust-request-chat-template", "--log-prompts", "--strict-fields")
     defaults = ("--override-generation-config", json.dumps({"temperature": 0, "max_new_tokens": 3}))
-    options = (*names, *key, *origin, *templates, *defaults, "--stream-interval", "8", "--root-path", "/llm/")
+    options = (*names, *key, *origin, *templates, *defaults, "--root-path", "/llm/")
     with ready_front(*options) as server:
         yield server
 
@@ -121,21 +121,6 @@ def test_unknown_fields_are_refused_where_the_server_is_told_to(client: httpx.Cl
     assert "unknown field" in refused.text and "x-ignored-fields" not in refused.headers
 
 
-def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
-    """--stream-interval: fewer chunks, the same text."""
-    ask = {"messages": user("Count"), "max_tokens": 25, "ignore_eos": True, "n": 2}
-    whole = client.post(CHAT, json=ask).json()["choices"]
-    events_of_both = streamed(client, CHAT, ask | {"return_token_ids": True})
-    chunks = [choice for event in events_of_both for choice in event["choices"]]
-    for index in (0, 1):
-        mine = [choice for choice in chunks if choice["index"] == index]
-        assert "".join(each["delta"].get("content", "") for each in mine) == whole[index]["message"]["content"]
-        counts = [len(each.get("token_ids") or ()) for each in mine]
-        assert sum(counts) == 25
-        assert all(count >= 8 for count in [count for count in counts if count][1:-1])
-        assert len([count for count in counts if count]) <= 5
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -143,7 +128,8 @@ def test_chunks_have_so_many_tokens(client: httpx.Client) -> None:
         ({"root_path": "llm"}, "root_path='llm': must begin with /"),
         ({"api_keys": ("a", "")}, "must hold no empty key"), ({"port": 65536}, "port=65536: must be in"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout=-1.0: must be a number >= 0"),
-        ({"stream_interval": 0}, "stream_interval=0: must be >= 1"), ({"log_format": "xml"}, "log_format='xml': must"),
+        ({"max_num_queued_reqs": 0}, "max_num_queued_reqs=0: must be >= 1"),
+        ({"log_format": "xml"}, "log_format='xml': must"),
         ({"max_waiting_per_key": 3}, "max_waiting_per_key: needs api_keys"),
         ({"ssl_keyfile": __file__}, "ssl_keyfile and ssl_certfile: must be given together"),
         ({"otlp_traces_endpoint": "localhost:4317"}, "otlp_traces_endpoint='localhost:4317': must be the http URL"),

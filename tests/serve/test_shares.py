@@ -41,7 +41,7 @@ def test_the_address_with_most_connections_gives_one_up(
         async def answer(call: Call) -> None:
             await never
 
-        shared, transports = Shared(answer, Metrics(), 3), []
+        shared, transports = Shared(MagicMock(answer=answer), 3), []
         for address, sent in [*clients, ("9.9.9.9", b"")]:
             peer = "" if address is None else (address, 80)
             transports.append(MagicMock(is_closing=lambda: False, get_extra_info=lambda _, peer=peer: peer))

@@ -19,7 +19,7 @@ from serving import ASK, CHAT, DEMO, ROOT, Server, read_until
 from system import alive, cpu_seconds, wait_for
 
 from nanovllm.host import wire
-from nanovllm.host.fleet_handles import FleetHandles
+from nanovllm.host.engines import Engines
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.front import Front
 from nanovllm.serve.lifecycle import bind
@@ -103,7 +103,7 @@ def test_sampling_defaults_that_no_request_can_have() -> None:
     """Said at the start; and an engine that is there before the tokenizer is asked for nothing."""
 
     async def started() -> Front:
-        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}), cast(FleetHandles, None))
+        front = Front("demo", ServeOptions(override_generation_config={"top_p": 3}), cast(Engines, None))
         for frame in (wire.Progress("importing", 10, str(DEMO)), wire.Ready({"vocab_size": 5})):
             front.on_frame(frame)
         with pytest.raises(ApiError, match="loading"):

@@ -152,14 +152,12 @@ def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPar
     return parts
 
 
-def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> dict[Row, int]:
+def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: StepScores) -> None:
     """Hands what a step brings beside its tokens to the sequences that asked. `gained`: who gained which token in it;
-    others have ended meanwhile. Returns the first new position of those that want log-probabilities."""
-    firsts: dict[Row, int] = {}
+    others have ended meanwhile."""
     for seqs, table in zip(step.scored, found.scored, strict=True):
         for line, seq in _lines_of_gained(seqs, gained):
             assert table is not None and seq.sampling is not None and seq.sampling.logprob_rows is not None
-            firsts.setdefault(seq, len(seq.sampling.logprob_rows))
             seq.sampling.logprob_rows.append(table, line)
     for line, seq in _lines_of_gained(step.kept, gained):
         assert found.kept is not None and seq.sampling is not None and seq.sampling.kept_ids is not None
@@ -170,7 +168,6 @@ def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: St
             assert table is not None and part.seq.sampling is not None
             part.seq.sampling.take_prompt_logprobs(part.first_position, table, range(begin, begin + part.count))
             begin += part.count
-    return firsts
 
 
 def _lines_of_gained(seqs: Sequence[Row], gained: Sequence[tuple[Row, int]]) -> Iterator[tuple[int, Row]]:

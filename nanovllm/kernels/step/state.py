@@ -1,6 +1,6 @@
 """Tensors of a rank: the state of running requests, and the inputs of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -69,7 +69,9 @@ class StepBuffers:
     """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
     written where the state has lines."""
     tokens: torch.Tensor
-    """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see look_up_drafts."""
+    """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see take_draws."""
+    next_ids: torch.Tensor
+    """int32 [M]: the token after each of the step; written by follow_rows, where a model drafts."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_tokens: int, num_tables: int, device: torch.device | str) -> "StepBuffers":
@@ -81,6 +83,7 @@ class StepBuffers:
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
             positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
             logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows + 1),
+            next_ids=zeros(max_tokens),
         )  # fmt: skip
 
     def narrow(self, num_rows: int, num_tokens: int) -> "StepBuffers":
@@ -91,6 +94,7 @@ class StepBuffers:
             cu_seqlens_q=self.cu_seqlens_q[: rows + 1], positions=self.positions[:tokens],
             input_ids=self.input_ids[:tokens], slot_mapping=self.slot_mapping[:, :tokens],
             logits_indices=self.logits_indices[:rows], lines=self.lines[:, :rows], tokens=self.tokens[:rows],
+            next_ids=self.next_ids[:tokens],
         )  # fmt: skip
 
     def token_adapters(self, of_slots: torch.Tensor) -> torch.Tensor:
@@ -104,3 +108,39 @@ class StepBuffers:
     def sample_positions(self) -> torch.Tensor:
         """int32 [B]: index in its sequence of each row's sampled token, which equals the length of its context."""
         return self.context_lens
+
+
+@dataclass
+class DraftRows:
+    """Rows for which a model drafts, of up to B: their entries, and their tokens on the way (step/model_drafts.py)."""
+
+    slot: torch.Tensor
+    """int32 [B], as all but the last three; -1: none."""
+    index: torch.Tensor
+    """The row's last entry among the tokens of the step."""
+    latest: torch.Tensor
+    """Position up to whose block the row has blocks."""
+    row_slot: torch.Tensor
+    """`slot`, or -1 where the row has ended."""
+    positions: torch.Tensor
+    sample_positions: torch.Tensor
+    """Index in its sequence of the token that is drafted."""
+    context_lens: torch.Tensor
+    input_ids: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens: torch.Tensor
+    """int32 [B + 1]: 0, 1, 2, ..."""
+    num_drafted: torch.Tensor
+    """int32 [1]: tokens drafted in this step."""
+    hidden: torch.Tensor
+    """[2, B, hidden]: of each row's last entry what the head takes, and what the next entry takes."""
+
+    @classmethod
+    def allocate(cls, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> "DraftRows":
+        columns = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(9))
+        named = dict(zip((field.name for field in fields(cls)), columns, strict=False))
+        return cls(
+            **named, cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            num_drafted=torch.zeros(1, dtype=torch.int32, device=device),
+            hidden=torch.zeros(2, rows, hidden_size, dtype=dtype, device=device),
+        )  # fmt: skip

@@ -89,6 +89,14 @@ class PeerAllReduce:
             return [slice(0, rows)]
         return [slice(begin, min(begin + self._most_rows, rows)) for begin in range(0, rows, self._most_rows)]
 
+    def own_rows(self, residual: torch.Tensor) -> torch.Tensor:
+        """A copy of a residual [T, hidden] that two-shot sums have updated, with zeros in the rows of other ranks."""
+        row = torch.arange(residual.shape[0], device=residual.device)
+        if self.one_order and self.path(residual.shape[0]) == "nccl":
+            row %= self._most_rows  # each piece begins with a row of rank 0
+        is_own = row % self._layout.world_size == self.memory.rank
+        return torch.where(is_own[:, None], residual, 0)
+
     def split(self, rows: int) -> int:
         """Number of parts into which a two-shot sum of so many rows, with its norm, cuts the columns of each row."""
         most = 0 if self.one_order else cut_rows(self._layout.world_size, self._row_bytes)

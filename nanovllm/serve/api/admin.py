@@ -70,7 +70,7 @@ async def _state(front: Front, call: Call) -> None:
 async def abort_requests(front: Front, call: Call) -> None:
     """Ends requests with what they have: those of these ids, or all where none are given."""
     ids = (await _options(front, call, AbortRequests)).request_ids
-    count = front.streams.abort_all(lambda request: ids is None or request.id in ids or request.call_id in ids)
+    count = front.book.abort_all(lambda request: ids is None or request.id in ids or request.call.request_id in ids)
     await call.respond_json({"status": "aborted", "aborted": count})
 
 

@@ -1,7 +1,4 @@
-"""Anthropic's Messages API in terms of chat completions: requests one way, answers and stream events the other.
-
-Nothing here knows of connections.
-"""
+"""Requests of Anthropic's Messages API, as chat completion requests. formats/messages.py has the answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,11 +12,8 @@ from nanovllm.sampling_params import MAX_STOP
 from nanovllm.serve.api.anthropic_tools import Tool, functions_of, require_some
 from nanovllm.serve.api.fields import INSTEAD, DialectFields, DialectFormat, Positive, Text, convert
 from nanovllm.serve.api.messages import BLOCK_KINDS, LeftOut, function, newest
-from nanovllm.serve.api.shapes import Usage
-from nanovllm.serve.api.writer import Event, Kind, Writer
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.limits import MESSAGES
-from nanovllm.serve.parsers import Delta
 from nanovllm.serve.parsers.tools import MAX_TOOLS
 
 
@@ -98,11 +92,6 @@ _BILLING = "x-anthropic-billing-header:"
 with it, no prompt would begin like another one."""
 _ROLE_OF = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 """Blocks that one role alone may have."""
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
-_ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
 
 
 def chat_request(fields: CountFields, left_out: LeftOut) -> dict[str, Any]:
@@ -211,90 +200,6 @@ def _text_of(block: Block, where: str, left_out: LeftOut) -> str | None:
     return "\n".join(part for part in parts if part and isinstance(part, str))
 
 
-def usage(of_chat: Usage) -> dict[str, Any]:
-    cached = of_chat.prompt_tokens_details.cached_tokens
-    return {
-        "input_tokens": of_chat.prompt_tokens - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": of_chat.completion_tokens,
-    }
-
-
-class MessageWriter(Writer):
-    """A message, and its events."""
-
-    def __init__(self, message_id: str, model: str) -> None:
-        super().__init__()
-        self.whole = {
-            "id": message_id,
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
-
-    def start(self, chat_usage: Usage) -> list[Event]:
-        return [{"type": "message_start", "message": {**self.whole, "usage": usage(chat_usage)}}]
-
-    def finish(self, reason: str, stop: int | str | None, chat_usage: Usage) -> list[Event]:
-        events = self.end_item(reason != "length")
-        end: dict[str, Any] = {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}
-        if reason == "stop" and isinstance(stop, str):
-            end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        elif reason == "stop" and any(block["type"] == "tool_use" for block in self.items):  # a call that was asked for
-            end["stop_reason"] = "tool_use"
-        self.whole |= {"content": self.items, **end, "usage": usage(chat_usage)}
-        return [*events, {"type": "message_delta", "delta": end, "usage": usage(chat_usage)}, {"type": "message_stop"}]
-
-    def fail(self, error: ApiError) -> list[Event]:
-        return [error_body(error)]
-
-    def _event(self, kind: str, **data: Any) -> Event:
-        return {"type": f"content_block_{kind}", "index": len(self.items) - 1, **data}
-
-    def begin(self, kind: Kind, delta: Delta) -> list[Event]:
-        block: dict[str, Any] = {"type": "text", "text": ""}
-        if kind == "reasoning":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-        elif kind == "arguments":
-            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-        self.items.append(block)
-        return [self._event("start", content_block={**block})]
-
-    def gain(self, kind: Kind, text: str) -> list[Event]:
-        name, field = _DELTAS[kind]
-        return [self._event("delta", delta={"type": name, field: text})]
-
-    def close(self, kind: Kind, text: str, is_complete: bool) -> list[Event]:
-        if kind == "arguments":
-            self.items[-1]["input"] = _object(text)
-        else:
-            self.items[-1][_DELTAS[kind][1]] = text
-        if kind == "reasoning":  # clients send thinking back only if it has some signature
-            self.items[-1]["signature"] = self.whole["id"]
-            signature = {"type": "signature_delta", "signature": self.whole["id"]}
-            return [self._event("delta", delta=signature), self._event("stop")]
-        return [self._event("stop")]
-
-
-_DELTAS = {
-    "content": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "arguments": ("input_json_delta", "partial_json"),
-}
-
-
-def _object(text: str) -> Any:
-    """A call's arguments; of one that was cut, an empty object."""
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return {}
-
-
 def model_list(names: Sequence[str], created: int, most_tokens: int | None) -> dict[str, Any]:
     """The served names as Anthropic lists models. `created`: in seconds; `most_tokens`: of a prompt and its answer."""
     about = {
@@ -303,12 +208,3 @@ def model_list(names: Sequence[str], created: int, most_tokens: int | None) -> d
     }  # fmt: skip
     models = [{"id": name, "display_name": name, **about} for name in names]
     return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """An error in Anthropic's own envelope; also the data of a stream's "error" event."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.message
-    if error.excess is not None:  # the words by which clients know that they have to shorten the chat
-        message = "prompt is too long: {} tokens > {} maximum".format(*error.excess)
-    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -42,7 +42,7 @@ async def version(front: Front, call: Call) -> None:
 async def load(front: Front, call: Call) -> None:
     stats = front.metrics.engine
     counts = {"running": stats.num_running, "waiting": stats.num_waiting, "kv_cache_usage": stats.kv_cache_usage}
-    await call.respond_json({"server_load": front.streams.num_rows, **counts})
+    await call.respond_json({"server_load": front.book.num_rows, **counts})
 
 
 async def metrics(front: Front, call: Call) -> None:

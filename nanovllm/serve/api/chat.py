@@ -1,152 +1,24 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-
-import msgspec
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, check_size, fit
-from nanovllm.serve.api.logprobs import chat_entries
+from nanovllm.serve.api.answer import answer, check_characters, check_size, fit
 from nanovllm.serve.api.messages import LeftOut, bytes_left_out, template_values
 from nanovllm.serve.api.reading import note_ignored, read
-from nanovllm.serve.errors import ApiError, bad_request, refusing
+from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.formats.chat import ChatFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.parsers import Delta, check_tools, joined
-from nanovllm.serve.parsers.tags import MarkedDetokenizer
-from nanovllm.serve.request import Completion
+from nanovllm.serve.parsers import check_tools
+from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 Result = TypeVar("Result")
-
-
-class ChatAnswer(Answer):
-    id_prefix = "chatcmpl-"
-    fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
-
-    def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
-        assert prepared.plan is not None
-        self.plan = prepared.plan
-        self.texts: list[MarkedDetokenizer] = []
-        """Detokenizers that count the tokens of reasoning."""
-        super().__init__(front, call, prepared)
-        for completion in self.completions:
-            completion.reader = self.plan.reader()
-
-    def explain(self, error: ApiError) -> None:
-        super().explain(error)
-        if error.param == "logprobs":
-            error.param, error.message = "top_logprobs", f"top_{error.message}"
-
-    @property
-    def object_name(self) -> str:  # type: ignore[override]
-        return "chat.completion.chunk" if self.fields.stream else "chat.completion"
-
-    def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
-        if self.plan.program is None:
-            return super().detokenizer(skip_special_tokens, prompt)
-        self.texts.append(self.plan.detokenizer(skip_special_tokens, prompt))
-        return self.texts[-1]
-
-    def fast_prefix(self, index: int) -> bytes:
-        return b'{"index":%d,"delta":{"content":' % index
-
-    def head(self, completion: Completion) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": completion.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        ids = {"prompt_token_ids": self.prompts[0].token_ids} if self.fields.return_token_ids else {}
-        return self._event(choice, **ids)
-
-    def delta(self, completion: Completion, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}, "logprobs": self._logprobs(completion)}
-
-    def chunk(self, completion: Completion, text: str) -> bytes:
-        """The chunk for a text; with a reader, one for each kind of thing that it found in the text."""
-        if completion.reader is None:
-            return super().chunk(completion, text)
-        found = self.read(completion, text)
-        if completion.finish_reason is None and not completion.lines and not completion.ids:
-            if not found:
-                return b""
-            if len(found) == 1 and found[0].kind == "content" and not self.usage_in_chunks:
-                return completion.prefix + msgspec.json.encode(found[0].text) + self.fast_suffix
-        *before, last = [_delta(each) for each in joined(found)] or [{}]
-        shape = {"index": completion.index, "finish_reason": None, "logprobs": None}
-        events = [self._event({**shape, "delta": delta}) for delta in before]
-        choice = {"delta": last, "logprobs": self._logprobs(completion)}
-        return b"".join([*events, self._event(self._with_details(choice, completion))])
-
-    def read(self, completion: Completion, text: str) -> list[Delta]:
-        """Reads a text: content, reasoning and calls in it."""
-        if completion.reader is None:
-            return [Delta("content", text)] if text else []
-        deltas: list[Delta] = completion.reader.push(text)
-        return deltas if completion.finish_reason is None else deltas + completion.reader.finish()
-
-    def choice(self, completion: Completion, text: str) -> dict[str, Any]:
-        message = _message(joined(self.read(completion, text)))
-        return {"message": message, "logprobs": self._logprobs(completion)}
-
-    def about(self) -> dict[str, Any]:
-        return super().about() | self.of_prompt(0)
-
-    def finish_reason(self, completion: Completion) -> str | None:
-        reason = completion.finish_reason
-        return None if reason is None else self.plan.finish_reason(reason, completion.reader)
-
-    def usage(self, output: int | None = None) -> shapes.Usage:
-        usage = super().usage(output)
-        if self.plan.reasoning != "none":
-            count = sum(text.num_reasoning_tokens for text in self.texts)
-            usage.completion_tokens_details = shapes.OutputDetails(count)
-        return usage
-
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
-        return None if completion.lines is None else {"content": self.entries(completion.lines), "refusal": None}
-
-    def entries(self, lines: list[bytes]) -> list[shapes.ContentToken]:
-        """Log-probabilities as chats show them."""
-        return chat_entries(lines, self.k or 0, self.show, self.front.model.tokenizer.token_bytes)
-
-
-def _delta(found: Delta) -> dict[str, Any]:
-    """A reader's piece as a chunk's delta. Reasoning goes out under both names that clients know."""
-    if found.kind == "reasoning":
-        return {"reasoning_content": found.text, "reasoning": found.text}
-    if found.kind == "content":
-        return {"content": found.text}
-    call = _call(found) if found.kind == "call" else {"function": {"arguments": found.text}}
-    return {"tool_calls": [{"index": found.call_index, **call}]}
-
-
-def _call(found: Delta) -> dict[str, Any]:
-    """A call that has begun."""
-    return {"id": found.id, "type": "function", "function": {"name": found.name, "arguments": ""}}
-
-
-def _message(found: list[Delta]) -> dict[str, Any]:
-    """The message of a whole answer, from all that was found in it."""
-    content = "".join(each.text for each in found if each.kind == "content")
-    reasoning = "".join(each.text for each in found if each.kind == "reasoning")
-    calls: list[dict[str, Any]] = []
-    for each in found:
-        if each.kind == "call":
-            calls.append(_call(each))
-        elif each.kind == "arguments":
-            calls[each.call_index]["function"]["arguments"] += each.text
-    return {
-        "role": "assistant",
-        "content": content if content or not calls else None,
-        **({"reasoning_content": reasoning} if reasoning else {}),
-        "reasoning": reasoning or None,
-        **({"tool_calls": calls} if calls else {}),
-        "refusal": None,
-    }
 
 
 def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str, Any]:
@@ -202,7 +74,7 @@ async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]]
 def prepare(
     model: ServedModel, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
 ) -> Prepared:
-    """Checks and tokenizes a request; what `ChatAnswer` is made of. Raises ApiError. `text_grammars`: see
+    """Checks and tokenizes a request; what its answer is made of. Raises ApiError. `text_grammars`: see
     check_tools."""
     fields = read(model, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
@@ -224,4 +96,4 @@ def prepare(
 async def chat(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     prepared = await work_on_chat(front, call, lambda body: prepare(front.model, call, body), "messages")
-    await answer(ChatAnswer(front, call, prepared))
+    await answer(front, call, prepared, ChatFormat)

@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,95 +10,17 @@ from msgspec.structs import replace
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api import shapes
-from nanovllm.serve.api.answer import Answer, Prepared, answer, check_characters, fit, num_bytes
-from nanovllm.serve.api.logprobs import TextPlace, completion_logprobs, token_formatter
+from nanovllm.serve.api.answer import answer, check_characters, fit
 from nanovllm.serve.api.reading import read
-from nanovllm.serve.errors import ApiError, bad_request, refusing
+from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.formats.completion import CompletionFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.request import Completion
+from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 _DEFAULT_MAX_TOKENS = 16
-_HEADS = 2
-"""First chunks of one stream that are being written at once: the others need not wait for a long one, and a client that
-does not read keeps few of them waiting."""
-
-
-class CompletionAnswer(Answer):
-    object_name = "text_completion"
-    id_prefix = "cmpl-"
-    fast_suffix = b',"logprobs":null,"finish_reason":null}]}\n\n'
-
-    fields: api.CompletionFields
-
-    def __init__(self, front: Front, call: Call, prepared: Prepared) -> None:
-        super().__init__(front, call, prepared)
-        as_ids = bool(prepared.fields.return_tokens_as_token_ids)
-        self.name = token_formatter(front.model.tokenizer.token_bytes, as_ids, names_bytes=True)
-        self._heads: dict[Completion, asyncio.Task[bytes]] = {}
-        """First chunks with log-probabilities of a prompt that the pool is writing, or has written."""
-
-    def fast_prefix(self, index: int) -> bytes:
-        return b'{"index":%d,"text":' % index
-
-    def head(self, completion: Completion) -> bytes | None:
-        if not self.fields.echo or completion.lines is None:
-            return self._head(completion)
-        written, lines = self._heads.get(completion), self.prompt_lines[completion.prompt_index]
-        if written is None and len(self._heads) < _HEADS and lines is not None and self.error is None:
-            work = self.front.pool.in_thread(self.call, partial(self._head, completion), num_bytes(lines))
-            self._heads[completion] = written = asyncio.create_task(work)
-            written.add_done_callback(self._on_head)
-        if written is None or not written.done() or self.error is not None:
-            return None
-        del self._heads[completion]
-        return written.result()
-
-    def _on_head(self, written: asyncio.Task[bytes]) -> None:
-        """Sends a first chunk that has been written, or says why it could not be."""
-        error = None if written.cancelled() else written.exception()
-        if isinstance(error, ApiError):
-            self.front.streams.fail(self, error)
-        else:
-            self.front.streams.write(self, self.front.now())
-
-    def _head(self, completion: Completion) -> bytes:
-        with_ids = bool(self.fields.return_token_ids)
-        if not self.fields.echo and not with_ids:
-            return b""
-        prompt, logprobs = self.prompts[completion.prompt_index], None
-        if completion.lines is not None and self.fields.echo:
-            logprobs = self._logprobs(completion, self.prompt_lines[completion.prompt_index] or [])
-        choice = {"index": completion.index, "text": prompt.text or "", "logprobs": logprobs, "finish_reason": None}
-        if with_ids:
-            choice["prompt_token_ids"] = prompt.token_ids
-        return self._event(choice)
-
-    def delta(self, completion: Completion, text: str) -> dict[str, Any]:
-        logprobs = None
-        if completion.lines is not None:
-            logprobs = self._logprobs(completion, completion.lines)
-        return {"text": text, "logprobs": logprobs}
-
-    def _logprobs(self, completion: Completion, lines: Sequence[bytes | None]) -> shapes.TextLogprobs:
-        """Log-probabilities of tokens that follow those of the call before."""
-        ids = self.prompts[completion.prompt_index].token_ids
-        if completion.state is None:
-            before = () if self.fields.echo else ids
-            completion.state = TextPlace(self.front.model.tokenizer.detokenizer(False, before).push)
-        return completion_logprobs(lines, ids, self.k or 0, self.name, completion.state)
-
-    def choice(self, completion: Completion, text: str) -> dict[str, Any]:
-        lines: list[bytes | None] | None = None if completion.lines is None else [*completion.lines]
-        if self.fields.echo:
-            text = (self.prompts[completion.prompt_index].text or "") + text
-            if lines is not None:
-                lines = [*(self.prompt_lines[completion.prompt_index] or []), *lines]
-        logprobs = None if lines is None else self._logprobs(completion, lines)
-        return {"text": text, "logprobs": logprobs, **self.of_prompt(completion.prompt_index)}
 
 
 def _prompts(model: ServedModel, fields: api.CompletionFields) -> list[list[int]]:
@@ -133,7 +54,7 @@ def token_ids(model: ServedModel, prompt: list[int], name: str = "prompt") -> li
 
 
 def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
-    """Checks and tokenizes a request; what `CompletionAnswer` is made of. Raises ApiError."""
+    """Checks and tokenizes a request; what its answer is made of. Raises ApiError."""
     fields = read(model, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
@@ -188,7 +109,7 @@ async def completions(front: Front, call: Call) -> None:
     front.admission.admit(call.key)
     await call.receive()
     prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body), _is_short)
-    await answer(CompletionAnswer(front, call, prepared))
+    await answer(front, call, prepared, CompletionFormat)
 
 
 def as_list(given: Any, name: str = "prompt") -> list[Any]:

@@ -2,84 +2,23 @@
 engine requests as chat completions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import Prepared, answer
-from nanovllm.serve.api.chat import ChatAnswer, encode, prepare, work_on_chat
+from nanovllm.serve.api.answer import answer
+from nanovllm.serve.api.chat import encode, prepare, work_on_chat
 from nanovllm.serve.api.messages import LeftOut
 from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.api.responses_input import readable
 from nanovllm.serve.api.responses_tools import ResponsesTools
-from nanovllm.serve.api.writer import Event
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.formats.messages import MessagesFormat
+from nanovllm.serve.formats.responses import ResponsesFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.request import Completion
-
-
-def _bytes(events: list[Event]) -> bytes:
-    """Server-sent events; each is named by its type."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (each["type"].encode(), msgspec.json.encode(each)) for each in events)
-
-
-class DialectAnswer(ChatAnswer):
-    """One answer in the form that its writer gives it."""
-
-    writer: responses.ResponseWriter | anthropic.MessageWriter
-    counts_events = True
-
-    def head(self, completion: Completion) -> bytes:
-        return _bytes(self.writer.start(self.usage()))
-
-    def chunk(self, completion: Completion, text: str) -> bytes:
-        return _bytes(self.writer.write(self.read(completion, text)))
-
-    def ending(self) -> bytes:
-        [completion] = self.completions
-        reason = self.finish_reason(completion) or "stop"
-        return _bytes(self.writer.finish(reason, completion.stop_reason, self.usage()))
-
-    def failure(self, error: ApiError) -> bytes:
-        return _bytes(self.writer.fail(error))
-
-    def response(self) -> bytes:
-        [completion] = self.completions
-        self.chunk(completion, "".join(completion.pieces))
-        self.ending()
-        return msgspec.json.encode(self.writer.whole)
-
-
-class ResponsesAnswer(DialectAnswer):
-    id_prefix = "resp_"
-    writer: responses.ResponseWriter
-
-    def sign_of_life(self) -> bytes:
-        [completion] = self.completions
-        if completion.has_begun:
-            return _bytes(self.writer.go_on())
-        completion.has_begun = True
-        return self.head(completion)
-
-    def chunk(self, completion: Completion, text: str) -> bytes:
-        if completion.lines:
-            begin = completion.state or 0
-            completion.state = begin + len(completion.lines)
-            num_hidden = max(0, sum(each.num_reasoning_tokens for each in self.texts) - begin)
-            self.writer.add_logprobs(self.entries(completion.lines[num_hidden:]))
-            completion.lines = []
-        return super().chunk(completion, text)
-
-
-class MessagesAnswer(DialectAnswer):
-    id_prefix = "msg_"
-    writer: anthropic.MessageWriter
-
-    def sign_of_life(self) -> bytes:
-        return _bytes([{"type": "ping"}])  # message_start waits for the first token, with which its usage is known
+from nanovllm.serve.request import Prepared
 
 
 def _read_response(front: Front, call: Call, body: dict[str, Any]) -> tuple[dict[str, Any], ResponsesTools]:
@@ -105,12 +44,9 @@ async def create_response(front: Front, call: Call) -> None:
             raise
 
     prepared, body, tools = await work_on_chat(front, call, work, "input")
-    request = ResponsesAnswer(front, call, prepared)
-    about = request.id, request.model, request.created
-    request.writer = responses.ResponseWriter(*about, body, request.params, tools)
-    await answer(request)
-    if body.get("store") is not False and not request.has_left:
-        front.output_items.keep(call.key, request.writer.items)
+    request = await answer(front, call, prepared, partial(ResponsesFormat, body=body, tools=tools))
+    if body.get("store") is not False and not request.has_left and isinstance(request.format, ResponsesFormat):
+        front.output_items.keep(call.key, request.format.items)
 
 
 async def create_message(front: Front, call: Call) -> None:
@@ -120,9 +56,7 @@ async def create_message(front: Front, call: Call) -> None:
     def work(body: dict[str, Any]) -> Prepared:
         return prepare(front.model, call, _read_message(front, call, anthropic.MessagesFields, body))
 
-    request = MessagesAnswer(front, call, await work_on_chat(front, call, work, "messages"))
-    request.writer = anthropic.MessageWriter(request.id, request.model)
-    await answer(request)
+    await answer(front, call, await work_on_chat(front, call, work, "messages"), MessagesFormat)
 
 
 def _read_message(front: Front, call: Call, kind: type[anthropic.CountFields], body: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +92,3 @@ async def count_response(front: Front, call: Call) -> None:
 def _name_as_anthropic(call: Call) -> None:
     """Gives the response the header in which Anthropic's clients look for its id."""
     call.notes.append((b"request-id", call.request_id.encode()))
-
-
-def message_error(error: ApiError) -> bytes:
-    """The body of an error of these two, in Anthropic's own envelope."""
-    return msgspec.json.encode(anthropic.error_body(error))

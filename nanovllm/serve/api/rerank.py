@@ -1,56 +1,19 @@
 """POST /v1/score and /rerank: how well documents fit queries, as a generating model judges them (text/reranking.py)."""
 
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import Prepared, answer, check_characters, fit
-from nanovllm.serve.api.embeddings import WholeAnswer, aborted
-from nanovllm.serve.api.logprobs import read_line
+from nanovllm.serve.api.answer import answer, check_characters, fit
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.formats.tokens import RerankFormat, ScoreFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.reranking import paired
-
-
-class ScoreAnswer(WholeAnswer):
-    """Scores in the order of the pairs, in vLLM's form."""
-
-    id_prefix = "score-"
-
-    def scores(self) -> list[float]:
-        """Score of each pair. Raises ApiError."""
-        found, reranker = [], self.front.model.tokenizer.reranker
-        for each in self.completions:
-            if not each.lines:
-                raise aborted()
-            line = read_line(each.lines[0], self.k or 0)
-            found.append(reranker.score({line.token_id: line.value, **dict(line.top)}))
-        return found
-
-    def response(self) -> bytes:
-        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self.scores())]
-        return msgspec.json.encode({**self.common(), "data": data, "usage": self.usage()})
-
-
-class RerankAnswer(ScoreAnswer):
-    """Documents in the order of their scores, in the form that Jina's and Cohere's clients read."""
-
-    id_prefix = "rerank-"
-    given: api.RerankFields
-
-    def response(self) -> bytes:
-        results: list[dict[str, Any]] = []
-        scores, texts = self.scores(), self.given.texts
-        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: self.given.top_n]:
-            results.append({"index": index, "relevance_score": scores[index]})
-            if self.given.return_documents is not False:
-                results[-1]["document"] = {"text": texts[index]}
-        return msgspec.json.encode({"id": self.id, "model": self.model, "results": results, "usage": self.usage()})
 
 
 def _prepare(
@@ -81,7 +44,7 @@ async def score(front: Front, call: Call) -> None:
         return _prepare(front.model, call, fields, pairs, "text_2")
 
     await call.receive()
-    await answer(ScoreAnswer(front, call, await front.pool.read(call, work)))
+    await answer(front, call, await front.pool.read(call, work), ScoreFormat)
 
 
 async def rerank(front: Front, call: Call) -> None:
@@ -94,6 +57,4 @@ async def rerank(front: Front, call: Call) -> None:
 
     await call.receive()
     prepared, fields = await front.pool.read(call, work)
-    request = RerankAnswer(front, call, prepared)
-    request.given = fields
-    await answer(request)
+    await answer(front, call, prepared, partial(RerankFormat, given=fields))

@@ -1,6 +1,7 @@
 """The paths that are served."""
 
 from nanovllm.serve.api import admin, basics, chat, completions, dialects, embeddings, generate, page, rerank
+from nanovllm.serve.formats.messages import message_error
 from nanovllm.serve.http.app import Operation
 
 ROUTES: dict[tuple[str, str], Operation] = {
@@ -8,8 +9,8 @@ ROUTES: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(completions.completions, runner="generate"),
     ("POST", "/inference/v1/generate"): Operation(generate.generate, runner="generate"),
     ("POST", "/v1/responses"): Operation(dialects.create_response, runner="generate"),
-    ("POST", "/v1/messages"): Operation(dialects.create_message, dialects.message_error, runner="generate"),
-    ("POST", "/v1/messages/count_tokens"): Operation(dialects.count_message, dialects.message_error),
+    ("POST", "/v1/messages"): Operation(dialects.create_message, message_error, runner="generate"),
+    ("POST", "/v1/messages/count_tokens"): Operation(dialects.count_message, message_error),
     ("POST", "/v1/responses/input_tokens"): Operation(dialects.count_response),
     ("POST", "/v1/embeddings"): Operation(embeddings.embeddings, runner="pooling"),
     ("POST", "/score"): Operation(rerank.score, runner="generate"),

@@ -40,7 +40,7 @@ class App:
         self._prefixes = [path.removesuffix("*") for path in self._paths if path.endswith("/*")]
         self._root = front.options.root_path.rstrip("/")
         self._access = Access(front.options)
-        self.metrics = front.metrics
+        self.metrics, self.book = front.metrics, front.book
 
     async def answer(self, call: Call) -> None:
         """Answers a request."""

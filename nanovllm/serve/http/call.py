@@ -3,7 +3,7 @@
 import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -26,12 +26,6 @@ class Client(ABC):
     transport: Any
     is_full = False
     """Whether the client has to take something before more is written."""
-    on_disconnect: Callable[[], None] | None = None
-    """Called once when the client leaves before the response is complete."""
-    on_writable: Callable[[], None] | None = None
-    """Called when the write buffer has been drained after it was full."""
-    in_chunks = True
-    """Whether the stream that is being written is cut into chunks."""
 
     @property
     @abstractmethod
@@ -89,6 +83,11 @@ class Call:
         """Whether the client has left."""
         return bool(self.connection.transport.is_closing())
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has to take something before more is written."""
+        return self.connection.is_full
+
     def header(self, name: bytes) -> str | None:
         return next((value.decode("latin-1") for key, value in self._headers if key == name), None)
 
@@ -143,9 +142,12 @@ class Call:
     def begin(self, status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Sends status and headers of a body that follows in chunks, or until the connection ends where the client
         knows none. Raises ConnectionError where the client is gone, as `end` and `respond`."""
-        self.connection.in_chunks = self._knows_chunks
         framing = [(b"transfer-encoding", b"chunked")] if self._knows_chunks else []
         self.connection.transport.write(self._head(status, content_type, [*headers, *framing]))
+
+    def write(self, data: bytes) -> None:
+        """Sends a part of such a body."""
+        self.connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._knows_chunks else data)
 
     def end(self) -> None:
         """Sends the end of the chunks."""

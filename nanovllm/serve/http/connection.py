@@ -4,7 +4,6 @@ import asyncio
 import logging
 from asyncio import TimerHandle
 from collections import deque
-from collections.abc import Callable, Coroutine
 from email.utils import formatdate
 from ipaddress import IPv6Address
 from typing import Any
@@ -13,8 +12,8 @@ import httptools
 
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.http.app import App
 from nanovllm.serve.http.call import STATUS_LINES, Call, Client
-from nanovllm.serve.metrics import Metrics
 
 logger = logging.getLogger("nanovllm.serve")
 
@@ -22,9 +21,9 @@ logger = logging.getLogger("nanovllm.serve")
 class Shared:
     """State that all connections of a server share."""
 
-    def __init__(self, answer: Callable[[Call], Coroutine[Any, Any, None]], metrics: Metrics, most: int) -> None:
-        """`answer`: answers a request, and raises nothing; `most`: connections that may be open at once."""
-        self.answer, self.metrics, self.most = answer, metrics, most
+    def __init__(self, app: App, most: int) -> None:
+        """`most`: connections that may be open at once."""
+        self.app, self.most = app, most
         self.connections: set[Connection] = set()
         self._by_address: dict[str, dict[Connection, None]] = {}
         """Connections of each address, in the order in which they last began or ended a request."""
@@ -74,7 +73,7 @@ class Shared:
 
 class Connection(Client, asyncio.Protocol):
     """Connection of a client, whose requests are answered one after the other. Streams write to its transport directly
-    (request.py)."""
+    (book.py)."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -123,9 +122,8 @@ class Connection(Client, asyncio.Protocol):
         for call in (self._answering, self._incoming):
             if call is not None:
                 call.disconnect()
-        gone, self.on_disconnect = self.on_disconnect, None
-        if gone is not None:
-            gone()
+        if self._answering is not None:
+            self.shared.app.book.leave(self._answering)
 
     def pause_writing(self) -> None:
         self.is_full = True
@@ -134,10 +132,10 @@ class Connection(Client, asyncio.Protocol):
     def resume_writing(self) -> None:
         self.is_full = False
         self._end_unread()
-        if self.on_writable is not None:
-            self.on_writable()
         if self._answering is None:
             self._next()
+        else:
+            self.shared.app.book.on_writable(self._answering)
 
     def _watch_reader(self) -> None:
         size = self.transport.get_write_buffer_size()
@@ -156,7 +154,7 @@ class Connection(Client, asyncio.Protocol):
             self._unread = None
 
     def drop(self) -> None:
-        self.shared.metrics.slow_clients += 1
+        self.shared.app.metrics.slow_clients += 1
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -302,7 +300,7 @@ class Connection(Client, asyncio.Protocol):
         shared = self.shared
         shared.refresh(self._loop.time())
         self._answering = call
-        task = self._loop.create_task(shared.answer(call))
+        task = self._loop.create_task(shared.app.answer(call))
         shared.tasks.add(task)
         task.add_done_callback(shared.tasks.discard)
 

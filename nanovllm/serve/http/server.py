@@ -37,7 +37,7 @@ class HttpServer:
 
     def __init__(self, app: App, options: ServeOptions, listener: socket.socket) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - limits.SPARE_DESCRIPTORS
-        self._shared = Shared(app.answer, app.metrics, max(most, 1))
+        self._shared = Shared(app, max(most, 1))
         self._listener, self._tls = listener, _tls_context(options)
         self._server: asyncio.Server | None = None
 

@@ -1,4 +1,4 @@
-"""A server's needs of an engine: steps as columns, sleep without work, counters, prompts that are only computed."""
+"""A server's needs of an engine: steps, sleep without work, counters, prompts that are only computed."""
 
 import threading
 import time
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.step import Step
 from nanovllm.errors import QueueFull
-from nanovllm.outputs import StepColumns
+from nanovllm.outputs import StepOutput
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kvcache_blocks": 64, "max_queued_requests": 4}
 FIXED = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -31,13 +32,16 @@ def nothing_left(llm: LLM) -> Iterator[None]:
     assert not llm.engine.book.rows
 
 
-def run(llm: LLM) -> StepColumns:
-    gained = StepColumns()
+def run(llm: LLM) -> tuple[Step, list[StepOutput]]:
+    """Gains of all requests: as the engine says it, and as users see it."""
+    gained, outputs = Step(), []
     while llm.engine.has_unfinished_requests():
-        gained.extend(llm.engine.step())
-    for request_id in set(gained.request_ids):
-        llm.engine.book.forget(request_id)
-    return gained
+        step = llm.engine.step()
+        gained.extend(step)
+        outputs += llm.engine.book.outputs(step)
+    for done in gained.done:
+        llm.engine.book.forget(done.request_id)
+    return gained, outputs
 
 
 def test_columns_say_what_the_objects_say(llm: LLM) -> None:
@@ -47,22 +51,21 @@ def test_columns_say_what_the_objects_say(llm: LLM) -> None:
     for _ in range(2):
         first = llm.add_request(*requests[0])
         llm.add_request(*requests[1])
-        runs.append((first, run(llm)))
-    (first, once), (second, again) = runs
-    assert [number - first for number in once.request_ids] == [number - second for number in again.request_ids]
-    assert (once.token_ids, once.indices) == (again.token_ids, again.indices)
+        runs.append((first, *run(llm)))
+    (first, once, objects), (second, again, _) = runs
+    assert [number - first for number in once.rows] == [number - second for number in again.rows]
+    assert once.tokens == again.tokens and [end.token for end in once.finishes] == [end.token for end in again.finishes]
     expected = llm.generate([prompt for prompt, _ in requests], [param for _, param in requests], use_tqdm=False)
-    objects = once.outputs()
     for offset, output in enumerate(expected):
         for completion in output.outputs:
             mine = [o for o in objects if (o.request_id - first, o.index) == (offset, completion.index)]
             assert [token for o in mine for token in o.new_token_ids] == completion.token_ids
             assert (mine[-1].finished, mine[-1].finish_reason) == (True, completion.finish_reason)
             assert [set(d) for o in mine for d in o.logprobs or ()] == [set(d) for d in completion.logprobs or ()]
-    endings = {(once.request_ids[entry] - first, once.indices[entry]): end for entry, end in once.endings.items()}
-    assert {key: end.num_output_tokens for key, end in endings.items()} == {(0, 0): 5, (1, 0): 6, (1, 1): 6}
-    assert len(endings[1, 0].prompt_logprobs) == 2 and endings[1, 1].prompt_logprobs is None
-    assert all(end.metrics.finished_time and end.num_prompt_tokens in (2, 3) for end in endings.values())
+    assert {(end.row - first, *end.weight_versions) for end in once.finishes} == {(0,), (1,), (2,)}
+    assert [done.request_id - first for done in once.done] == [0, 1]
+    lengths = [len(each.prompt_logprobs or ()) for each in expected]
+    assert lengths == [0, 2] and all(each.metrics.finished_time for one in expected for each in one.outputs)
 
 
 def test_max_tokens_0_computes_the_prompt_and_nothing_else(llm: LLM) -> None:
@@ -75,7 +78,7 @@ def test_max_tokens_0_computes_the_prompt_and_nothing_else(llm: LLM) -> None:
     assert (scored.text, scored.token_ids, scored.finish_reason) == ("", [], "length")
     assert scored.prompt_logprobs == known.prompt_logprobs and scored.outputs[0].logprobs is None
     request_id = llm.add_request(prompt, params)
-    [output] = [output for output in run(llm).outputs() if output.request_id == request_id]
+    [output] = [output for output in run(llm)[1] if output.request_id == request_id]
     assert (output.new_token_ids, output.finished, output.finish_reason) == ([], True, "length")
 
 

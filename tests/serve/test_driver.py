@@ -8,9 +8,10 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from nanovllm.host import wire
-from nanovllm.host.handle import ChildHandle, Lost
-from nanovllm.serve.engines import Engines
+from nanovllm.host import engines
+from nanovllm.host.engines import Engines
+from nanovllm.host.handle import Lost
+from nanovllm.serve.driver import Driver
 from nanovllm.serve.http.server import run_loop
 
 
@@ -19,17 +20,18 @@ def test_an_engine_that_dies_with_frames_it_has_not_read_is_lost(run: Any) -> No
     """uvloop tells once of a connection that was reset; the exit code may come later."""
     ours, theirs = socket.socketpair()
     lost = Lost("died by signal 9")
-    handle = Mock(number=0, is_ending=False, fileno=ours.fileno, receive=Mock(side_effect=[[], [lost], *[[]] * 1000]))
-    handles = Mock(all=[handle], take_start=lambda _, frame: frame)
+    receive = Mock(side_effect=[[], [lost], *[[]] * 1000])
+    handle = Mock(number=0, is_ending=False, waits=False, fileno=ours.fileno, receive=receive)
 
     async def notice() -> int:
         found = asyncio.get_running_loop().create_future()
-        engines = Engines(handles, Mock(), Mock(), found.set_result)
-        engines.listen()
+        with patch.object(engines, "ChildHandle", lambda start: handle):
+            driver = Driver(Engines("m", {}), Mock(), Mock(), found.set_result)
+        driver.listen()
         ours.send(b"a frame")
         theirs.close()
         assert await asyncio.wait_for(found, 10) is lost
-        engines.close()
+        driver.close()
         return 0
 
     assert run(notice if run is run_loop else notice()) == 0
@@ -43,16 +45,17 @@ def test_an_engine_whose_process_lingers_leaves_the_loop_to_others(run: Any, mon
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "host")
 
     async def notice() -> int:
-        handle = ChildHandle(wire.Start("m", {}))
+        handles = Engines("m", {})
+        [handle] = handles.all
         found = asyncio.get_running_loop().create_future()
-        engines = Engines(Mock(all=[handle], take_start=lambda _, frame: frame), Mock(), Mock(), found.set_result)
-        engines.listen()
+        driver = Driver(handles, Mock(), Mock(), found.set_result)
+        driver.listen()
         with patch.object(handle, "receive", wraps=handle.receive) as looks:
             handle.rouse()
             assert await asyncio.wait_for(found, 20) == Lost("closed its connection")
         assert looks.call_count < 300
-        engines.close()
-        handle.close(patience=0)
+        driver.close()
+        handles.close(patience=0)
         return 0
 
     assert run(notice if run is run_loop else notice()) == 0

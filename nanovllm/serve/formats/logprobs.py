@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from nanovllm.serve.api import shapes
+from nanovllm.serve.formats import shapes
 
 LOWEST = -9999.0
 """Number written for minus infinity and NaN, which JSON does not have."""

@@ -1,0 +1,222 @@
+"""An EAGLE-3 head drafts what its published definition drafts, however steps are cut; what is none is refused."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import eagle_head
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_speculation import LONG, PROMPTS, draft_always, outputs, params
+
+from nanovllm import LLM
+from nanovllm.config import DEMO_MODEL, EngineConfig
+from nanovllm.engine.drafting import Drafting, PlaceCost
+from nanovllm.kernels.step.state import DeviceState
+from nanovllm.models.drafters import with_drafter
+from nanovllm.models.registry import read_model_config
+
+TAPS = eagle_head.SIZES["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+K = 3
+Seen = tuple[int, int, int, list[int], torch.Tensor]
+"""Seed of a row, number of its tokens with keys, its last token, drafts, and what the head took for the first."""
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[LLM]:
+    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": K}
+    with LLM("demo", device="cpu", seed=5, max_num_seqs=8, speculative_config=speculative, **options) as llm:
+        yield llm
+
+
+def watch(llm: LLM) -> list[Seen]:
+    """Everything that the head drafts from here on."""
+    seen: list[Seen] = []
+    drafter: Any = llm.engine.executor.runner.work.drafter  # type: ignore[attr-defined]
+    draft: Callable[..., None] = drafter.draft
+
+    def note(state: DeviceState, num_rows: int) -> None:
+        taken = drafter.rows.hidden[0].clone()
+        draft(state, num_rows)
+        assert state.drafts is not None
+        for row, slot in enumerate(drafter.rows.slot[:num_rows].tolist()):
+            if slot >= 0:
+                seed, length, last = (int(each[slot]) for each in (state.seed, state.num_computed, state.last_token))
+                seen.append((seed, length, last, state.drafts[slot].tolist(), taken[row]))
+
+    drafter.draft = note
+    return seen
+
+
+@cache
+def target() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(EngineConfig(DEMO_MODEL).model, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def check(seen: list[Seen], texts: dict[int, list[int]], folder: Path, **changed: Any) -> None:
+    """Compares drafts with those of the definition. texts: whole ones, by seed."""
+    embedding = target().get_input_embeddings().weight
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor
+               for name, tensor in load_file(folder / "model.safetensors").items()}  # fmt: skip
+    twin = eagle_head.Twin(embedding, tensors, **changed)
+    num_full = 0
+    for seed, length, last, drafts, taken in seen:
+        text = texts[seed][: length + 1]
+        assert text[length:] == [last]
+        found = target()(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
+        taps = torch.cat([found[layer][0] for layer in TAPS], -1)
+        expected, row = twin.drafts(text[1:], taps, K)
+        torch.testing.assert_close(taken, row, rtol=0, atol=2e-4)
+        count = min(K, 1 + -length % 16)  # where the next block begins its entries have no place yet
+        assert drafts[:count] == expected[:count], (seed, length)
+        num_full += -1 not in drafts
+    assert num_full > len(seen) // 2
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "residual": {"norm_before_residual": True},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "norm before fc": {"norm_before_fc": True, "num_key_value_heads": 4},
+    "all ids": {"draft_vocab_size": 1030},
+    "other width": {"hidden_size": 128},
+}
+
+
+def saved(folder: Path, changed: dict[str, Any]) -> Path:
+    tensors = eagle_head.weights({**eagle_head.SIZES, **changed})
+    if "hidden_size" in changed:
+        tensors["embed_tokens.weight"] = torch.randn(1030, changed["hidden_size"])
+    return eagle_head.save(folder, tensors, **changed)
+
+
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        *((head, {"max_num_batched_tokens": 48}) for head in HEADS),
+        ("3.1", {"tensor_parallel_size": 2}), ("other width", {"tensor_parallel_size": 2}),
+    ],
+)  # fmt: skip
+def test_drafts_are_those_of_the_definition(
+    head: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts in chunks, of rows that decode one ahead, and of hits."""
+    draft_always(monkeypatch)
+    folder, texts = saved(tmp_path / "head", HEADS[head]), {}
+    with engine(folder, **options) as llm:
+        long, other = (llm.tokenizer(text)["input_ids"] for text in (LONG, PROMPTS[2]))
+        # Hits that end within a block, and with one, where the text goes on otherwise.
+        prompts = [long, PROMPTS[1], long[:28] + other, long[:32] + other]
+        seen = watch(llm)
+        for first in (0, 2):  # the second two begin with what the first have left
+            seeds = [first, first + 1]
+            given = [params(temperature=0.0, seed=seed, max_tokens=20) for seed in seeds]
+            for seed, result in zip(seeds, llm.generate(prompts[first:][:2], given, use_tqdm=False), strict=True):
+                texts[seed] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+        assert llm.stats().prefix_cache_hits > 50
+    assert {one[0] for one in seen} == {0, 1, 2, 3}
+    check([one for one in seen if len(texts[one[0]]) > one[1]], texts, folder, **HEADS[head])
+
+
+def test_speculators_spelling_of_a_checkpoint_is_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
+    folder = saved(tmp_path / "a", {"fc_norm": True})
+    tensors = {"model." + name.replace("midlayer", "layers.0"): tensor
+               for name, tensor in load_file(folder / "model.safetensors").items()}  # fmt: skip
+    other = eagle_head.save(tmp_path / "b", tensors)
+    layer = {**eagle_head.SIZES}
+    whole = {"fc_norm": True, "draft_vocab_size": layer.pop("draft_vocab_size"), **layer.pop("eagle_config")}
+    (other / "config.json").write_text(json.dumps({**whole, "transformer_layer_config": layer}))
+    found = []
+    for each in (folder, other):
+        with engine(each) as llm:
+            seen = watch(llm)
+            llm.generate(PROMPTS[:1], params(temperature=0.0, max_tokens=8), use_tqdm=False)
+            found.append([one[1:4] for one in seen])
+    assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target_hidden_size": 64}, "target_hidden_size=64: must be 192"),
+        ({"draft_vocab_size": 2000}, "draft_vocab_size=2000: must be at most 1030"),
+        ({"hidden_size": 128}, "hidden_size=128: must be 192"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers=2: must be 1"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}, r"layer_ids=\[1, 4\]: must be ascending .* 3"),
+        ({"eagle_config": {}}, r"layer_ids=\[2, 2, 1\]: must be ascending"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
+        ({"sliding_window": 8}, "sliding_window=8"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_by_the_entry(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        "demo", speculative_config={"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    )
+    eagle_head.save(tmp_path, {"fc.weight": torch.zeros(1)}, **changed)
+    with pytest.raises(ValueError, match=f"^speculative_config: model=.*{message}"):
+        with_drafter(config, read_model_config(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("fc.weight", torch.zeros(192, 192), r"'fc.weight' has shape \(192, 192\), the configuration needs \(192, 576"),
+        ("midlayer.self_attn.q_proj.weight", torch.zeros(128, 192), r"q_proj.weight' has shape \(128, 192\)"),
+        ("norm.weight", None, "missing weight: norm.weight"),
+        ("midlayer.self_attn.q_norm.weight", torch.zeros(32), "surplus weight: midlayer.self_attn.q_norm.weight"),
+        ("d2t", torch.full((200,), 1000), "'d2t' leads to id 1030: must be 0..1029"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_no_head_are_refused_by_name(
+    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    tensors = eagle_head.weights(eagle_head.SIZES)
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    folder = eagle_head.save(tmp_path, tensors)
+    with pytest.raises(ValueError, match=f"^speculative_config: model=.*{message}"), engine(folder):
+        pass
+
+
+def test_a_head_that_is_not_there_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"^speculative_config: model='no/such/head': no such folder"):
+        LLM("demo", speculative_config={"method": "eagle3", "model": "no/such/head", "num_speculative_tokens": 3})
+
+
+def test_new_weights_leave_texts_right_and_the_head_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_always(monkeypatch)
+    folder, given = saved(tmp_path, {}), params(temperature=0.7, seed=3, max_tokens=24)
+    old = load_file(Path(EngineConfig(DEMO_MODEL).model) / "model.safetensors")
+    new = {name: tensor.flip(0) if "down_proj" in name else tensor for name, tensor in old.items()}
+    with LLM("demo", device="cpu", seed=5, max_num_seqs=8) as llm:
+        llm.load_weights(new.items())
+        expected = outputs(llm, PROMPTS[:3], [given] * 3, False)
+    with engine(folder) as llm:
+        before = outputs(llm, PROMPTS[:3], [given] * 3, False)
+        llm.load_weights(new.items())
+        assert outputs(llm, PROMPTS[:3], [given] * 3, False) == expected != before
+
+
+def test_a_head_drafts_where_its_drafts_are_likely_to_pay() -> None:
+    class Row:
+        num_tokens = 100
+
+    def wants(rows: int, right: float) -> bool:
+        one = Drafting(4, 256, PlaceCost(draft=0.05))
+        for _ in range(50):
+            one.note_verified([3] * 10, [1 + round(3 * right)] * 10)
+        return one.wants_drafts([Row()] * rows)  # type: ignore[list-item]
+
+    assert wants(1, 0.7) and not wants(1, 0.0) and not wants(65, 0.7)
+    assert not Drafting(4, 256, PlaceCost()).wants_drafts([Row()]), "looking up is no model's"  # type: ignore[list-item]
