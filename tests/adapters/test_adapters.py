@@ -289,35 +289,6 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
         assert gained[request_id] == text[6:]
 
 
-def test_a_gpu_computes_no_exact_bits_with_adapters(qwen: Any) -> None:
-    config = EngineConfig(str(qwen[1]), device="cuda", enable_lora=True, exact_bits="batch")
-    with pytest.raises(ValueError, match="exact_bits='batch': must be None with enable_lora;"):
-        settle(config, read_model_config(config), (9, 0))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"exact_bits": "tp"}, "exact_bits='tp'"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
-        ({"model_impl": "transformers"}, "model_impl"),
-        ({"max_lora_rank": 512}, "max_lora_rank=512"),
-        ({"max_loras": 0}, "max_loras=0"),
-        ({"fully_sharded_loras": True}, "fully_sharded_loras"),
-    ],
-)
-def test_options_that_do_not_go_with_adapters(options: dict[str, Any], said: str, qwen: Any) -> None:
-    with pytest.raises(ValueError, match=said):
-        LLM(str(qwen[1]), **{**LORA, **options})
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "lfm2"])
-def test_models_that_take_none(family: str, tmp_path: Path) -> None:
-    folder = family_cases.save(make_model(CASES[family]), CASES[family], tmp_path)
-    with pytest.raises(ValueError, match="without experts and recurrent layers"):
-        LLM(str(folder), **LORA)
-
-
 def test_a_bad_adapter_changes_nothing(qwen: Any, tmp_path: Path) -> None:
     _, folder, made = qwen
     _, tensors, _ = made[0]
