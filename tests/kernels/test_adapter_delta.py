@@ -55,7 +55,7 @@ def compile_all(rank: int, capability: int) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma" in ptx
 
-    compile_only(check, most_spilled=64, capability=capability)
+    compile_only(check, most_spilled=64 if capability == 90 else None, capability=capability)
     for rows in (1, 1024):
         for starts in ((0,), (0, 4096, 5120)):
             slots = empty(rows, dtype=torch.int32)
@@ -67,5 +67,5 @@ def compile_all(rank: int, capability: int) -> None:
 @pytest.mark.parametrize("capability", [89, 90, 120])
 @pytest.mark.parametrize("rank", [16, 64, 256])
 def test_compiled(rank: int, capability: int) -> None:
-    """Next to nothing spills, it fits into shared memory, and tensor cores multiply."""
+    """It fits into shared memory, tensor cores multiply, and on 9.0 next to nothing spills."""
     run_alone(compile_all, rank, capability)
