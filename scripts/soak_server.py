@@ -4,9 +4,9 @@
     python scripts/soak_server.py --requests 100000 --replicas 2
 
 The server has the demo checkpoint, on the CPU. Prints, every --every requests, the resident memory of the
-front, of the engines and of the processes that check grammars, and the open descriptors of front and engines. Exits
-with 1 where memory of one kind grew by 20 MB after the first --settled requests, where a descriptor was left, or where
-a request got an answer that it should not have.
+front, of an engine and of the processes that check its grammars (of several engines the mean), and the open descriptors
+of front and engines. Exits with 1 where memory of one kind grew by 20 MB after the first --settled requests, where a
+descriptor was left, or where a request got an answer that it should not have.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from nanovllm.cli.local_server import LocalServer  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_GROWTH = 20.0  # MB
-KINDS = ("front", "engines", "grammars")
+KINDS = ("front", "engine", "grammars")
 
 
 class Ask(NamedTuple):
@@ -110,12 +110,12 @@ class Soak:
         self.mistakes: list[str] = []
 
     def resources(self) -> tuple[list[float], int]:
-        """MB resident of each of KINDS; open descriptors of front and engines."""
+        """MB resident of each of KINDS, of several engines the mean; open descriptors of front and engines."""
         front = self._server.process.pid
         engines = children(front)
         grammars = [each for engine in engines for each in descendants(engine)]
-        memory = [sum(map(resident, processes)) for processes in ([front], engines, grammars)]
-        return memory, sum(len(os.listdir(f"/proc/{process}/fd")) for process in (front, *engines))
+        each = [sum(map(resident, processes)) / max(1, len(engines)) for processes in (engines, grammars)]
+        return [resident(front), *each], sum(len(os.listdir(f"/proc/{process}/fd")) for process in (front, *engines))
 
     async def _client(self) -> None:
         async with Client(self._server.url) as client:
