@@ -75,6 +75,8 @@ _BOUNDS: dict[str, Bound] = {
     "score_mod": (callable, "a function"),
     "mask_mod": (callable, "a function"),
     "kernel_choices": (_is_path, "a path"),
+    "max_loras": integer(1),
+    "max_lora_rank": integer(1, 256),
     "logprobs_mode": one_of("raw", "processed"),
     "max_logprobs": integer(-1),
     "trace": (_is_path, "a path"),
@@ -186,6 +188,13 @@ class EngineConfig:
     """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
     what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head;
     "dspark" and "dflash" alike (docs/speculation.md)."""
+
+    enable_lora: bool = False
+    """Let requests have LoRA adapters of linear layers (docs/adapters.md)."""
+    max_loras: int = 8
+    """Number of adapters that running requests have at once, in memory of the device; others wait. With enable_lora."""
+    max_lora_rank: int = 32
+    """Maximum rank of an adapter."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache

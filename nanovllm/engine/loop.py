@@ -134,6 +134,8 @@ class EngineLoop:
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
+        for slot, digest in plan.adapters:
+            self.executor.call("adapters.place", slot, digest)
         self.executor.launch(packed)
         self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1

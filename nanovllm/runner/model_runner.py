@@ -20,6 +20,7 @@ from nanovllm.kernels.plan.config import Choices
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.adapted import room_for
 from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.memory import pages_of
@@ -29,6 +30,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.drafters import build, passes
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
@@ -44,7 +46,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import DRAFTS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
+from nanovllm.wire.step import ADAPTERS_WORD, DRAFTS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.models.transformers_model import TransformersModel
@@ -113,8 +115,9 @@ class ModelRunner:
         by_transformers = self._load_transformers_model() if model.implementation == "transformers" else None
         self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
         context = ModelContext(
-            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner
-        )
+            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner,
+            adapters=room_for(config),
+        )  # fmt: skip
         self.model: Any = by_transformers or DecoderForCausalLM(context)
         self.drafter = None if model.drafter is None else build(config, context, self.model)
         """The model that drafts for it; None: no model does."""
@@ -135,6 +138,10 @@ class ModelRunner:
         self.weights = RankWeights(
             config, model, self.model, self.io, self.memory, module, self._progress, to, self.drafter
         )
+        self.adapters = None
+        if context.adapters is not None:
+            assert isinstance(self.model, DecoderForCausalLM)
+            self.adapters = RankAdapters(self.model, model, config.max_lora_rank, self.io)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, to,
@@ -204,9 +211,8 @@ class ModelRunner:
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()
-                self.launch(dummy_step(
-                    config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, bool(fixed)
-                ))
+                sizes = config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+                self.launch(dummy_step(*sizes, bool(fixed), config.enable_lora))
                 torch.cuda.synchronize(self.device)
                 step_bytes = self.memory.end_step()
             self._progress()
@@ -288,7 +294,7 @@ class ModelRunner:
             drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), *drafting,
+            partial(before_capture, self.model), self.adapters is not None, *drafting,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -305,7 +311,8 @@ class ModelRunner:
         pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
-                shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
+                sizes = num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = graphs.shape_for(*sizes, packed[ADAPTERS_WORD] > 0)
             step = self.io.upload(packed)
             self.state_memory.begin(step, packed)
             if graphs is not None and shape is not None:

@@ -18,6 +18,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm import e2m1
+from nanovllm.kernels.gemm.dense import library_linear
 from nanovllm.kernels.gemm.e2m1 import E2M1, MX_GROUP, NV_GROUP, SPAN
 from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
 from nanovllm.kernels.plan.config import INT4, INT8, SCRATCH_FLOATS, GemmConfig
@@ -161,20 +162,24 @@ def widen(weight: PackedWeight, first: int, end: int, out: Tensor) -> Tensor:
     return out
 
 
-def linear_widened(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [M, k] @ weight^T -> [M, n] by the library, a range of weight rows at a time."""
+def linear_widened(x: Tensor, weight: PackedWeight, delta: Tensor | None = None) -> Tensor:
+    """x [M, k] @ weight^T -> [M, n] by the library, a range of weight rows at a time. delta: see library_linear."""
     if not x.is_cuda or not HAS_TRITON:
-        return F.linear(x, weight.widened().to(x.dtype))
+        wide = weight.widened().to(x.dtype)
+        return F.linear(x, wide) if delta is None else library_linear(x, wide, delta)
     n, k = weight.n, weight.k
     scratch = _widened(x.device, torch.cuda.current_stream(x.device).cuda_stream, x.dtype)
     rows = max(SPAN, scratch.numel() // k // SPAN * SPAN)
     if rows * k > scratch.numel():
         raise ValueError(f"{weight.code} weight [{n}, {k}]: {SPAN} rows of it must fit into {WIDENED_BYTES} bytes")
-    out = x.new_empty(x.shape[0], n)
+    out = x.new_empty(x.shape[0], n) if delta is None else delta.to(x.dtype)
     for first in range(0, n, rows):
         end = min(n, first + rows)
         part = widen(weight, first, end, scratch[: (end - first) * k].view(end - first, k))
-        torch.mm(x, part.T, out=out[:, first:end])
+        if delta is None:
+            torch.mm(x, part.T, out=out[:, first:end])
+        else:
+            out[:, first:end].addmm_(x, part.T)
     return out
 
 
@@ -194,13 +199,16 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(WIDENED_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
 
-def linear(x: Tensor, weight: PackedWeight, config: GemmConfig, *, gated: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: PackedWeight, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None
+) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names; with config.parts > 1 float32 [config.parts, M, n], sums
     over parts of k. gated: the weight is [2 I, k], gates first, and the result silu(gate) * up, [M, I], rounded as the
-    product and the activation by themselves do; not by "widened"."""
+    product and the activation by themselves do; not by "widened". delta: as in skinny.linear, added to the first
+    part."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     if config.kernel == "widened":
-        return linear_widened(x, weight)
+        return linear_widened(x, weight, delta)
     check_fits(x, weight)
     blocks, parts = weight.words.shape[0], config.parts > 1 and not gated
     if config.split_k > blocks:
@@ -216,9 +224,9 @@ def linear(x: Tensor, weight: PackedWeight, config: GemmConfig, *, gated: bool =
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")
     int4_gemm_kernel[grid](
-        x, weight.words, weight.scales, weight.factors, out, scratch, counters, rows=rows, n=weight.n, n_out=n_out, k=k,
-        ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, CODE=weight.code, GROUP=weight.group,
-        HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
+        x, weight.words, weight.scales, weight.factors, out, scratch, counters, delta, rows=rows, n=weight.n,
+        n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, CODE=weight.code,
+        GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
         PREFETCH=_prefetched(grid, 2 * config.block_n * weight.words.shape[2], blocks), EVEN_K=k % SPAN == 0,
         EVEN_N=n_out % outputs == 0, PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip

@@ -88,7 +88,7 @@ def _launch(
     x_left = config.block_m > 32 or config.block_n < 64  # a weight tile on the left has 64 rows at least
     tile.launch(
         (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0]), x, x_scale, weight, config, out,
-        routing.num_tokens, span=span, bias=bias, routing=(routing.tiles, routing.order, routing.weights),
+        routing.num_tokens, span=span, bias=bias, delta=None, routing=(routing.tiles, routing.order, routing.weights),
         top_k=routing.top_k, activation=(activation.alpha, activation.limit), tma=tma, GATED=gated,
         X_LEFT=x_left, PARTS=False,
         PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), **pdl_options(x.device),

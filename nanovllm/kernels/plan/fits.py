@@ -22,6 +22,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
         if product.scale_rows is not None and (product.scale_rows % 16 or product.n % whole):
             return f"{product.n} weight rows, {product.scale_rows} of which share scales, are no whole 16s that do"
     if config.kernel == "roles":
+        if product.is_adapted:
+            return "it adds nothing that adapters do"
         if not device.has_roles:
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:

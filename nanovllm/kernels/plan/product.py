@@ -84,6 +84,8 @@ class Product:
     """The checkpoint has a scale for all rows of x, which a kernel before does not know."""
     choice: Choice | None = None
     """Experts, of which each has a weight [n, k]; of their router too."""
+    is_adapted: bool = False
+    """Adapters of rows add to it, so that rows come unrounded."""
 
     @property
     def kind(self) -> str:
@@ -104,6 +106,11 @@ class Product:
     def apart(self) -> "Product":
         """Product like this one where norms and additions are kernels of their own."""
         return replace(self, around=self.around.apart)
+
+    @property
+    def adapted(self) -> "Product":
+        """Product like this one in steps where rows have adapters."""
+        return replace(self, is_adapted=True)
 
     @property
     def num_weights(self) -> int:

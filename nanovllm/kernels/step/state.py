@@ -28,11 +28,13 @@ class DeviceState:
     Then a step that computes a decode moves its slot on; else `take_draws` does (kernels/step/drafts.py)."""
     ids: torch.Tensor | None = None
     """int32 [blocks, block size]: ids of the tokens in the blocks of the first table, with drafts."""
+    adapters: torch.Tensor | None = None
+    """int32 [S]: slot of the row's adapter, -1: none; None: rows have none."""
 
     @classmethod
     def allocate(
         cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0,
-        num_drafts: int = 0, ids: torch.Tensor | None = None,
+        num_drafts: int = 0, ids: torch.Tensor | None = None, has_adapters: bool = False,
     ) -> "DeviceState":  # fmt: skip
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
@@ -41,6 +43,7 @@ class DeviceState:
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines, ids=ids,
             drafts=torch.full((max_num_seqs, num_drafts), -1, dtype=torch.int32, device=device) if num_drafts else None,
+            adapters=torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device) if has_adapters else None,
         )  # fmt: skip
 
 
@@ -93,6 +96,13 @@ class StepBuffers:
             logits_indices=self.logits_indices[:rows], lines=self.lines[:, :rows], tokens=self.tokens[:rows],
             next_ids=self.next_ids[:tokens],
         )  # fmt: skip
+
+    def token_adapters(self, of_slots: torch.Tensor) -> torch.Tensor:
+        """int32 [M]: of_slots int32 [S] of each token's row, -1 for padding. Reads nothing on the host."""
+        token = torch.arange(self.positions.shape[0], dtype=torch.int32, device=of_slots.device)
+        row = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True)
+        slot = torch.nn.functional.pad(self.row_slot, (0, 1), value=-1)[row]
+        return torch.where(slot < 0, -1, of_slots[slot.clamp(min=0)])
 
     @property
     def sample_positions(self) -> torch.Tensor:
