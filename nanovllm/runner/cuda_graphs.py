@@ -84,13 +84,13 @@ class StepGraphs:
         self, run: Run, max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
         before_capture: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
-        adapters: bool = False, see: Run | None = None, draft: Run | None = None, max_drafting: int = 0,
+        see: Run | None = None, draft: Run | None = None, max_drafting: int = 0, adapters: bool = False,
     ) -> None:  # fmt: skip
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
         largest chunk worth capturing. `progress`: called after each graph. `before_capture`: `run` is called within
-        it first, where it launches every kernel that the graph will. `adapters`: rows may have adapters. `see` and
-        `draft`: what a model that drafts does after a step of that shape, and then for up to `max_drafting` decode
-        rows; graphs of their own, for what draws by options comes before."""
+        it first, where it launches every kernel that the graph will. `see` and `draft`: what a model that drafts does
+        after a step of that shape, and then for up to `max_drafting` decode rows; graphs of their own, for what draws
+        by options comes before. `adapters`: rows may have adapters."""
         self._progress = progress
         self._run = run
         self._before_capture = before_capture

@@ -294,7 +294,7 @@ class ModelRunner:
             drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), self.adapters is not None, *drafting,
+            partial(before_capture, self.model), *drafting, adapters=self.adapters is not None,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
