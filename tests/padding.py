@@ -31,7 +31,8 @@ class PaddedSteps(StepGraphs):
         work, sizes = runner.work, (config.most_places, config.max_num_batched_tokens)
         drafting = (work.see_padded, work.draft_padded, config.most_drafting) if work.drafter is not None else ()
         super().__init__(
-            work.run_padded, *sizes, no_stream, lambda: None, lambda _: nullcontext(), *drafting  # type: ignore[arg-type]
+            work.run_padded, *sizes, no_stream, lambda: None, lambda _: nullcontext(), *drafting,  # type: ignore[arg-type]
+            adapters=config.enable_lora,
         )
         self.used: set[StepShape] = set()
         upload = runner.io.upload

@@ -289,12 +289,12 @@ class ModelRunner:
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         work = self.work
-        drafting: tuple[Any, ...] = ()
+        drafting: tuple[Any, Any, int] = (None, None, 0)
         if work.drafter is not None:
             drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), *drafting, adapters=self.adapters is not None,
+            partial(before_capture, self.model), *drafting, self.adapters is not None,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------

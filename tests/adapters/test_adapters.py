@@ -16,6 +16,7 @@ import torch
 from adapters.peft_files import CONFIG, adapted, random_tensors, save
 from exactness import family_cases
 from exactness.family_cases import CASES, make_model
+from padding import PaddedSteps
 from torch import nn
 
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
@@ -151,6 +152,20 @@ def test_a_row_with_an_adapter_is_what_it_is_alone(qwen: Any) -> None:
             assert llm.stats().num_preemptions > 0 or options == {"max_loras": 3}
             assert [scores(output) for output in found] == alone
             llm.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+
+
+def test_padded_steps_compute_the_same(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs hold them: with adapters where a row of the step has one, and without."""
+    model, folder, made = qwen
+    request, numbers = LoRARequest("a", lora_path=str(made[0][0])), [1, 0, 1, 0, 0]
+    with LLM(str(folder), **LORA) as llm:
+        padded = PaddedSteps(llm, monkeypatch)
+        prompts = [PROMPTS[number % 3] for number in range(5)]
+        params = replace(SCORED, prompt_logprobs=None)
+        outputs = generate(llm, prompts, [request if number else None for number in numbers], params)
+        check_values(model, made, outputs, numbers)
+        generate(llm, PROMPTS, None, params)
+    assert {shape.has_adapters for shape in padded.used} == {False, True}
 
 
 def test_the_same_on_two_ranks(qwen: Any, tmp_path: Path) -> None:
