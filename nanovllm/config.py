@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse, require_known
-from nanovllm.speculative import Speculation, most_places, parse_speculation
+from nanovllm.speculative import METHODS, Speculation, most_places, parse_speculation
 from nanovllm.vllm_options import translated
 
 DEMO_MODEL = "demo"
@@ -296,7 +296,7 @@ class EngineConfig:
     @property
     def reads_pairs(self) -> bool:
         """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
-        return self.speculation is not None and self.speculation.method == "eagle3"
+        return self.speculation is not None and METHODS[self.speculation.method].reads_pairs
 
     @property
     def looks_up(self) -> bool:

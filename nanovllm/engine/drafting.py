@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeVar
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
-from nanovllm.speculative import Speculation
+from nanovllm.speculative import METHODS, Speculation
 
 _COSTS = ((16, 1.15), (64, 1.25), (128, 1.5), (256, 2.0))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
@@ -14,9 +14,6 @@ _EXPERTS, _SMALL, _QUANTISED = 10.0, 4.0, 2.0
 """Factors of the cost where tokens choose experts, whose weights the step reads besides; in models
 narrower than _NARROW, whose weights are soon read; and where weights are quantised. Measured with four tokens."""
 _NARROW = 2048
-_DRAFT, _BLOCK = 1.6, 8.0
-"""Layers of the model that take as long to read as what drafts a token, with its output head, of 8B and EAGLE-3; and as
-what drafts all in one pass, five layers and a head of the whole vocabulary."""
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
@@ -40,9 +37,10 @@ class PlaceCost(NamedTuple):
     @classmethod
     def of(cls, model: ModelConfig, speculation: Speculation | None = None) -> "PlaceCost":
         found = cls._of_places(model)
-        if speculation is None or speculation.model is None:
+        if speculation is None:
             return found
-        layers = _DRAFT * speculation.num_tokens if speculation.method == "eagle3" else _BLOCK
+        method = METHODS[speculation.method]
+        layers = method.layers_by_pass + method.layers_by_token * speculation.num_tokens
         return found._replace(drafting=layers / len(model.layers))
 
     @classmethod

@@ -135,9 +135,7 @@ def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has drafts made and verified in every step, whether or not they pay."""
-    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)
-    monkeypatch.setattr(drafting, "_DRAFT", 1e-6)
-    monkeypatch.setattr(drafting, "_BLOCK", 1e-6)
+    monkeypatch.setattr(drafting, "cost", lambda *args: -1e6)  # of places and, with what is added to it, of drafting
 
 
 def use(llm: LLM, drafter: Drafter | None) -> None:

@@ -41,6 +41,6 @@ def outputs(k: int, **options: Any) -> tuple[list[Any], int]:
 @pytest.mark.parametrize("eager", [False, True])
 def test_outputs_are_those_without_drafts(k: int, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = outputs(0, enforce_eager=eager)
-    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)
+    monkeypatch.setattr(drafting, "cost", lambda *args: -1e6)
     found, num_accepted = outputs(k, enforce_eager=eager)
     assert found == expected and num_accepted > 0
