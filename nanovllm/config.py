@@ -152,7 +152,7 @@ class EngineConfig:
     """"native": our layers; "transformers": its own module, slower, on one rank. Without CUDA graphs, over our KV
     cache. "auto": native where there is one."""
     runner: str = "auto"
-    """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
+    """"generate": text; "pooling": embeddings (LLM.embed), without a head. "auto": "pooling" where modules.json
     of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
     """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts
@@ -192,7 +192,7 @@ class EngineConfig:
     enable_lora: bool = False
     """Let requests have LoRA adapters of linear layers (docs/adapters.md)."""
     max_loras: int = 8
-    """Number of adapters that running requests have at once, in memory of the device; others wait. With enable_lora."""
+    """Adapters that running requests have at once, on the device. Requests with others wait. With enable_lora."""
     max_lora_rank: int = 32
     """Maximum rank of an adapter."""
 
@@ -200,7 +200,7 @@ class EngineConfig:
     """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache
     together."""
     num_state_lines: int | None = None
-    """Number of states of recurrent layers: of running rows, and kept for later ones. Default: three for two of
+    """States of recurrent layers: of running rows, and kept for later ones. Default: three for two of
     max_num_seqs, as far as 60 % of the memory is left to KV blocks. No more rows run at once."""
     state_dtype: str = "float32"
     """Dtype of the states of recurrent layers between steps: "float32", or "bfloat16", half as large."""
@@ -233,7 +233,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     """Default of the requests' own logprobs_mode: "raw" or "processed"."""
     max_logprobs: int = 20
-    """Maximum number of likeliest tokens that a request's logprobs may ask for. -1: no bound."""
+    """Maximum likeliest tokens that a request's logprobs may ask for. -1: no bound."""
     max_queued_requests: int | None = None
     """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
     None: unbounded."""
