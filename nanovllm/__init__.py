@@ -8,6 +8,7 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
+    from nanovllm.adapters import LoRARequest
     from nanovllm.async_llm import AsyncLLM, TextDelta
     from nanovllm.llm import LLM
     from nanovllm.logprobs import Logprob
@@ -18,6 +19,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "OutOfMemory",
     "QueueFull",
@@ -39,6 +41,7 @@ _ELSEWHERE = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "TextDelta": "nanovllm.async_llm",
+    "LoRARequest": "nanovllm.adapters",
     "Logprob": "nanovllm.logprobs",
     **dict.fromkeys(("CompletionOutput", "RequestOutput", "StepOutput"), "nanovllm.outputs"),
     "register_model": "nanovllm.models.registry",

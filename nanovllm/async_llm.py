@@ -6,8 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
+from nanovllm.adapters import LoRARequest
 from nanovllm.engine.embeddings import pooling_of, stacked
 from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
 from nanovllm.engine.prompt import Prompt
@@ -76,15 +78,18 @@ class AsyncLLM:
         return cls(await asyncio.to_thread(LLM, model, **options))
 
     async def generate(
-        self, prompt: GivenPrompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: GivenPrompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Continues a prompt (text or token ids). Leaving the loop or cancelling its task aborts the request, at once
         if the iterator is closed (contextlib.aclosing). Raises ValueError naming option, value and bound; QueueFull;
         RuntimeError if the engine has failed or is closed."""
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue())
-        added = self._in_thread(lambda: self._add(prompt, params, stream), lambda made: self._drop(made[0]))
-        number, given = await added
+        add = partial(self._add, prompt, params, stream, lora_request)
+        number, given = await self._in_thread(add, lambda made: self._drop(made[0]))
         texts = [self._text(params, given) for _ in range(params.n)]
         running = params.n
         try:
@@ -98,7 +103,11 @@ class AsyncLLM:
             self._drop(number)
 
     async def chat(
-        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template_options: Any
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        **template_options: Any,
     ) -> AsyncGenerator[TextDelta, None]:
         """Answers a chat; see LLM.chat for the options, `generate` for the rest."""
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -107,7 +116,8 @@ class AsyncLLM:
 
         def rendered() -> Prompt:
             tokenizer = self.llm.engine.tokenizer
-            return as_prompt(tokenizer.render_chat(chats[0], **template_options), params, tokenizer, is_chat=True)
+            text, adapter = tokenizer.render_chat(chats[0], **template_options), self.llm.adapter_of(lora_request)
+            return as_prompt(text, params, tokenizer, is_chat=True, adapter=adapter)
 
         async with aclosing(self.generate(await self._in_thread(rendered), params)) as deltas:
             async for delta in deltas:
@@ -147,8 +157,10 @@ class AsyncLLM:
             task.add_done_callback(lambda done: None if done.cancelled() or done.exception() else undo(done.result()))
             raise
 
-    def _add(self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream") -> tuple[int, Prompt]:
-        prompt = as_prompt(prompt, params, self.llm.engine.tokenizer)
+    def _add(
+        self, prompt: GivenPrompt, params: SamplingParams, stream: "_Stream", lora_request: LoRARequest | None
+    ) -> tuple[int, Prompt]:
+        prompt = as_prompt(prompt, params, self.llm.engine.tokenizer, adapter=self.llm.adapter_of(lora_request))
         with self._lock:
             self._require_engine()
             self._num_adding += 1

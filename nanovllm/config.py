@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from nanovllm.errors import FLAG, Bound, integer, is_number, one_of, refuse, require_known
-from nanovllm.speculative import Speculation, most_places, parse_speculation
+from nanovllm.speculative import METHODS, Speculation, most_places, parse_speculation
 from nanovllm.vllm_options import translated
 
 DEMO_MODEL = "demo"
@@ -75,6 +75,8 @@ _BOUNDS: dict[str, Bound] = {
     "score_mod": (callable, "a function"),
     "mask_mod": (callable, "a function"),
     "kernel_choices": (_is_path, "a path"),
+    "max_loras": integer(1),
+    "max_lora_rank": integer(1, 256),
     "logprobs_mode": one_of("raw", "processed"),
     "max_logprobs": integer(-1),
     "trace": (_is_path, "a path"),
@@ -150,11 +152,11 @@ class EngineConfig:
     """"native": our layers; "transformers": its own module, slower, on one rank. Without CUDA graphs, over our KV
     cache. "auto": native where there is one."""
     runner: str = "auto"
-    """"generate": text; "pooling": embeddings (LLM.embed), without an output head. "auto": "pooling" where modules.json
+    """"generate": text; "pooling": embeddings (LLM.embed), without a head. "auto": "pooling" where modules.json
     of sentence-transformers in the model's folder names a Pooling."""
     quantization: str | None = None
-    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts of
-    gpt-oss alone. None: as the checkpoint has them."""
+    """"fp8": round linear weights to e4m3 while they load; "int4": to 4 bits; "mxfp4": experts
+    alone. None: as the checkpoint has them."""
     lm_head_dtype: str = "auto"
     """"fp8": round an untied output head to e4m3 while it loads. "auto": the model's dtype."""
     exact_bits: str | None = None
@@ -184,14 +186,21 @@ class EngineConfig:
 
     speculative_config: dict[str, Any] | None = None
     """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
-    what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head
-    (docs/speculation.md)."""
+    what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head;
+    "dspark" and "dflash" alike (docs/speculation.md)."""
+
+    enable_lora: bool = False
+    """Let requests have LoRA adapters of linear layers (docs/adapters.md)."""
+    max_loras: int = 8
+    """Adapters that running requests have at once, on the device. Requests with others wait. With enable_lora."""
+    max_lora_rank: int = 32
+    """Maximum rank of an adapter."""
 
     gpu_memory_utilization: float = 0.9
     """Share of each GPU's memory for this engine, KV cache included. Weights, activations, graphs and KV cache
     together."""
     num_state_lines: int | None = None
-    """Number of states of recurrent layers: of running rows, and kept for later ones. Default: three for two of
+    """States of recurrent layers: of running rows, and kept for later ones. Default: three for two of
     max_num_seqs, as far as 60 % of the memory is left to KV blocks. No more rows run at once."""
     state_dtype: str = "float32"
     """Dtype of the states of recurrent layers between steps: "float32", or "bfloat16", half as large."""
@@ -224,7 +233,7 @@ class EngineConfig:
     logprobs_mode: str = "raw"
     """Default of the requests' own logprobs_mode: "raw" or "processed"."""
     max_logprobs: int = 20
-    """Maximum number of likeliest tokens that a request's logprobs may ask for. -1: no bound."""
+    """Maximum likeliest tokens that a request's logprobs may ask for. -1: no bound."""
     max_queued_requests: int | None = None
     """Maximum number of waiting requests: beyond it `add_request` raises QueueFull. Those of `generate` do not count.
     None: unbounded."""
@@ -285,6 +294,11 @@ class EngineConfig:
         return self.speculation is not None and self.speculation.model is not None
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
+        return self.speculation is not None and METHODS[self.speculation.method].reads_pairs
+
+    @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the text."""
         return self.speculation is not None and self.speculation.model is None
@@ -303,6 +317,11 @@ class EngineConfig:
     def most_places(self) -> int:
         """Maximum rows of one token of a step on the device."""
         return most_places(self.max_num_seqs, self.tokens_per_step)
+
+    @property
+    def most_drafting(self) -> int:
+        """Maximum requests for which a model drafts in a step: a step could verify drafts of so many."""
+        return self.most_places // self.tokens_per_step
 
     def uses(self, optimisation: str) -> bool:
         """Whether one of OPTIMISATIONS is in force."""

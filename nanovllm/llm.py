@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.adapters import Adapters, LoRARequest
 from nanovllm.config import EngineConfig
 from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
 
 
-class LLM(Embedding):
+class LLM(Embedding, Adapters):
     """A model served on one or several ranks, all started and ended by this object.
 
     Options are those of EngineConfig, by name. Use it in a `with`, or call close(); the interpreter's exit does it too.
@@ -56,6 +57,8 @@ class LLM(Embedding):
             raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be {bound}")
         if config.quantization is not None:
             raise ValueError(f"quantization={config.quantization!r}: must be None for a live module, which is shared")
+        if config.enable_lora:
+            raise ValueError("enable_lora=True: must be False for a live module, which is shared")
         if config.lm_head_dtype != "auto":
             raise ValueError("lm_head_dtype='fp8': must be 'auto' for a live module, which is shared")
         llm = cls.__new__(cls)
@@ -65,7 +68,7 @@ class LLM(Embedding):
 
     def _take_over(self, engine: Engine) -> None:
         self.engine = engine
-        self._turns = Turns(engine, self)
+        self._turns, self._saved = Turns(engine, self), {}
 
     @property
     def config(self) -> EngineConfig:
@@ -90,19 +93,22 @@ class LLM(Embedding):
         prompts: GivenPrompt | Sequence[GivenPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt (text or token ids); returns the finished requests in the order of the prompts.
 
-        `sampling_params`: one for all, or one for each. Everything is checked before anything is started: ValueError
-        names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the engine goes on.
+        `sampling_params`, `lora_request`: one for all, or one for each. Everything is checked before anything is
+        started: ValueError names option, value and bound. An interrupt (Ctrl-C) aborts this call's requests; the
+        engine goes on.
         """
         self._turns.require_open()
         given = as_batch(prompts)
         params = as_params(sampling_params, len(given))
         batch: list[Prompt] = []
-        for index, (prompt, param) in enumerate(zip(given, params, strict=True)):
+        adapters = self.adapters_of(lora_request, len(given))
+        for index, (prompt, param, adapter) in enumerate(zip(given, params, adapters, strict=True)):
             try:
-                batch.append(as_prompt(prompt, param, self.engine.tokenizer))
+                batch.append(as_prompt(prompt, param, self.engine.tokenizer, adapter=adapter))
                 self.engine.book.check(batch[-1], param)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -151,6 +157,7 @@ class LLM(Embedding):
         messages: list[dict[str, str]] | list[list[dict[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answers a chat, or each of several: lists of {"role": ..., "content": ...}, through the chat template.
@@ -165,7 +172,9 @@ class LLM(Embedding):
             return []
         params, tokenizer = as_params(sampling_params, len(chats)), self.engine.tokenizer
         texts = (tokenizer.render_chat(chat, **template_options) for chat in chats)
-        prompts = [as_prompt(text, param, tokenizer, is_chat=True) for text, param in zip(texts, params, strict=True)]
+        adapters = self.adapters_of(lora_request, len(chats))
+        prompts = [as_prompt(text, param, tokenizer, True, adapter)
+                   for text, param, adapter in zip(texts, params, adapters, strict=True)]  # fmt: skip
         return self.generate(prompts, params, use_tqdm)
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
@@ -188,6 +197,7 @@ class LLM(Embedding):
         prompt: GivenPrompt,
         sampling_params: SamplingParams | None = None,
         output_token_ids: Iterable[int] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Queues one request and returns its id. May be called from any thread. Raises QueueFull where
         max_queued_requests wait already.
@@ -201,7 +211,7 @@ class LLM(Embedding):
                 engine.notice_new_weights()
         params = SamplingParams() if sampling_params is None else sampling_params
         known = None if output_token_ids is None else as_token_ids(list(output_token_ids), "output_token_ids")
-        given = as_prompt(prompt, params, self.engine.tokenizer)
+        given = as_prompt(prompt, params, self.engine.tokenizer, adapter=self.adapter_of(lora_request))
         return self.engine.add_request(given, params, output_token_ids=known)
 
     def step(self) -> list[StepOutput]:

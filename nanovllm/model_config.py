@@ -54,11 +54,13 @@ class Quantization:
     while_loading: bool = False
     """The checkpoint's weights are not quantised; ours are made from them."""
     layout: str = ""
-    """Layout of packed 4-bit weights: "compressed-tensors", "awq", "gptq" or "gptq_v2"."""
+    """Layout of packed weights in the checkpoint. int4: "compressed-tensors", "awq", "gptq" or "gptq_v2"; nvfp4:
+    "compressed-tensors" or "modelopt"; mxfp4: "compressed-tensors", or "" of gpt-oss's stacks; int8: "pack-quantized"
+    or "int-quantized"."""
     group: int = 0
-    """Columns that share a scale of 4-bit weights; 0: all."""
+    """Columns that share a scale of packed weights; 0: all."""
     has_zeros: bool = False
-    """Groups of 4-bit weights have zeros of their own."""
+    """Groups of int4 weights have zeros of their own."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,10 @@ class DrafterConfig:
     """Tensors that its checkpoint may lack, and has."""
     switches: frozenset[str] = frozenset()
     """Switches of its method that are on."""
+    mask_token_id: int = 0
+    """Token that stands for those that are drafted in one pass."""
+    markov_rank: int = 0
+    """Width of what a drafted token adds to the logits of the next; 0: it adds nothing."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,26 @@ from typing import Any, NamedTuple
 
 from nanovllm.errors import is_integer, is_number, near_miss, refuse, shown
 
-METHODS = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "eagle3": ("model",)}
-"""Entries that go with a method, beside those of all."""
+
+class Method(NamedTuple):
+    """A way to draft tokens."""
+
+    entries: tuple[str, ...]
+    """That go with it, beside those of all."""
+    reads_pairs: bool = False
+    """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
+    layers_by_pass: float = 0.0
+    """Layers of Qwen3-8B that take as long to read as what drafts all tokens, with its output head, as published."""
+    layers_by_token: float = 0.0
+    """Likewise, what each token takes besides."""
+
+
+METHODS = {
+    "ngram": Method(("prompt_lookup_max", "prompt_lookup_min")),
+    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.6),
+    "dflash": Method(("model",), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
+    "dspark": Method(("model",), layers_by_pass=8.0),
+}
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""
 MAX_MATCHED = 15
@@ -40,7 +58,7 @@ def parse_speculation(config: Mapping[str, Any]) -> Speculation:
     method = config.get("method")
     if not isinstance(method, str) or method not in METHODS:
         refuse("speculative_config: method", method, " or ".join(map(repr, METHODS)))
-    names = _NAMES + METHODS[method]
+    names = _NAMES + METHODS[method].entries
     for name in config:
         if name not in names:
             raise ValueError(f"speculative_config: {shown(name)} is not taken{near_miss(str(name), names)}")

@@ -29,9 +29,10 @@ class PaddedSteps(StepGraphs):
         runner, config, no_stream = llm.engine.executor.runner, llm.config, None
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         work, sizes = runner.work, (config.most_places, config.max_num_batched_tokens)
-        drafting = (work.see_padded, work.draft_padded, config.max_num_seqs) if work.drafter is not None else ()
+        drafting = (work.see_padded, work.draft_padded, config.most_drafting) if work.drafter is not None else ()
         super().__init__(
-            work.run_padded, *sizes, no_stream, lambda: None, lambda _: nullcontext(), *drafting  # type: ignore[arg-type]
+            work.run_padded, *sizes, no_stream, lambda: None, lambda _: nullcontext(), *drafting,  # type: ignore[arg-type]
+            adapters=config.enable_lora,
         )
         self.used: set[StepShape] = set()
         upload = runner.io.upload

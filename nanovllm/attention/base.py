@@ -49,6 +49,8 @@ class AttentionSetup:
     max_num_seqs: int = 1
     max_model_len: int = 1
     """Tokens."""
+    places: int = 1
+    """Maximum decode rows, one after the other, that may be tokens of one sequence."""
 
     @property
     def has_fp8_cache(self) -> bool:
@@ -69,7 +71,8 @@ class AttentionMetadata:
     num_rows: int
     """R, padding rows of a CUDA graph included."""
     num_decode_rows: int
-    """The first so many rows have exactly one token."""
+    """The first so many rows have exactly one token. Rows of one sequence, one after the other, have its slot, and each
+    sees one key more than the one before."""
     row_slot: torch.Tensor
     """int32 [R]: the row's line of block_table; -1 for padding."""
     context_lens: torch.Tensor

@@ -1,5 +1,6 @@
 """Attention by the project's own Triton kernels: split-KV decode, causal prefill. Capturable whole in CUDA graphs."""
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
+
+logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 32768
 """The decode kernel's work list keeps row and slot in 16 bits each."""
@@ -43,14 +46,18 @@ class TritonBackend(AttentionBackend):
         if rows > MAX_NUM_SEQS:
             raise ValueError(f"max_num_seqs={rows}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
         sizes, fp8 = (rows, setup.max_model_len, device), setup.has_fp8_cache
-        plans: dict[tuple[int, int, int | None], DecodePlan] = {}
+        plans: dict[tuple[int, int, int | None, int], DecodePlan] = {}
         self.plans: dict[AttentionSpec, DecodePlan] = {}
         self.prefill: dict[AttentionSpec, PrefillAttention] = {}
         for spec in setup.specs:
+            together = self._plan.places_together(setup.places, spec.group_size, spec.head_dim, fp8)
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            self.plans[spec] = plans.setdefault(kind, self._plan(*kind, *sizes, fp8=fp8))
+            plan = self._plan(*kind, *sizes, fp8=fp8, places=setup.places, together=together)
+            self.plans[spec] = plans.setdefault((*kind, together), plan)
             config = self._prefill_config(spec.head_dim)
             self.prefill[spec] = PrefillAttention(spec, block_size, rows, device, config)
+        if setup.places > 1:
+            logger.info("decode attention: %s", "; ".join(sorted({plan.why for plan in plans.values()})))
         scratch = DecodeScratch.for_specs(self.plans, device)
         self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
 

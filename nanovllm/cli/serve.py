@@ -40,7 +40,6 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "enable_request_id_headers": (("true",), "every answer has x-request-id"),
     "enable_server_load_tracking": (("true",), "/load is always available"),
     "headless": (("false",), "data_parallel_backend=ray places replicas on other machines"),
-    "lora_modules": ((), "adapters are not supported; merge them into the checkpoint"),
     "max_queued_requests": ((), "use max_num_queued_reqs"),
     "middleware": ((), "put a proxy before the server"),
     "response_role": (("assistant",), "chat templates have no other role for answers"),
@@ -131,6 +130,8 @@ def parse(parser: Parser, arguments: list[str]) -> tuple[str, dict[str, Any], Se
     model = engine.pop("model", None)
     model = DEMO_MODEL if model is None else model
     check_engine(model, engine)
+    if server.get("lora_modules") and not engine.get("enable_lora"):
+        raise ValueError("lora_modules: needs enable_lora")
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")
     return model, engine, ServeOptions(**server, api_keys=keys, admin_api_keys=admin)

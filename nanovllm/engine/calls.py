@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nanovllm.transfer.receiver import Relay, WeightReceiver
 
 Steps = Generator[None, None, Any]
+Options = dict[str, Any]
 Mode = Literal["abort", "wait", "keep"]
 InFlight = Literal["recompute", "keep", "wait", "abort"]
 PAUSES = ("keep", "wait", "abort")
@@ -194,6 +195,45 @@ def _folder(name: str) -> Path:
     return path
 
 
+# -- adapters -------------------------------------------------------------------------------------------------------
+
+
+class LoadAdapter(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class RemoveAdapter(msgspec.Struct):
+    lora_name: str
+
+
+def _load_adapter(
+    engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None
+) -> Any:
+    """`digest`: that of the adapter which other engines have."""
+    return {"digest": engine.control.load_adapter(lora_name, lora_path, load_inplace, digest)}
+
+
+def _remove_adapter(engine: CalledEngine, lora_name: str) -> Any:
+    engine.control.remove_adapter(lora_name)
+    return {"status": "removed"}
+
+
+def _missed_adapters(own: EngineState, others: EngineState) -> list[Options]:
+    return [
+        {"lora_name": name, "lora_path": one.path, "load_inplace": True, "digest": one.digest}
+        for name, one in others.adapters.items() if own.adapters.get(name) != one
+    ]  # fmt: skip
+
+
+def _one_digest(answers: list[Any]) -> Any:
+    """Raises RuntimeError where engines have read different bytes."""
+    if len({answer["digest"] for answer in answers}) > 1:
+        raise RuntimeError("load_adapter: replicas have read different adapters: its files have changed meanwhile")
+    return answers[0]
+
+
 def _checksum(engine: CalledEngine) -> Any:
     return {"checksums": engine.control.checksum()}
 
@@ -204,8 +244,6 @@ def _info(engine: Any) -> Any:
 
 
 # -- calls to several engines ---------------------------------------------------------------------------------------
-
-Options = dict[str, Any]
 
 
 def _sleeps(state: EngineState, options: Options) -> bool:
@@ -309,6 +347,10 @@ CALLS: dict[str, CallSpec] = {
         _load_weights, LoadWeights, empties_cache=True, brings_weights=True, replaces_weights=lambda options: True,
         counts_version=True,
     ),
+    "load_adapter": CallSpec(
+        _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters
+    ),
+    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter"),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

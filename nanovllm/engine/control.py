@@ -1,12 +1,13 @@
 """Control of a live engine by a trainer: new weights, sleep, pauses, abort of everything."""
 
 from collections.abc import Generator, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.engine_state import TAGS, EngineState
+from nanovllm.engine.engine_state import TAGS, EngineState, LoadedAdapter
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.errors import is_integer, refuse
+from nanovllm.errors import is_integer, refuse, shown
 
 if TYPE_CHECKING:
     from nanovllm.executor.protocol import Weights
@@ -26,6 +27,8 @@ class EngineControl:
     def __init__(self, loop: EngineLoop, book: RequestBook, state: EngineState) -> None:
         self._loop, self._book, self._state = loop, book, state
         self._executor, self._scheduler = loop.executor, loop.scheduler
+        self._held: set[str] = set()
+        """Digests of the adapters that the ranks hold."""
         self.receiver: WeightReceiver | None = None
         """Receiver of a trainer's calls; None until the first of them."""
 
@@ -92,6 +95,47 @@ class EngineControl:
             self._loop.raise_failure()
             self._loop.settle(self._scheduler.preempt_all)
             self._executor.call("weights.refresh")
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str, replaces: bool, digest: str | None = None) -> str:
+        """Loads an adapter from a folder on all ranks; returns its digest. replaces: another may have the name now.
+        digest: that it must have. Raises ValueError, with nothing changed."""
+        self._require_adapters("load_adapter")
+        answers = self._executor.call("adapters.put", Path(path).absolute())
+        said = next((error for _, error in answers if error), None)
+        found, before = answers[0][0], self._state.adapters.get(name)
+        if said is None and (len({*answers}) > 1 or digest not in (None, found)):
+            said = f"lora_path={shown(path)}: its files have changed meanwhile"
+        elif said is None and before is not None and before.digest != found and not replaces:
+            said = f"lora_name={shown(name)}: another adapter has this name; load_inplace=True replaces it"
+        self._held.update(one for one, _ in answers if one)
+        if said is None:
+            self._state.adapters = {**self._state.adapters, name: LoadedAdapter(found, str(Path(path).absolute()))}
+        self._drop_adapters()
+        if said is not None:
+            raise ValueError(said)
+        return found
+
+    def remove_adapter(self, name: str) -> None:
+        """Lets no more requests have an adapter; those that have it end with it. Raises ValueError for unknown ones."""
+        self._require_adapters("remove_adapter")
+        if name not in self._state.adapters:
+            raise ValueError(f"lora_name={shown(name)}: no adapter of this name is loaded")
+        self._state.adapters = {key: one for key, one in self._state.adapters.items() if key != name}
+        self._drop_adapters()
+
+    def _require_adapters(self, method: str) -> None:
+        if not self._executor.config.enable_lora:
+            raise ValueError(f"{method}: needs an engine that was started with enable_lora=True")
+        self._loop.raise_failure()
+
+    def _drop_adapters(self) -> None:
+        """Has the ranks forget adapters that have no name and no row any more."""
+        used = {one.digest for one in self._state.adapters.values()} | self._book.adapters()
+        if unused := sorted(self._held - used):
+            self._held -= {*unused}
+            self._executor.call("adapters.drop", unused)
 
     def checksum(self) -> dict[str, str]:
         """Checksums of the weights: see LLM.checksum."""

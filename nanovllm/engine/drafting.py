@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
+from nanovllm.speculative import METHODS, Speculation
 
 _COSTS = ((16, 1.15), (64, 1.25), (128, 1.5), (256, 2.0))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
@@ -13,8 +14,6 @@ _EXPERTS, _SMALL, _QUANTISED = 10.0, 4.0, 2.0
 """Factors of the cost where tokens choose experts, whose weights the step reads besides; in models
 narrower than _NARROW, whose weights are soon read; and where weights are quantised. Measured with four tokens."""
 _NARROW = 2048
-_DRAFT = 1.6
-"""Layers of the model that take as long to read as what drafts a token, with its output head; of 8B and EAGLE-3."""
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
@@ -32,14 +31,17 @@ class PlaceCost(NamedTuple):
     """Cost where texts are short, in places of a dense model of 8B."""
     num_keys: float = 100_000
     """Tokens whose keys and values take as long to read as the weights. Each place reads those of its row."""
-    draft: float = 0.0
-    """Cost of a token that a model drafts, in steps of one token; 0: it costs next to nothing."""
+    drafting: float = 0.0
+    """Cost of a model that drafts all tokens, in steps of one token; 0: it costs next to nothing."""
 
     @classmethod
-    def of(cls, model: ModelConfig, model_drafts: bool = False) -> "PlaceCost":
-        """model_drafts: a model of one layer drafts, and does not look up."""
+    def of(cls, model: ModelConfig, speculation: Speculation | None = None) -> "PlaceCost":
         found = cls._of_places(model)
-        return found._replace(draft=_DRAFT / len(model.layers)) if model_drafts else found
+        if speculation is None:
+            return found
+        method = METHODS[speculation.method]
+        layers = method.layers_by_pass + method.layers_by_token * speculation.num_tokens
+        return found._replace(drafting=layers / len(model.layers))
 
     @classmethod
     def _of_places(cls, model: ModelConfig) -> "PlaceCost":
@@ -87,9 +89,9 @@ class Drafting:
         """Whether a model is to draft for rows that run: the drafts that are right are likely to bring more than places
         and drafting cost."""
         places, of = self.tokens_per_step, self._place_cost
-        if not of.draft or len(rows) * places > self.most_places:
+        if not of.drafting or len(rows) * places > self.most_places:
             return False
-        spent = cost(len(rows), places, sum(seq.num_tokens for seq in rows), of) + (places - 1) * of.draft
+        spent = cost(len(rows), places, sum(seq.num_tokens for seq in rows), of) + of.drafting
         return 1 + (places - 1) * self._right > spent
 
     def note_found(self, num_tokens: int, num_rows: int) -> None:

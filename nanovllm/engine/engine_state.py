@@ -12,6 +12,13 @@ TAGS = ("weights", "kv_cache")
 """Kinds of memory that can sleep."""
 
 
+class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):
+    digest: str
+    """Digest of the bytes of its files, which is what rows know it by."""
+    path: str
+    """Folder that it was read from."""
+
+
 class EngineState(msgspec.Struct, array_like=True):
     """State of an engine that calls change. Each engine has one, written by its control and its book; a fleet has one
     for all of its engines. Answers to calls carry copies."""
@@ -26,6 +33,13 @@ class EngineState(msgspec.Struct, array_like=True):
     """Reason why the weights are incomplete, so that no step can run; "" where they are complete."""
     weight_version: int = 0
     """Version of the weights that the next step runs with."""
+    adapters: dict[str, LoadedAdapter] = {}
+    """Adapters that requests may name, by name. The dict is replaced, never changed in place."""
+
+    def require_adapter(self, digest: str | None) -> None:
+        """Raises ValueError where a request has an adapter that is not loaded."""
+        if digest is not None and all(one.digest != digest for one in self.adapters.values()):
+            raise ValueError("lora_request: its adapter is not loaded; it was removed or replaced meanwhile")
 
     @property
     def is_paused(self) -> bool:
@@ -58,4 +72,6 @@ class EngineState(msgspec.Struct, array_like=True):
         self.asleep = sorted({tag for state in states for tag in state.asleep})
         self.level = max(state.level for state in states)
         self.incomplete = next((state.incomplete for state in states if state.incomplete), "")
+        first, *others = (state.adapters for state in states)
+        self.adapters = {name: one for name, one in first.items() if all(name in other for other in others)}
         self.weight_version = max(self.weight_version, *(state.weight_version for state in states))

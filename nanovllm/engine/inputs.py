@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams
@@ -16,9 +15,11 @@ GivenPrompt = str | list[int] | Mapping[str, str | list[int]] | Prompt
 read already."""
 
 
-def as_prompt(given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False) -> Prompt:
-    """Reads a prompt. `is_chat`: a template made the text, so it contains its special tokens. Raises ValueError and
-    TypeError."""
+def as_prompt(
+    given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False, adapter: str | None = None
+) -> Prompt:
+    """Reads a prompt. `is_chat`: a template made the text, so it contains its special tokens. `adapter`: digest of its
+    adapter. Raises ValueError and TypeError."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
     if isinstance(given, Prompt):
@@ -28,10 +29,9 @@ def as_prompt(given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, 
             more = f"; {TEXT_ALONE}" if "multi_modal_data" in given else ""
             raise ValueError(f"prompt={shown(given)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
         [given] = given.values()
-    extras = extras_of(params.cache_salt)
     if isinstance(given, str):
-        return Prompt(tokenizer.own.encode(given, not is_chat), extras, given)
-    return Prompt(as_token_ids(given), extras)
+        return Prompt.of(tokenizer.own.encode(given, not is_chat), params.cache_salt, adapter, given)
+    return Prompt.of(as_token_ids(given), params.cache_salt, adapter)
 
 
 def as_token_ids(given: list[int], name: str = "prompt") -> list[int]:

@@ -43,7 +43,7 @@ class EngineLoop:
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
-            PlaceCost.of(model_config, self.config.model_drafts),
+            PlaceCost.of(model_config, self.config.speculation),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
@@ -134,6 +134,8 @@ class EngineLoop:
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
+        for slot, digest in plan.adapters:
+            self.executor.call("adapters.place", slot, digest)
         self.executor.launch(packed)
         self._launched.append(Launched(plan, sampling))
         self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1

@@ -19,9 +19,10 @@ def _digest(content: bytes, kind: bytes = b"") -> bytes:
     return blake2b(content, digest_size=KEY_SIZE, person=kind).digest()
 
 
-def extras_of(cache_salt: str | None) -> Extras:
-    """Extras of a text with this cache_salt, if it has one."""
-    return () if cache_salt is None else ((0, _digest(cache_salt.encode("utf-8", "surrogatepass"), b"salt")),)
+def extras_of(cache_salt: str | None, adapter: str | None = None) -> Extras:
+    """Extras of a text with this cache_salt and the adapter of this digest, if it has them."""
+    salt = () if cache_salt is None else ((0, _digest(cache_salt.encode("utf-8", "surrogatepass"), b"salt")),)
+    return salt if adapter is None else (*salt, (0, _digest(adapter.encode(), b"adapter")))
 
 
 def before_block(keys: list[bytes], index: int, block_size: int, extras: Extras) -> bytes:

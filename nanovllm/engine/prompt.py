@@ -2,7 +2,7 @@
 
 import msgspec
 
-from nanovllm.engine.prefix_keys import Extras
+from nanovllm.engine.prefix_keys import Extras, extras_of
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -13,6 +13,15 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     """Digests of what its keys and values depend on beside the tokens (prefix_keys.py)."""
     text: str | None = None
     """Text that the prompt was given as, for the output; it is not sent to engines in other processes."""
+    adapter: str | None = None
+    """Digest of the bytes of its adapter (EngineState.adapters); None: it has none."""
+
+    @classmethod
+    def of(
+        cls, token_ids: list[int], cache_salt: str | None = None, adapter: str | None = None, text: str | None = None
+    ) -> "Prompt":
+        """A prompt that shares blocks with those of the same salt and adapter alone."""
+        return cls(token_ids, extras_of(cache_salt, adapter), text, adapter)
 
     def __len__(self) -> int:
         return len(self.token_ids)

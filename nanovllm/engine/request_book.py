@@ -65,6 +65,7 @@ class RequestBook:
         """Raises ValueError naming what is wrong with a request, and the bound."""
         if self.model_config.pooling is not None and (params.max_tokens != 0 or not params.is_plain):
             raise ValueError("runner='pooling': the engine computes embeddings (LLM.embed) and generates no text")
+        self._state.require_adapter(prompt.adapter)
         token_ids, limit = prompt.token_ids, self.max_total_tokens
         length = len(token_ids)
         if length == 0:
@@ -165,6 +166,7 @@ class RequestBook:
             for index, row in enumerate(rows)
         ]  # fmt: skip
         with self._lock:
+            self._state.require_adapter(prompt.adapter)  # again: it is kept for the rows that are here from now on
             for seq in seqs:
                 seq.siblings = seqs
                 seq.note_version(self._state.weight_version)
@@ -207,6 +209,10 @@ class RequestBook:
         """Rows of the known requests of which a completion has not ended, by id."""
         with self._lock:
             return {request_id: rows for request_id, rows in self.rows.items() if not self.is_finished(request_id)}
+
+    def adapters(self) -> set[str]:
+        """Digests of the adapters of rows that have not ended."""
+        return {found for rows in self.unfinished().values() if (found := rows[0].prompt.adapter) is not None}
 
     def forget(self, request_id: int) -> list[Sequence]:
         """Drops a request; returns its rows, none if it is not known."""

@@ -19,6 +19,7 @@ from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.slots import RowSlots
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.speculative import most_places
@@ -39,7 +40,7 @@ class Scheduler:
         width = table_width(config.max_model_len or 0, size.block_size, size.num_tables)
         self.drafting = Drafting(tokens_per_step, most_places(config.max_num_seqs, tokens_per_step), place_cost)
         self._num_wide_in_flight = 0  # steps with several places a decode
-        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.model_drafts)
+        self.memory = RowMemory(size, config.enable_prefix_caching, width, tokens_per_step, config.reads_pairs)
         self._most_updates = most_block_updates(size, config.max_num_seqs)
         self.lookahead = Lookahead(self.memory, config.uses("lookahead"), tokens_per_step)
         self.running: list[Sequence] = []
@@ -55,7 +56,7 @@ class Scheduler:
         self.num_prompt_cached_tokens = 0
         """Prompt tokens of these that the prefix cache had."""
         self._num_added = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.slots = RowSlots(config.max_num_seqs, config.max_loras if config.enable_lora else 0)
 
     # -- queues -------------------------------------------------------------------------------------------------
 
@@ -110,27 +111,27 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step. None: there is no row, or none that can go on before results arrive. The step before
-        must have been launched."""
+        """Plans the next step, once the last is launched. None: no row is there, or can go on before results arrive."""
         self._publish_last_plan()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()
-        plan = StepPlan(drafts=self.drafting.wants_drafts(self.running))
+        plan = StepPlan()
         budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if prompts or self.waiting:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
+            plan.drafts = self.drafting.wants_drafts(self.running)
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
                 plan.lines = lines.columns(plan.seqs, plan.keeps)
-            self._last_plan = plan
+            self._last_plan, plan.num_adapted = plan, self.slots.num_adapted(plan.seqs)
         return self._last_plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
         seqs, starts, left, gained = plan.seqs, plan.starts, budget, 1
-        lengths, most_new = (seq.num_tokens for seq in self.running), min(len(self._free_slots), len(self.waiting))
+        lengths, most_new = (seq.num_tokens for seq in self.running), min(self.slots.num_free, len(self.waiting))
         plan.places = places = self.drafting.places(len(self.running), most_new, budget, lengths)
         are_bounds = places > 1 or self._num_wide_in_flight > 0
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
@@ -223,15 +224,17 @@ class Scheduler:
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
         memory, and with nothing running every request fits: admission cannot deadlock. And only where the step has room
         to announce its blocks, which the first always has; and where, beside others, it is expected to keep them.
-        A request that begins with what a row is computing now waits for it, and lets others pass.
+
+        A request that begins with what a row is computing now, or whose adapter lacks a slot, waits: others pass.
         """
         memory, waiting = self.memory, self.waiting
         memory.cache.begin_step(prompts)
         self.lookahead.begin_step()
+        self.slots.begin_admissions(bool(self.running))
         num_partial = len(prompts) - len(chunks) + sum(map(is_partial, chunks))
         num_long = sum(1 for seq in prompts if waiting.is_long(seq.num_tokens_to_compute))
-        while budget > 0 and waiting and self._free_slots and memory.has_free:
-            seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new)
+        while budget > 0 and waiting and self.slots.num_free and memory.has_free:
+            seq = waiting.next(num_long < self.config.max_long_partial_prefills, self.holds_new, self.slots.passes)
             if seq is None or seq.num_inflight_tokens:  # preempted, and its last token is not known yet
                 break
             copies_held = bool(waiting.held) and memory.cache.are_copies(seq, waiting.held[-1])
@@ -242,9 +245,7 @@ class Scheduler:
                 continue
             count = self._chunk(seq.num_tokens - prefix.num_tokens, budget, short_waits=bool(waiting.short))
             prefix, count = memory.fit(seq, prefix, count)
-            if not count:
-                break
-            if self.running and not self.lookahead.fits(seq, prefix, self.running):
+            if not count or (self.running and not self.lookahead.fits(seq, prefix, self.running)):
                 break
             if len(plan.block_updates) // UPDATE_SIZE + memory.num_updates(seq, prefix, count) > self._most_updates:
                 break
@@ -262,12 +263,13 @@ class Scheduler:
                 chunks.append((seq, count))
                 num_partial += count < remaining
         waiting.put_back_held()
+        self.slots.end_admissions(waiting)
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives a waiting row a slot and memory. `count`: number of tokens that it computes first."""
         self.memory.admit(seq, prefix, count)
         seq.status = SequenceStatus.RUNNING
-        seq.slot = self._free_slots.pop()
+        self.slots.take(seq, plan)
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = min(prefix.num_tokens, seq.num_prompt_tokens)
@@ -276,7 +278,6 @@ class Scheduler:
                 self.num_prompt_cached_tokens += seq.num_prompt_cached_tokens
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
-        plan.new_slots.append(seq)
         plan.block_updates += self.memory.all_updates(seq)
 
     def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
@@ -382,8 +383,8 @@ class Scheduler:
         # Safe while a launched step still writes there: the next owner of the slot or a block runs in a later step.
         self.memory.release(seq)
         self.lookahead.note_released(seq)
-        self._free_slots.append(seq.slot)
-        seq.slot, seq.last_token_on_device = -1, False
+        self.slots.release(seq)
+        seq.last_token_on_device = False
 
     def check_integrity(self) -> None:
         """Asserts that queues, lengths, slots and blocks agree. For tests and idle moments."""
@@ -392,8 +393,7 @@ class Scheduler:
             seq.check()
         assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING and not seq.memory.pages for seq in waiting)
-        slots = sorted([seq.slot for seq in self.running] + self._free_slots)
-        assert slots == list(range(self.config.max_num_seqs)), slots
+        self.slots.check_integrity(self.running)
         assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)
         assert len({seq.number for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)

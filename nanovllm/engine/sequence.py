@@ -125,6 +125,8 @@ class Sequence:
     num_prompt_cached_tokens: int | None = field(default=None, init=False)
     """Prompt tokens cached at the first admission: what a preemption finds later is the request's own work."""
     slot: int = field(default=-1, init=False)
+    adapter_slot: int = field(default=-1, init=False)
+    """Slot of the running row's adapter (AdapterSlots); -1: it has none."""
     last_token_on_device: bool = field(default=False, init=False)
     """Whether this slot's last sampled token is the row's next input: then the row decodes without host data."""
     memory: RowPages = field(default_factory=RowPages, init=False)

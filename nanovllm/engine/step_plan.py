@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.step import pack_step
+from nanovllm.wire.step import SlotRecord, pack_step
 
 
 @dataclass(slots=True)
@@ -39,6 +39,10 @@ class StepPlan:
     """Lines of rows with memory of fixed size, by row: to read, to write, to keep, and tokens before that."""
     new_slots: list[Sequence] = field(default_factory=list)
     """Rows that take a slot in this step, for which the packed step has a slot record."""
+    adapters: list[tuple[int, str]] = field(default_factory=list)
+    """Adapters to copy into slots before this step: (slot, digest)."""
+    num_adapted: int = 0
+    """Rows that have an adapter."""
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
     following_ids: list[int] = field(default_factory=list)
@@ -61,8 +65,9 @@ class StepPlan:
             num_decode_rows=self.num_decode_rows, num_sample_rows=self.num_sample_rows, num_tokens=self.num_tokens,
             block_updates=self.block_updates,
             slot_records=[
-                (seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens) for seq in self.new_slots
+                SlotRecord(seq.slot, seq.constants, seq.token_ids[-1], seq.num_cached_tokens, seq.adapter_slot)
+                for seq in self.new_slots
             ],
             token_ids=self.host_token_ids, block_copies=self.block_copies, lines=self.lines, places=self.places,
-            following_ids=self.following_ids, drafts=self.drafts,
+            following_ids=self.following_ids, drafts=self.drafts, num_adapted=self.num_adapted,
         )  # fmt: skip

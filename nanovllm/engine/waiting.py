@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from nanovllm.engine.sequence import Sequence
@@ -69,19 +69,17 @@ class WaitingQueues:
         while self.held:
             self.put_back(self.held.pop())
 
-    def next(self, long_allowed: bool, holds_new: bool) -> Sequence | None:
+    def next(self, long_allowed: bool, holds_new: bool, passes: Callable[[Sequence], bool]) -> Sequence | None:
         """Next row by arrival. `long_allowed` False: a short row that waits goes before long ones. `holds_new`: only
-        rows that have begun count."""
-        short, long = _first(self.short, holds_new), _first(self.long, holds_new)
+        rows that have begun count. `passes`: (row) -> whether it must let others pass."""
+        short, long = (_first(queue, holds_new, passes) for queue in (self.short, self.long))
         if short is None or long is None:
             return short or long
         return long if long_allowed and long.arrival < short.arrival else short
 
 
-def _first(queue: deque[Sequence], holds_new: bool) -> Sequence | None:
-    if holds_new:
-        return next(filter(has_begun, queue), None)
-    return queue[0] if queue else None
+def _first(queue: deque[Sequence], holds_new: bool, passes: Callable[[Sequence], bool]) -> Sequence | None:
+    return next((seq for seq in queue if (not holds_new or has_begun(seq)) and not passes(seq)), None)
 
 
 def has_begun(seq: Sequence) -> bool:

@@ -29,7 +29,8 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple
     for option in ("kv_cache_dtype", "lm_head_dtype"):
         if getattr(config, option) != "auto":
             refuse(option, getattr(config, option), "'auto'" + where)
-    if any(layer.quantization is not None and layer.quantization.method != "mxfp4" for layer in model.layers):
+    quantized = [layer.quantization for layer in model.layers if layer.quantization is not None]
+    if any(one.method != "mxfp4" or one.layout for one in quantized):  # of gpt-oss experts alone are in 4 bits
         refuse("model", config.model, "a checkpoint that is not quantised" + where)
     for name in ("fused_kernels", "gemm_kernels"):
         if not config.uses(name):

@@ -58,7 +58,24 @@ def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
     )
     check_exact_bits(settled, model, capability)
     _check_speculation(settled, model)
+    _check_adapters(settled, model)
     return settled
+
+
+def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what cannot go with adapters."""
+    if not config.enable_lora:
+        return
+    if model.implementation == "transformers":
+        refuse("model_impl", config.model_impl, "of a model that our layers have with enable_lora")
+    if any(layer.mixer != "attention" or layer.mlp != "dense" for layer in model.layers):
+        refuse("model", config.model, "without experts and recurrent layers with enable_lora: those take no adapters")
+    if model.pooling is not None:
+        raise ValueError("enable_lora=True: must be False for a model that embeds")
+    if config.speculative_config is not None:
+        refuse("speculative_config", config.speculative_config, "None with enable_lora")
+    if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):
+        refuse("exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU")
 
 
 def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:

@@ -49,16 +49,18 @@ class Add(Frame):
     """Fields of SamplingParams that differ from their defaults (params_fields)."""
     known: bytes
     """Token ids that the output begins with, which the engine continues."""
+    adapter: str | None
+    """See Prompt.adapter."""
 
     @classmethod
     def of(cls, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> "Add":
         """Packs a request whose output begins with the ids in `known`."""
         token_ids, known_ids = array("I", prompt.token_ids).tobytes(), array("I", known).tobytes() if known else b""
-        return cls(request_id, token_ids, prompt.extras, params, known_ids)
+        return cls(request_id, token_ids, prompt.extras, params, known_ids, prompt.adapter)
 
     def prompt(self) -> Prompt:
         """Unpacks the prompt."""
-        return Prompt(array("I", self.token_ids).tolist(), self.extras)
+        return Prompt(array("I", self.token_ids).tolist(), self.extras, adapter=self.adapter)
 
     def known_ids(self) -> list[int]:
         """Unpacks `known`."""

@@ -25,6 +25,7 @@ class Kernels:
     expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]
     expert_down: Annotated[Callable[..., torch.Tensor], "moe.experts"]
     combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]
+    adapter_delta: Annotated[Callable[..., torch.Tensor], "gemm.adapters"]
     qk_norm_rope_store: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]
     qk_mean_squares: Annotated[Callable[..., torch.Tensor], "pointwise.mean_squares"]
     causal_conv: Annotated[Callable[..., torch.Tensor], "recurrent.conv"]

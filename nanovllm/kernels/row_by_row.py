@@ -28,6 +28,7 @@ def row_by_row(kernels: Kernels) -> Kernels:
         route=_each_row(kernels.route, joined=None, logits=1),
         expert_gate_up=_each_row(kernels.expert_gate_up, x=0, routing=0),
         expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0),
+        adapter_delta=_each_row(kernels.adapter_delta, x=0, slots=0),
         combine=_each_row(kernels.combine, parts=1, shared=0, logits=1),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+from torch.nn.functional import linear
 
 from nanovllm.attention.base import AttentionSpec, KVCache
 from nanovllm.kernels.base.padded_rows import empty_rows
@@ -18,7 +19,7 @@ from nanovllm.layers.linear import ParallelLinear, QKVParallelLinear, RowParalle
 from nanovllm.layers.memory import Pages
 from nanovllm.layers.quantized import aligned
 from nanovllm.layers.rotary import PositionTables
-from nanovllm.layers.step import Call, wanted_rows
+from nanovllm.layers.step import Call, ForwardStep, wanted_rows
 from nanovllm.layers.weights import CheckpointWeight, Piece, WeightedModule, joined, parameter, whole
 from nanovllm.model_config import LayerSpec, ModelConfig, Quantization
 
@@ -168,16 +169,30 @@ class Attention(WeightedModule, PagedAttention):
         own fewer, -> [T, heads * head_dim]."""
         cache, step = self.cache, call.step
         assert step is not None
-        q = self.kernels.qk_norm_rope_store(
-            qkv, self.norm_rope, step.positions, step.slot_mappings[cache.table], cache.k, cache.v,
-            cos_sin=self.cos_sin, q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
-            mean_squares=self._mean_squares(qkv) if self.norm_rope.norm == "width" else None, bias=self.qkv_proj.bias,
-            query_scale=self.query_scale, kv_scales=cache.scales,
-        )  # fmt: skip
+        q = self._stored(qkv, self.norm_rope, step, self.qkv_proj.bias)
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
         behind = self.o_proj.launch(q.shape[0], call)
         attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, behind)
         return attended if isinstance(attended, FP8Rows) else out.view(out.shape[0], -1)
+
+    def keep(self, x: torch.Tensor, step: ForwardStep) -> None:
+        """Stores keys and values of rows x [T, hidden] that ask for nothing. Weights must not be quantised."""
+        weight, bias, rules = self.qkv_proj.weight, self.qkv_proj.bias, self.norm_rope
+        first = rules.num_heads * rules.head_dim
+        kv = linear(x, weight[first:])
+        self._stored(kv, replace(rules, num_heads=0), step, None if bias is None else bias[first:])
+
+    def _stored(
+        self, qkv: torch.Tensor, rules: QKNormRope, step: ForwardStep, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The queries of qkv, see qk_norm_rope_store, which stores its keys and values."""
+        cache = self.cache
+        return self.kernels.qk_norm_rope_store(
+            qkv, rules, step.positions, step.slot_mappings[cache.table], cache.k, cache.v,
+            cos_sin=self.cos_sin, q_norm_weight=self.q_norm_weight, k_norm_weight=self.k_norm_weight,
+            mean_squares=self._mean_squares(qkv) if rules.norm == "width" else None, bias=bias,
+            query_scale=self.query_scale, kv_scales=cache.scales,
+        )  # fmt: skip
 
     def _mean_squares(self, qkv: torch.Tensor) -> torch.Tensor:
         """float32 [T, 2]: of the whole model's queries and keys, the same on every rank."""

@@ -1,16 +1,16 @@
 """Context that the layers and the model of one rank are built with, and the stream that passes between their blocks."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.plan.plan import Planner
 from nanovllm.kernels.plan.product import Around
-from nanovllm.layers.int4 import Int4Matrix
+from nanovllm.layers.adapted import AdaptedMatrix, AdapterRoom
 from nanovllm.layers.matrix import DenseMatrix, Weight
-from nanovllm.layers.mxfp4 import MXFP4Matrix
+from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import Piece
@@ -32,6 +32,19 @@ class LayerContext:
     device: torch.device
     planner: Planner = field(default_factory=Planner, kw_only=True)
     """Says which kernel multiplies."""
+    adapters: AdapterRoom | None = field(default=None, kw_only=True)
+    """Memory for adapters of the linear layers; None: they take none."""
+
+    def linear_matrix(
+        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...]
+    ) -> Weight:
+        """A `matrix` that rows may have adapters for."""
+        found = self.matrix(precision, rows, columns, pieces)
+        if self.adapters is None:
+            return found
+        sizes, types = (rows, columns), (self.dtype, self.device)
+        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, sizes, pieces, *types)
+        return adapted  # type: ignore[no-any-return]  # its properties are those of a Weight, and cannot be set
 
     def matrix(
         self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
@@ -41,11 +54,9 @@ class LayerContext:
         where each has one."""
         if precision is None:
             return DenseMatrix(rows, columns, pieces, self.dtype, self.device, stack)
-        if precision.method == "int4":
-            return Int4Matrix(precision, rows, columns, self.dtype, self.device, stack)
-        if precision.method == "mxfp4":
-            return MXFP4Matrix(stack, rows, columns, self.device)
-        return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
+        if precision.method == "fp8":
+            return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
+        return PackedMatrix(precision, rows, columns, self.dtype, self.device, stack)
 
 
 @dataclass(frozen=True)

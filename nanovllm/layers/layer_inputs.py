@@ -2,6 +2,7 @@
 a projection of the common one (Gemma 4 E2B and E4B)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class LayerInputs(WeightedModule):
         if self.valid < self.size:
             self.table.zero_()
         piece = Piece(_PROJECTION, (columns, hidden), (Cut(0, 0, 0, columns),))
-        self.projection = ParallelLinear(context, "layer_inputs", columns, hidden, pieces=[piece])
+        of_layers = replace(context, adapters=None)  # they are for products inside of layers
+        self.projection = ParallelLinear(of_layers, "layer_inputs", columns, hidden, pieces=[piece])
         # The projection times hidden ** -0.5 is what the norm takes; it changes no more than what epsilon weighs.
         self.norm = RowNorm(context, self.width, config.norm_eps * hidden, kind=config.norm_kind)
         self.whole = ReduceAddNorm(context, None)

@@ -17,6 +17,7 @@ from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.kernels.plan.product import ANYTHING, SUMMED_AFTER, Around, Choice, Product
 from nanovllm.kernels.pointwise.norm import add_up
+from nanovllm.layers.adapted import AdaptedMatrix
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.matrix import Weight
@@ -34,11 +35,15 @@ class Operation(WeightedModule):
     def __init__(self, context: LayerContext, product: Product, matrix: Weight) -> None:
         super().__init__()
         self.product, self.matrix = product, matrix
-        self._chained, self._apart = map(context.planner.launches, (product, product.apart))
+        launches = context.planner.launches
+        self._chained, self._apart = map(launches, (product, product.apart))
+        adapted = product.adapted if isinstance(matrix, AdaptedMatrix) else product
+        self._adapted = tuple(map(launches, (adapted, adapted.apart)))
 
     def launch(self, rows: int, call: Call) -> Launch:
         """Kernel that runs for so many rows."""
-        found: Launch = (self._apart if call.residual is None else self._chained)[rows]
+        chained, apart = self._adapted if call.has_adapters else (self._chained, self._apart)
+        found: Launch = (apart if call.residual is None else chained)[rows]
         return found
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
@@ -61,7 +66,7 @@ class ParallelLinear(Operation):
         [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of the context's
         dtype."""
         pieces = tuple(pieces)
-        matrix = context.matrix(precision, rows, columns, pieces)
+        matrix = context.linear_matrix(precision, rows, columns, pieces)
         has_bias = bias and (adds_bias or around.after == "gate")
         super().__init__(context, product_of(context, name, matrix, rows, columns, around, has_bias), matrix)
         self.pieces = pieces
@@ -93,7 +98,7 @@ class ParallelLinear(Operation):
     ) -> torch.Tensor:  # fmt: skip
         if self.bias is not None and self.adds_bias:
             residual.add_(self.bias)
-        if launch.config == LIBRARY:
+        if launch.config == LIBRARY and not call.has_adapters:
             assert isinstance(x, torch.Tensor)
             return residual.addmm_(x, self.weight.t())
         y = self.matrix.multiply(x, launch, call)
@@ -203,7 +208,9 @@ class RowParallelLinear(ParallelLinear):
         size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
         if valid and begin % column_multiple(precision) and precision is not None:
             found = f"{name}: {size} of {in_features} inputs for each rank"
-            bound = f"a multiple of {column_multiple(precision)} in {precision.method}"
+            multiple = column_multiple(precision)
+            fits = next(n for n in range(group.size - 1, 0, -1) if n == 1 or in_features % (n * multiple) == 0)
+            bound = f"a multiple of {multiple} in {precision.method}, as with tensor_parallel_size={fits}"
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
         super().__init__(

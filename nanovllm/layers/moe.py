@@ -25,7 +25,8 @@ from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import Operation, ParallelLinear, part_of, product_of
 from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.mlp import MLP
-from nanovllm.layers.mxfp4 import MXFP4Matrix, stacked_weights
+from nanovllm.layers.mxfp4 import stacked_weights
+from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
@@ -243,7 +244,7 @@ def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.row_size
     gate_up: Any = moe.gate_up.matrix
     down: Any = moe.down.matrix
-    if isinstance(gate_up, MXFP4Matrix):
+    if isinstance(gate_up, PackedMatrix):
         path, held = f"{prefix}.experts.gate_up_proj", gate_up.rows_of_blocks()
         yield from stacked_weights(path, 2 * size, hidden, 1, 2 * moe.begin, [*map(_pairs_of(moe), held)])
         path, held, end = f"{prefix}.experts.down_proj", down.rows_of_blocks(), -(-moe.valid // BLOCK)

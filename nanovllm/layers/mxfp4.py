@@ -1,55 +1,46 @@
-"""Experts' weights in MXFP4 (OCP Microscaling Formats, version 1.0): what a layer holds, and where a checkpoint's parts
-go."""
+"""MXFP4 (OCP Microscaling Formats, version 1.0): numbers of e2m1, two in a byte, the lower half first, and a power of
+two for each 32 columns, its exponent with bias 127; of modules as compressed-tensors writes them, and of gpt-oss's
+stacks."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
-from torch import nn
 
-from nanovllm.kernels.gemm.int4 import SPAN, WORDS
-from nanovllm.kernels.moe import linear as experts
-from nanovllm.kernels.moe.packed import E2M1, E2M1_GROUP, PackedExperts
-from nanovllm.kernels.plan.config import MXFP4
-from nanovllm.kernels.plan.plan import Launch
-from nanovllm.layers.step import Call
-from nanovllm.layers.weights import CheckpointWeight, Cut, Shard
+from nanovllm.kernels.gemm.e2m1 import E2M1 as CODE
+from nanovllm.kernels.gemm.e2m1 import MOST_EXPONENT, MX_GROUP, SPAN, quantize, scales_of, words_of
+from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.layers.weights import CheckpointWeight, PackedPart, Packing, Rounding, Shard
+from nanovllm.model_config import Quantization
 
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of the names of a stack's numbers and scales."""
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""Ends of the names of a stack's numbers and scales; wide, it has none, and the matrices transposed."""
 
 
-class MXFP4Matrix(nn.Module):
-    """Weights [experts, rows, columns]; x @ weight^T is what kernels/moe/packed.py says.
+def _fault(exponents: torch.Tensor) -> str:
+    found = int(exponents.max())
+    return "" if found <= MOST_EXPONENT else (
+        f"holds the exponent {found}: must be at most {MOST_EXPONENT} (weights up to 12)"
+    )  # fmt: skip
 
-    To a checkpoint they are words int16 [experts, rows, blocks of 128 columns, 32] and the exponents of four groups in
-    an int32 [experts, rows, blocks] (models/mxfp4.py makes these). Where nothing is loaded the weight is zero.
-    """
 
-    type_name = MXFP4
-    scale_rows: int | None = None
-    has_static_inputs = False
+def _packings(columns: int) -> tuple[Packing, Packing]:
+    """Packings of numbers and scales of a matrix with so many columns."""
+    groups = -(-columns // MX_GROUP)
+    numbers, scales = partial(words_of, group=MX_GROUP), partial(scales_of, group=MX_GROUP)
+    of_numbers = Rounding(columns, (".weight_packed", ".weight"), lambda wide: quantize(wide)[0])
+    of_scales = Rounding(columns, (".weight_scale", ".weight"), lambda wide: quantize(wide)[1])
+    return (
+        Packing(1, (groups * MX_GROUP // 2,), torch.uint8, SPAN // 2, numbers, rounding=of_numbers),
+        Packing(1, (groups,), torch.uint8, SPAN // MX_GROUP, scales, _fault, of_scales),
+    )
 
-    def __init__(self, stack: tuple[int, ...], rows: int, columns: int, device: torch.device) -> None:
-        super().__init__()
-        shape, self.columns = (*stack, -(-columns // SPAN), rows), columns
-        self.words = nn.Parameter(torch.zeros(*shape, WORDS, dtype=torch.int16, device=device), requires_grad=False)
-        self.scales = nn.Parameter(torch.zeros(shape, dtype=torch.int32, device=device), requires_grad=False)
 
-    def for_kernel(self) -> PackedExperts:
-        return PackedExperts(self.words, self.scales, E2M1, E2M1_GROUP, False, self.columns)
-
-    def rows_of_blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of words and scales, [experts, rows, blocks, ...]."""
-        return self.words.transpose(1, 2), self.scales.transpose(1, 2)
-
-    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
-        """See Weight."""
-        return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
-
-    def checkpoint_weights(
-        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
-    ) -> Iterator[CheckpointWeight]:
-        raise NotImplementedError("a layer cuts its stack itself: stacked_weights")
+def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[PackedPart]:
+    """Numbers and scales of a module."""
+    numbers, scales = _packings(columns)
+    yield PackedPart("weight_packed", held.words.transpose(0, 1), SPAN, numbers)
+    yield PackedPart("weight_scale", held.scales.T, SPAN, scales)
 
 
 def stacked_weights(
@@ -57,6 +48,17 @@ def stacked_weights(
 ) -> Iterator[CheckpointWeight]:
     """The tensors of a stack [experts, rows, columns] called `path`, of which a rank holds what begins at `start`, a
     row (dim 1) or a block of columns (dim 2). targets: of words and scales."""
+    groups, half = -(-columns // MX_GROUP), MX_GROUP // 2
+    words = Packing(
+        2, (groups, half), torch.uint8, SPAN // MX_GROUP, lambda blocks: words_of(blocks.flatten(-2), MX_GROUP),
+        rounding=Rounding(columns, (_BLOCKS, ""), lambda wide: quantize(wide)[0].unflatten(-1, (-1, half))),
+    )  # fmt: skip
+    scales = _packings(columns)[1]
+    of_scales = Rounding(columns, (_SCALES, ""), lambda wide: quantize(wide)[1])
     shape = (len(targets[0]), rows, -(-columns // SPAN))
-    for end, tail, target in zip((BLOCKS, SCALES), ((WORDS,), ()), targets, strict=True):
-        yield CheckpointWeight(path + end, (*shape, *tail), (Shard(target, dim, start),))
+    shards = [(Shard(target, dim, start),) for target in targets]
+    yield CheckpointWeight(path + _BLOCKS, (*shape, SPAN // 4), shards[0], packing=words)
+    yield CheckpointWeight(path + _SCALES, shape, shards[1], packing=scales._replace(dim=2, rounding=of_scales))
+
+
+__all__ = ["CODE", "parts", "stacked_weights"]

@@ -27,6 +27,8 @@ class ForwardStep:
     """Attends for all layers; it was prepared for `attention`."""
     lines: Lines | None = None
     """Lines of rows with memory of fixed size; None: layers have none."""
+    adapters: torch.Tensor | None = None
+    """int32 [T]: slot of each token's adapter, -1: none; None: no row of the step has one."""
     layer_inputs: torch.Tensor | None = None
     """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py)."""
     wanted: torch.Tensor | None = None
@@ -49,7 +51,8 @@ class ForwardStep:
             lines = self.lines.halves(*(half.cu_seqlens_q.diff() for half in halves))
         first, second = (
             ForwardStep(
-                self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own
+                self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own,
+                None if self.adapters is None else self.adapters[part],
             )
             for part, half, own in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
         )
@@ -75,6 +78,18 @@ class Call(NamedTuple):
     it in place."""
     routing: Routed | None = None
     """Experts of each row; for operations on experts."""
+    delta: torch.Tensor | None = None
+    """float32 [rows, n] that adapters add to the product; AdaptedMatrix alone sets it."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self.step is not None and self.step.adapters is not None
+
+    @property
+    def adapters(self) -> torch.Tensor | None:
+        """int32 [rows]: slot of the adapter of each row of x; see ForwardStep."""
+        return None if self.step is None or self.step.adapters is None else wanted_rows(self.step.adapters, self.rows)
 
     def around(self, launch: Launch) -> dict[str, Any]:
         """Operands of what the kernel of this launch computes besides its product."""
@@ -83,6 +98,8 @@ class Call(NamedTuple):
             found["norm"] = self.norm
         if launch.residual:
             found["residual"] = self.residual
+        if self.delta is not None:
+            found["delta"] = self.delta
         return found
 
 

@@ -3,6 +3,8 @@
 A vocabulary that the ranks do not divide is padded at its end; padded rows are zero and are never sampled.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -35,6 +37,7 @@ class VocabParallelEmbedding(ParallelLinear):
         valid = max(0, min(rows, vocab_size - start))
         cuts = (Cut(0, 0, start, valid),) if valid else ()
         pieces = [Piece("", (vocab_size, hidden_size), cuts)]
+        context = replace(context, adapters=None)  # of layers alone
         super().__init__(context, "head", rows, hidden_size, pieces=pieces, precision=precision)
         self.group_size, self.kernels = group.size, context.kernels
         self.vocab_start, self.num_valid = start, valid

@@ -39,6 +39,47 @@ class DerivedTensor(NamedTuple):
     """(dim, start, length) -> that range."""
 
 
+class Packing(NamedTuple):
+    """Form in files of a part of a weight that ranks hold in another way (models/packed_tensors.py)."""
+
+    dim: int
+    """Dimension of its columns; those before it are the same."""
+    tail: tuple[int, ...]
+    """Dimensions in the file, from `dim` on."""
+    dtype: torch.dtype
+    each: int
+    """Numbers of the file along `dim` that make one of ours."""
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    """Rows [..., *tail], or a range of whole `each` of them -> ours."""
+    fault: Callable[[torch.Tensor], str] = lambda part: ""
+    """Fault of these values; "": none."""
+    rounding: "Rounding | None" = None
+    """None: it is not made of wide matrices."""
+
+
+class Rounding(NamedTuple):
+    """Rule by which a part of a packed weight is made of the matrix in a wide type."""
+
+    columns: int
+    """Columns of the matrix."""
+    ends: tuple[str, str]
+    """End of the part's name, and what the matrix has in its place."""
+    of_wide: Callable[[torch.Tensor], torch.Tensor]
+    """Rows [..., columns], or a range of whole 128 of them -> what a file has."""
+
+
+class PackedPart(NamedTuple):
+    """A tensor of a checkpoint, of which a packed weight is made."""
+
+    name: str
+    held: torch.Tensor
+    """View of the rank's, [rows, columns / each, ...]."""
+    each: int | None
+    """Columns of one; 0: all. None: it is one number, and `held` is [rows]."""
+    packing: Packing | None = None
+    is_scale: bool = False
+
+
 def turned(source: TensorSource) -> DerivedTensor:
     """A tensor with three dimensions, of which the last two are exchanged."""
     shape = torch.Size((source.shape[0], *source.shape[:0:-1]))
@@ -141,6 +182,8 @@ class CheckpointWeight:
     """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
     is_scale: bool = False
     """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
+    packing: Packing | None = None
+    """Form of a tensor that files hold in another way; `shape` is ours."""
     may_be_turned: bool = False
     """Checkpoints have it with its last two dimensions exchanged, too."""
 
@@ -150,6 +193,8 @@ class CheckpointWeight:
         if found != wanted and not (self.is_scale and _core(found) == _core(wanted)):
             raise ValueError(f"weight {self.name!r} has shape {found}, the configuration needs {wanted}")
         if self.is_scale:
+            if not source.dtype.is_floating_point:
+                raise ValueError(f"weight {self.name!r} has type {source.dtype}: must be of floating-point numbers")
             values = all_of(source).float()
             bad = values[~(values > 0) | values.isinf()]
             if bad.numel():

@@ -153,14 +153,14 @@ def _dummy(
 
     def narrow(dim: int, start: int, length: int) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
-        values = torch.empty(shape, dtype=dtype, device=device)
+        values = torch.empty(shape or (1,), dtype=dtype, device=device)
         if not dtype.is_floating_point:  # packed numbers
             values.random_(-(1 << 15), 1 << 15, generator=generator)
-            if dtype == torch.int32:  # exponents with which numbers of e2m1 deviate by 0.023
+            if dtype == torch.int32:  # exponents with which numbers of e2m1 deviate by 0.023, or 224 in e4m3
                 values.fill_(0xF6F6F6F6 - (1 << 32))
         elif name.endswith("_zero_point"):
             values.random_(0, 16, generator=generator)
-        elif name.endswith("_scale"):
+        elif name.endswith(("_scale", "_scale_2")):
             values.uniform_(0.003, 0.006, generator=generator)
         elif len(shape) == 1 and name.endswith("weight"):  # of a norm; its offset is added when it is loaded
             values.normal_(1.0 - weight.offset, 0.1, generator=generator)

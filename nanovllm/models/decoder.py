@@ -172,6 +172,8 @@ class DecoderLayer(WeightedModule):
         of_blocks = (*self.self_attn.operations, *self.mlp.operations)
         self.operations = of_blocks if self.input_gate is None else (*of_blocks, *self.input_gate.operations)
         self.plans = context.planner.layer(self.operations)
+        self.adapted_plans = context.planner.layer(tuple(one.adapted for one in self.operations))
+        """Plans of steps in which rows have adapters."""
         self.scalar = StreamScalar(context) if config.layer_scalars else None
         self.input_layernorm = taken_in(context, self.norms.get("attention_norm"), before)
         self.out_norm, self.out_parts = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
@@ -201,7 +203,7 @@ class DecoderLayer(WeightedModule):
         for block in self.blocks:
             if not stream.num_rows:
                 break
-            plan: LayerPlan = self.plans[stream.num_rows]
+            plan: LayerPlan = (self.plans if step.adapters is None else self.adapted_plans)[stream.num_rows]
             first, last = block.ends(plan)
             if first.norm:
                 x = residual = block.reduce_norm.add(stream)

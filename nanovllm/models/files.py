@@ -8,7 +8,11 @@ from typing import Any
 
 from nanovllm.errors import refuse, short
 
-CONFIGURATION = ("config.json", "generation_config.json", "adapter_config.json", "modules.json", "*/config.json")
+MODELOPT = "hf_quant_config.json"
+"""File in which ModelOpt says how weights are quantised, where config.json does not."""
+CONFIGURATION = (
+    "config.json", "generation_config.json", MODELOPT, "adapter_config.json", "modules.json", "*/config.json",
+)  # fmt: skip
 TEXTS = ("*.json", "*.txt", "*.jinja", "*.model")
 WEIGHTS = ("*.safetensors",)
 _TWICE = ("*/*.safetensors", "consolidated*.safetensors")

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.int4 import SPAN, WORDS, ZERO
+from nanovllm.kernels.gemm.int4 import SPAN, ZERO
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 from nanovllm.model_config import Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places at which AWQ puts each of eight numbers in an int32."""
-_AT_ONCE = 4 << 20
+WORDS = SPAN // 4
+AT_ONCE = 4 << 20
 """Numbers that are unpacked at a time."""
 
 
@@ -49,7 +50,7 @@ def _packed_words(packed: TensorSource, layout: str, device: torch.device) -> De
         first, end = (start, start + length) if dim == 0 else (0, rows)
         begin, stop = (start, start + length) if dim == 1 else (0, blocks)
         out = torch.empty(end - first, stop - begin, WORDS, dtype=torch.int16, device=device)
-        step = max(8, _AT_ONCE // max(1, (stop - begin) * SPAN) // 8 * 8)
+        step = max(8, AT_ONCE // max(1, (stop - begin) * SPAN) // 8 * 8)
         for at in range(first, end, step):
             codes = _codes(packed, layout, device, at, min(end, at + step), begin * SPAN, min(stop * SPAN, columns))
             out[at - first : at - first + len(codes)] = int4.pack(codes).transpose(0, 1)
@@ -81,7 +82,7 @@ def _quantized(
 
     def parts(first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Codes and scales of rows [first, end), a part at a time."""
-        step = max(1, _AT_ONCE // columns)
+        step = max(1, AT_ONCE // columns)
         for at in range(first, end, step):
             yield int4.quantize(_range(wide, 0, at, min(end, at + step)).to(device), group, kind)
 

@@ -1,18 +1,22 @@
-"""Readers of checkpoints whose matrices are packed, by the format."""
+"""Readers of checkpoints whose matrices are packed: they translate a checkpoint's tensors, in the range that is asked
+for, into what ranks hold."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 
-from nanovllm.layers.weights import CheckpointWeight, TensorSource
-from nanovllm.model_config import ModelConfig
-from nanovllm.models.int4_tensors import Int4Reader
-from nanovllm.models.mxfp4 import MXFP4Reader
+from nanovllm.kernels.gemm.e2m1 import SPAN
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
+from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
+
+UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
+"""Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
 
 
 class PackedReader(Protocol):
-    """Translation of a checkpoint's tensors for a model that holds some matrices in 4 bits."""
+    """Translation of a checkpoint's tensors for a model that holds some matrices in 4 or 8 bits."""
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
         """A checkpoint's (name, tensor) pairs by the names of the model's weights. wide: matrices in a wide type are
@@ -23,10 +27,93 @@ class PackedReader(Protocol):
 def reader_for(
     config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
 ) -> PackedReader | None:
-    """Reader for a model with layers in 4 bits; None where there are none. dtype: the model's."""
+    """Reader for a model with layers in 4 or 8 bits; None where there are none. dtype: the model's."""
     made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
     if made is None or made.method == "fp8":
         return None
-    if made.method == "int4":
-        return Int4Reader(weights, made, dtype, device)
-    return MXFP4Reader(weights, made, config, device)
+    return Int4Reader(weights, made, dtype, device) if made.method == "int4" else PackingReader(weights, made, device)
+
+
+class PackingReader:
+    """Reader by what `weights` say themselves (CheckpointWeight.packing)."""
+
+    def __init__(self, weights: Iterable[CheckpointWeight], made: Quantization, device: torch.device) -> None:
+        self.device, self._while_loading = device, made.while_loading
+        self._held = {weight.name: weight for weight in weights if weight.packing is not None}
+        self._of_wide: dict[str, list[CheckpointWeight]] = {}
+        for name, weight in self._held.items():
+            if weight.packing is not None and weight.packing.rounding is not None:
+                end, of_wide = weight.packing.rounding.ends
+                self._of_wide.setdefault(name.removesuffix(end) + of_wide, []).append(weight)
+
+    def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
+        """See PackedReader."""
+        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+
+    def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+        if name in self._held:
+            yield name, self._packed(self._held[name], tensor)
+        elif name in self._of_wide:
+            for weight in self._of_wide[name]:
+                yield weight.name, self._rounded(name, weight, tensor, wide)
+        elif name.rpartition(".")[2] not in UNUSED:
+            yield name, tensor
+
+    def _packed(self, weight: CheckpointWeight, tensor: TensorSource) -> DerivedTensor:
+        packing = weight.packing
+        assert packing is not None
+        if tensor.dtype != packing.dtype:
+            raise ValueError(f"weight {weight.name!r} has type {tensor.dtype}: must be {packing.dtype}, packed")
+        wanted = (*weight.shape[: packing.dim], *packing.tail)
+        if tuple(tensor.shape) != wanted and (weight.shape or tuple(tensor.shape) != (1,)):
+            found = f"has shape {tuple(tensor.shape)}, the configuration needs {wanted}"
+            raise ValueError(f"weight {weight.name!r} {found}")
+
+        def make(part: torch.Tensor) -> torch.Tensor:
+            if fault := packing.fault(part):
+                raise ValueError(f"weight {weight.name!r} {fault}")
+            return packing.pack(part)
+
+        if not weight.shape:
+            return DerivedTensor(torch.Size(()), tensor.dtype, lambda *_: make(all_of(tensor)))
+        if isinstance(tensor, torch.Tensor) and packing.fault(tensor):
+            make(tensor)  # which raises, before anything is replaced
+        return self._derived(weight, tensor, packing.each, make)
+
+    def _rounded(self, name: str, weight: CheckpointWeight, tensor: TensorSource, wide: bool) -> DerivedTensor:
+        packing = weight.packing
+        assert packing is not None
+        rounding = packing.rounding
+        assert rounding is not None
+        if not (wide or self._while_loading) or not tensor.dtype.is_floating_point:
+            raise ValueError(f"weight {name!r} has type {tensor.dtype}: must be {weight.name!r}, packed")
+        source = tensor if packing.dim == 1 else turned(tensor)
+        wanted = (*weight.shape[: packing.dim], rounding.columns)
+        if tuple(source.shape) != wanted:
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: must be {wanted}, or packed")
+        return self._derived(weight, source, SPAN, lambda part: packing.pack(rounding.of_wide(part)))
+
+    def _derived(
+        self, weight: CheckpointWeight, source: TensorSource, each: int, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> DerivedTensor:
+        """Tensor that `make` makes on the device of `source`; `each` columns of this are one of the weight's."""
+        assert weight.packing is not None
+        columns = weight.packing.dim
+
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            first, stop = start, start + length
+            if dim == columns:
+                first, stop = each * start, min(source.shape[dim], each * stop)
+            return _in_pieces(source.narrow(dim, first, stop - first), lambda part: make(part.to(self.device)))
+
+        return DerivedTensor(torch.Size(weight.shape), weight.shards[0].target.dtype, narrow)
+
+
+def _in_pieces(part: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make` of some rows at a time, or of an expert's, side by side."""
+    pieces = part.split(max(1, AT_ONCE // part[0].numel()))
+    first = make(pieces[0])
+    out = first.new_empty(len(part), *first.shape[1:])
+    for index, piece in enumerate(pieces):
+        out[index * len(pieces[0]) :][: len(piece)] = first if index == 0 else make(piece)
+    return out

@@ -12,6 +12,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.kernels.plan.order import LEAF_MULTIPLE, LEAVES
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
+from nanovllm.layers.adapted import AdapterRoom
 from nanovllm.layers.context import ModelContext
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -19,7 +20,9 @@ from nanovllm.models.decoder import DecoderForCausalLM
 INSIDE = ("rounded", "norm", "gate", "residual")
 
 
-def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausalLM:
+def rank_model(
+    config: ModelConfig, rules: Rules, dtype: str, adapters: AdapterRoom | None = None
+) -> DecoderForCausalLM:
     """Model of rank 0 of rules.world, without memory behind it. dtype: of activations, by torch's name. Raises
     ValueError as building an engine's model does."""
     if config.implementation != "native":
@@ -27,14 +30,18 @@ def rank_model(config: ModelConfig, rules: Rules, dtype: str) -> DecoderForCausa
     multiple = LEAVES * LEAF_MULTIPLE // rules.world if rules.exact_bits == "tp" else 1
     group: Any = SimpleNamespace(rank=0, size=rules.world, exact_bits=rules.exact_bits, width_multiple=multiple)
     kernels, meta, planner = select_kernels("cpu"), torch.device("meta"), Planner(rules)
-    return DecoderForCausalLM(ModelContext(group, kernels, getattr(torch, dtype), meta, config, 1, planner=planner))
+    return DecoderForCausalLM(ModelContext(
+        group, kernels, getattr(torch, dtype), meta, config, 1, planner=planner, adapters=adapters
+    ))
 
 
-def one_of_each(config: ModelConfig, rules: Rules, dtype: str) -> tuple[DecoderForCausalLM, list[int]]:
+def one_of_each(
+    config: ModelConfig, rules: Rules, dtype: str, adapters: AdapterRoom | None = None
+) -> tuple[DecoderForCausalLM, list[int]]:
     """rank_model with one layer of each signature, and how many layers each stands for."""
     counts = Counter(spec.signature for spec in config.layers)
     alike = {spec.signature: spec for spec in config.layers}
-    model = rank_model(replace(config, layers=tuple(alike.values())), rules, dtype)
+    model = rank_model(replace(config, layers=tuple(alike.values())), rules, dtype, adapters)
     return model, [counts[signature] for signature in alike]
 
 

@@ -1,5 +1,7 @@
 """Reading of `quantization_config`: how a checkpoint's weights are quantised, and which of that is served. No torch."""
 
+import fnmatch
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +11,8 @@ from typing import Any
 from nanovllm.errors import refuse
 from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
 from nanovllm.models.names import CheckpointNames
+
+logger = logging.getLogger(__name__)
 
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -28,8 +32,10 @@ _OF_LAYER_INPUTS = (
 )  # fmt: skip
 """Products of layers/layer_inputs.py, as checkpoints name them; the first layer stands for all."""
 _BLOCK = [128, 128]
-_INT4_GROUP = 128
-"""Columns of a group where weights of 4 bits are made while loading."""
+_NV_GROUP, _MX_GROUP = 16, 32
+_INT4_GROUP = _INT8_GROUP = 128
+"""Columns of a group: of int4 where it is made while loading, of int8 where it has any."""
+_INSTEAD = "take the checkpoint that it was made of, with quantization='fp8' or 'int4' or without"
 
 
 def _option(value: Any, name: str, *known: Any) -> Any:
@@ -43,6 +49,21 @@ def _require_absent(raw: dict[str, Any], *names: str) -> None:
     for name in names:
         if raw.get(name):
             refuse(f"quantization_config: {name}", raw[name], "absent")
+
+
+def _keep_wide(method: str, inputs: Any) -> None:
+    """Says that activations are not rounded, where a checkpoint's `inputs` are."""
+    if inputs:
+        logger.warning("%s: weights alone are quantised here; activations stay wide, their scales are unused", method)
+
+
+def _check_cache(scheme: Any) -> None:
+    """Raises ValueError for keys and values in something else than 8-bit floats, whose scales we do without."""
+    found = scheme if isinstance(scheme, dict) else {"type": scheme}
+    if scheme and (found.get("type"), found.get("num_bits")) != ("float", 8):
+        refuse("quantization_config: kv_cache_scheme", scheme, "absent, or of 8-bit floats")
+    if scheme:
+        logger.warning('scales of FP8 keys and values are unused: kv_cache_dtype="fp8" measures its own')
 
 
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
@@ -61,15 +82,21 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(one, dict) for one in groups.values()):
         refuse("quantization_config: config_groups", groups, "one group, an object")
     [group] = groups.values()
-    _require_absent(raw, "kv_cache_scheme", "transform_config")
+    _require_absent(raw, "transform_config")
     _require_absent(group, "output_activations")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
     _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
+    form, kind = group.get("format") or raw.get("format"), (weights.get("type", "float"), weights.get("num_bits"))
+    if kind in (("float", 4), ("int", 8)):
+        _check_cache(raw.get("kv_cache_scheme"))
+        read = _read_fp4 if kind == ("float", 4) else _read_int8
+        return read(weights, inputs, form), raw.get("ignore") or []
+    _require_absent(raw, "kv_cache_scheme")
     if weights.get("type", "float") == "int":
-        return _read_packed(weights, inputs, group.get("format") or raw.get("format")), raw.get("ignore") or []
+        return _read_packed(weights, inputs, form), raw.get("ignore") or []
     for name, part in (("weights", weights), ("input_activations", inputs)):
         part = part or {}
         _option(part.get("num_bits"), f"{name}.num_bits", 8)
@@ -159,14 +186,54 @@ def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: A
     return Quantization("int4", layout="compressed-tensors", group=group, has_zeros=not symmetric)
 
 
+_FP4 = {"nvfp4-pack-quantized": ("nvfp4", _NV_GROUP), "mxfp4-pack-quantized": ("mxfp4", _MX_GROUP)}
+"""Formats of compressed-tensors of 4-bit floats, and the columns of a group."""
+
+
+def _read_fp4(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
+    """Same as _read_packed, of 4-bit floats."""
+    method, group = _FP4[_option(form, "format", *_FP4)]
+    for name, wanted in (("group_size", group), ("symmetric", True), ("dynamic", False)):
+        _option(weights.get(name, wanted), f"weights.{name}", wanted)
+    _keep_wide(method, inputs)
+    return Quantization(method, layout="compressed-tensors", group=group)
+
+
+def _read_int8(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
+    """Same as _read_packed, of integers of 8 bits."""
+    _option(form, "format", "pack-quantized", "int-quantized")
+    for name, wanted in (("symmetric", True), ("dynamic", False)):
+        _option(weights.get(name, wanted), f"weights.{name}", wanted)
+    _option(weights.get("actorder"), "weights.actorder", None, "weight", "static")
+    in_groups = _option(weights.get("strategy"), "weights.strategy", "channel", "group") == "group"
+    group = _option(weights.get("group_size"), "weights.group_size", _INT8_GROUP) if in_groups else 0
+    _keep_wide("int8", inputs)
+    return Quantization("int8", layout=form, group=group)
+
+
+def _read_modelopt(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
+    """quant_method "modelopt": in config.json, or as hf_quant_config.json has it, below "quantization"."""
+    found = raw.get("quantization") or raw
+    if not isinstance(found, dict):
+        refuse("quantization_config: quantization", found, "an object")
+    if found.get("quant_algo") != "NVFP4":
+        refuse("quantization_config: quant_algo", found.get("quant_algo"), f"'NVFP4' ({_INSTEAD})")
+    _option(found.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
+    algorithm, fp8 = found.get("kv_cache_quant_algo"), {"type": "float", "num_bits": 8}
+    _check_cache(found.get("kv_cache_scheme") or (fp8 if algorithm == "FP8" else algorithm))
+    _keep_wide("nvfp4", True)
+    names = found.get("exclude_modules") or found.get("ignore") or []
+    return Quantization("nvfp4", layout="modelopt", group=_NV_GROUP), names
+
+
 def _read_mxfp4(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "mxfp4", of gpt-oss: of experts alone."""
-    return Quantization("mxfp4"), raw.get("modules_to_not_convert") or []
+    return Quantization("mxfp4", group=_MX_GROUP), raw.get("modules_to_not_convert") or []
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], tuple[Quantization, list[str]]]] = {
     "fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq,
-    "auto-round": _read_auto_round, "mxfp4": _read_mxfp4,
+    "auto-round": _read_auto_round, "modelopt": _read_modelopt, "mxfp4": _read_mxfp4,
 }  # fmt: skip
 """Readers of a quantization_config by its quant_method: each returns how the weights are held, and the names of modules
 that are not quantised."""
@@ -178,13 +245,16 @@ def read_quantization(
     """Returns how the weights are quantised (None: not at all), and the names of modules that are not. raw:
     config.json's quantization_config; wanted: EngineConfig.quantization; moe: the model's. Raises ValueError for what
     is not served."""
-    if raw is None:
-        group = _INT4_GROUP if wanted == "int4" else 0
-        return (Quantization(wanted, while_loading=True, group=group), []) if wanted is not None else (None, [])
     has_mxfp4 = moe is not None and moe.layout == "transposed"
+    if raw is None:
+        group = {"int4": _INT4_GROUP, "mxfp4": _MX_GROUP}.get(wanted or "", 0)
+        layout = "compressed-tensors" if wanted == "mxfp4" and not has_mxfp4 else ""
+        made = Quantization(wanted, while_loading=True, layout=layout, group=group) if wanted is not None else None
+        return made, []
     known = [name for name in METHODS if has_mxfp4 or name != "mxfp4"]
     if not isinstance(raw, dict) or raw.get("quant_method", "mxfp4" if has_mxfp4 else None) not in known:
-        refuse("quantization_config", raw, "absent, or with quant_method " + " or ".join(map(repr, known)))
+        named = " or ".join(map(repr, known))
+        refuse("quantization_config", raw, f"absent, or with quant_method {named} ({_INSTEAD})")
     found, names = METHODS[raw.get("quant_method", "mxfp4")](raw)
     if wanted is not None and wanted != found.method:
         refuse("quantization", wanted, f"None or {found.method!r}, as the checkpoint has it")
@@ -194,8 +264,8 @@ def read_quantization(
 
 
 class _Named:
-    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths, and patterns ("re:...")
-    that the beginning of a path matches."""
+    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths, patterns ("re:...")
+    that the beginning of a path matches, and such with "*" that match a module or one that it is in."""
 
     def __init__(self, names: list[str]) -> None:
         try:
@@ -203,12 +273,16 @@ class _Named:
         except re.error as error:
             bound = f"paths, or patterns of Python's: {error}"
             refuse("quantization_config: modules that are not converted", names, bound)
-        self._parts = {name for name in names if not name.startswith("re:")}
+        others = [name for name in names if not name.startswith("re:")]
+        self._wild = [re.compile(fnmatch.translate(name)) for name in others if "*" in name]
+        self._parts = set(others)
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
         ranges = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-        return not self._parts.isdisjoint(ranges) or any(pattern.match(module) for pattern in self._patterns)
+        around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        is_wild = any(pattern.match(one) for pattern in self._wild for one in around)
+        return is_wild or not self._parts.isdisjoint(ranges) or any(one.match(module) for one in self._patterns)
 
 
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
@@ -240,15 +314,16 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     if missing := [module for module in wide_inputs if module not in named]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"
         refuse("quantization_config: modules that are not converted", names[:3], bound)
+    only_experts = found.method == "mxfp4" and (found.while_loading or not found.layout)
     for index, spec in enumerate(fields["layers"]):
-        wide = {*PARTS, "shared_gate_up", "shared_down"} if found.method == "mxfp4" else set()
+        wide: set[str] = set()
         for part, modules in _modules(f"model.layers.{index}", spec, moe):
             spelt = {spelling.module(module) for module in modules}
             skipped = [module for module in sorted(spelt) if module in named]
             if 0 < len(skipped) < len(spelt):
                 bound = f"all or none of {', '.join(sorted(spelt)[:3])}, which are one matrix here"
                 refuse("quantization_config: modules that are not converted", skipped[0], bound)
-            wide |= {part} if skipped else set()
+            wide |= {part} if skipped or (only_experts and part != "experts") else set()
         layers.append(replace(spec, quantization=found, wide=frozenset(wide)))
     return tuple(layers)
 
@@ -257,9 +332,9 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
     """`found` for a model's layers; raises ValueError where they cannot be quantised so. Scales that are made while
     loading are those of blocks, which the library multiplies fastest, if a checkpoint's rows are in our order."""
     moe = fields.get("moe")
-    if found.method == "mxfp4":
-        if moe is None or moe.layout != "transposed":
-            refuse("quantization", "mxfp4", "of a model whose experts lie as gpt-oss has them")
+    if found.method == "mxfp4" and moe is None and found.while_loading:
+        refuse("quantization", "mxfp4", "of a model with experts, which alone are rounded")
+    if found.method == "mxfp4" and not found.layout:
         return found
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"

@@ -18,6 +18,7 @@ from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_ov
 from nanovllm.models.family import Family
 from nanovllm.models.files import (
     CONFIGURATION,
+    MODELOPT,
     TEXTS,
     WEIGHTS,
     check_configuration,
@@ -130,6 +131,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         raw = read_json(folder / "config.json")
         if (folder / "generation_config.json").is_file():
             generation = read_json(folder / "generation_config.json")
+        if raw.get("quantization_config") is None and (folder / MODELOPT).is_file():
+            raw["quantization_config"] = {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
     pooling = read_pooling(folder, config.runner)
     if pooling is not None:
         raw = with_head(raw)

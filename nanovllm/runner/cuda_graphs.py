@@ -69,10 +69,11 @@ class LogitsView:
         return torch.as_tensor(self, device=self._device).view(self._dtype)
 
 
-def captured_shapes(max_num_seqs: int, max_tokens: int) -> list[StepShape]:
+def captured_shapes(max_num_seqs: int, max_tokens: int, adapters: bool = False) -> list[StepShape]:
     """Shapes that are captured, of chunks of up to `max_tokens`; largest first, so that smaller ones find their memory
-    in the pool."""
+    in the pool. adapters: rows may have adapters."""
     shapes = [*mixed_shapes(max_num_seqs, max_tokens), *(StepShape(d, 0) for d in decode_buckets(max_num_seqs))]
+    shapes += [shape._replace(has_adapters=True) for shape in shapes] if adapters else []
     return sorted(shapes, key=lambda shape: -sum(shape))
 
 
@@ -83,20 +84,20 @@ class StepGraphs:
         self, run: Run, max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
         progress: Callable[[], None] = lambda: None,
         before_capture: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
-        see: Run | None = None, draft: Run | None = None, max_drafting: int = 0,
+        see: Run | None = None, draft: Run | None = None, max_drafting: int = 0, adapters: bool = False,
     ) -> None:  # fmt: skip
         """`run(shape)`: the work of a step of that padded shape, on static buffers, in `stream`. `max_tokens`: the
         largest chunk worth capturing. `progress`: called after each graph. `before_capture`: `run` is called within
         it first, where it launches every kernel that the graph will. `see` and `draft`: what a model that drafts does
         after a step of that shape, and then for up to `max_drafting` decode rows; graphs of their own, for what draws
-        by options comes before."""
+        by options comes before. `adapters`: rows may have adapters."""
         self._progress = progress
         self._run = run
         self._before_capture = before_capture
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
-        self._shapes = captured_shapes(max_num_seqs, max_tokens)
+        self._shapes = captured_shapes(max_num_seqs, max_tokens, adapters)
         self._see, self._draft = see, draft
         self._draft_buckets = [] if draft is None else decode_buckets(max_drafting)
         self._graphs: dict[tuple[Run, StepShape], torch.cuda.CUDAGraph] = {}
@@ -162,14 +163,17 @@ class StepGraphs:
         self._graphs[run, shape] = graph
         self._progress()
 
-    def shape_for(self, decode_rows: int, prefill_rows: int, chunk_tokens: int) -> StepShape | None:
+    def shape_for(
+        self, decode_rows: int, prefill_rows: int, chunk_tokens: int, has_adapters: bool = False
+    ) -> StepShape | None:
         """The smallest captured shape that holds such a step; None: run it eagerly."""
         if prefill_rows == 0:
             buckets = self._decode_buckets
-            return StepShape(buckets[bisect.bisect_left(buckets, decode_rows)], 0)
+            return StepShape(buckets[bisect.bisect_left(buckets, decode_rows)], 0, has_adapters)
         if prefill_rows > MAX_PREFILL_ROWS:
             return None
-        holding = (s for s in self._mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
+        mixed = (shape._replace(has_adapters=has_adapters) for shape in self._mixed)
+        holding = (s for s in mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
         return next(holding, None)
 
     def replay(self, shape: StepShape) -> None:

@@ -20,6 +20,7 @@ from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
+from nanovllm.layers.adapted import AdaptedMatrix, room_for
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import DrafterConfig, ModelConfig
@@ -75,6 +76,8 @@ class RankPlan:
     weights: int
     buffers: int
     """Bytes of tables by position, of the requests' state by slot, and of a step's inputs."""
+    adapters: int
+    """Bytes of the slots of adapters."""
     slots: int
     """Bytes of memory of fixed size, in all lines."""
     num_lines: int
@@ -108,20 +111,19 @@ class RankPlan:
 
     @property
     def used(self) -> int:
-        return self.weights + self.buffers + self.slots + self.peer + self.libraries
+        return self.weights + self.buffers + self.adapters + self.slots + self.peer + self.libraries
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by what takes them; "libraries" are all that has no name of its own."""
-        slots = {"slots": self.slots} if self.slots else {}
-        return {
-            "weights": self.weights, **slots, "libraries": self.used - self.weights - self.slots, **self.reserved
-        }  # fmt: skip
+        named = {"weights": self.weights, "adapters": self.adapters, "slots": self.slots}
+        named = {name: size for name, size in named.items() if size or name == "weights"}
+        return {**named, "libraries": self.used - sum(named.values()), **self.reserved}
 
     @property
     def surely_fits(self) -> bool:
         """A token fits beside what every engine takes that is none of the estimates."""
-        left = self.share - self.weights - self.buffers - self.slots - self.reserved["filters"]
+        left = self.share - self.weights - self.buffers - self.adapters - self.slots - self.reserved["filters"]
         return left >= self.layout.num_tables * self.block_bytes
 
     @property
@@ -164,7 +166,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     GPU can do. config: no "auto" is left."""
     assert config.kvcache_block_size and config.max_model_len
     rules = rules_of(config, model, gpu.device, config.uses("fused_kernels"))
-    layers, counts = one_of_each(model, rules, config.dtype)
+    layers, counts = one_of_each(model, rules, config.dtype, room_for(config))
     dtype, kv_dtype = getattr(torch, config.dtype), torch.float8_e4m3fn
     if config.kv_cache_dtype == "fp8":
         check_fp8_cache(gpu.device.capability)
@@ -189,8 +191,8 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     block_bytes += 4 * config.kvcache_block_size * config.looks_up
     weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
     plan = RankPlan(
-        config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), 0, 0,
-        config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
+        config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), _adapter_bytes(layers, counts), 0,
+        0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
         layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
@@ -215,6 +217,15 @@ def _weights(layers: DecoderForCausalLM, counts: list[int]) -> int:
     return found
 
 
+def _adapter_bytes(layers: DecoderForCausalLM, counts: list[int]) -> int:
+    """Bytes of the slots of adapters of a model whose layers stand for so many each."""
+    found = 0
+    for layer, count in zip(layers.layers, counts, strict=True):
+        adapted = (part for part in layer.modules() if isinstance(part, AdaptedMatrix))
+        found += count * sum(part.a.nbytes + part.b.nbytes for part in adapted)
+    return found
+
+
 def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout) -> int:
     """Bytes of PositionTables (layers/rotary.py), DeviceState and StepBuffers (kernels/step/input.py)."""
     assert config.kvcache_block_size and config.max_model_len
@@ -235,7 +246,7 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
 def _drafting_buffers(
     config: EngineConfig, model: ModelConfig, drafter: DrafterConfig, rows: int
 ) -> list[torch.Tensor]:
-    """Tensors of ModelDrafter (runner/model_drafter.py), and of its layer by position."""
+    """Tensors of ModelDrafter (models/drafters/shared.py), and of its layers by position."""
     assert config.max_model_len
     own, dtype = drafter.model, getattr(torch, config.dtype)
     taps = torch.empty(
@@ -268,9 +279,11 @@ def _step_bytes(
 ) -> int:
     """Bytes of activations at the peak of a step: in the widest part of its widest layer, inputs and outputs there
     beside the residual stream and the rows that are normed; or of the logits of all rows."""
-    hidden, widest, weight = layers.config.hidden_size, 0, 0
+    hidden, widest, weight, deltas = layers.config.hidden_size, 0, 0, 0
     for layer in layers.layers:
         widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
+        adapted = any(isinstance(part, AdaptedMatrix) for part in layer.modules())  # their sums, wide and as rounded
+        deltas = max((4 + dtype.itemsize) * one.n for one in layer.operations) if adapted else 0
         for one in layer.operations if not rules.device.has_tma else ():
             if one.dtype == FP8:  # kernels/fp8/reference.py: widened_products
                 widest, weight = max(widest, 10 * one.n + 2 * one.k), max(weight, 2 * one.num_weights)
@@ -278,7 +291,7 @@ def _step_bytes(
     if (inputs := layers.layer_inputs) is not None:  # which stay, made of what is projected and normed
         beside = inputs.table[0].numel() * dtype.itemsize
         widest = max(widest, 2 * inputs.projection.product.n * dtype.itemsize)
-    inside = int((tokens * (3 * hidden * dtype.itemsize + widest + beside) + weight) * _ROUNDED_UP)
+    inside = int((tokens * (3 * hidden * dtype.itemsize + widest + deltas + beside) + weight) * _ROUNDED_UP)
     return max(inside, (slots + MAX_PREFILL_ROWS) * layers.lm_head.weight.shape[0] * dtype.itemsize)
 
 

@@ -20,21 +20,22 @@ from nanovllm.kernels.plan.config import Choices
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Planner, Rules
 from nanovllm.kernels.row_by_row import row_by_row
+from nanovllm.layers.adapted import room_for
 from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.memory import pages_of
 from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.drafters import build
+from nanovllm.models.drafters import build, passes
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
+from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.memory_plan import check_room, host_share
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
-from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
 from nanovllm.runner.sleep import SleepableMemory
@@ -45,7 +46,7 @@ from nanovllm.runner.sum_order import check_order
 from nanovllm.wire.sampling import split_section
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import StateSize, table_width
-from nanovllm.wire.step import DRAFTS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
+from nanovllm.wire.step import ADAPTERS_WORD, DRAFTS_WORD, PLACES_WORD, StepCounts, dummy_step, packed_capacity
 
 if TYPE_CHECKING:
     from nanovllm.models.transformers_model import TransformersModel
@@ -114,8 +115,9 @@ class ModelRunner:
         by_transformers = self._load_transformers_model() if model.implementation == "transformers" else None
         self.planner = Planner(rules_of(config, model, Device.of(self.device), self.kernels.fused))
         context = ModelContext(
-            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner
-        )
+            self.group, self.kernels, self.dtype, self.device, model, self.max_model_len, planner=self.planner,
+            adapters=room_for(config),
+        )  # fmt: skip
         self.model: Any = by_transformers or DecoderForCausalLM(context)
         self.drafter = None if model.drafter is None else build(config, context, self.model)
         """The model that drafts for it; None: no model does."""
@@ -136,16 +138,17 @@ class ModelRunner:
         self.weights = RankWeights(
             config, model, self.model, self.io, self.memory, module, self._progress, to, self.drafter
         )
+        self.adapters = None
+        if context.adapters is not None:
+            assert isinstance(self.model, DecoderForCausalLM)
+            self.adapters = RankAdapters(self.model, model, config.max_lora_rank, self.io)
         self.state_memory = StateMemory(
             config, mixers, layout_of(pages_of(mixers), config, self.kv_dtype), self.kv_dtype, self.device,
             self.kernels, self.backend.token_major_cache, to,
         )  # fmt: skip
         self.work = StepWork(config, self.model, context, self.backend, self.io)
-        if model.drafter is not None and config.speculation is not None:
-            sizes = (config.max_num_seqs, self.max_model_len, self.block_size, config.speculation.num_tokens)
-            self.work.drafter = ModelDrafter(
-                self.drafter, model.drafter, self.kernels, self.group, self.backend, *sizes
-            )  # fmt: skip
+        if self.drafter is not None:
+            self.work.drafter = passes(config, context, self.drafter, self.backend)
         self.option_sampler = OptionSampler(self.kernels, self.group, self.io, self.device, model.vocab_size)
 
     def _make_backend(self, specs: tuple[AttentionSpec, ...]) -> AttentionBackend:
@@ -155,7 +158,7 @@ class ModelRunner:
         if mode is not None:
             name = "fixed-order triton" if self.kernels.fused else "fixed-order torch"
         types, sizes = (self.device, self.dtype, self.kv_dtype), (config.most_places, self.max_model_len)
-        setup = AttentionSetup(specs, self.block_size, *types, *sizes)
+        setup = AttentionSetup(specs, self.block_size, *types, *sizes, config.tokens_per_step)
         found, self.backend_reason = select_backend(name, setup)
         if mode is not None:
             self.backend_reason = f"exact_bits={mode!r}"
@@ -208,9 +211,8 @@ class ModelRunner:
                 self.warm_up_attention()
                 self._progress()
                 self.memory.begin_step()
-                self.launch(dummy_step(
-                    config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len, bool(fixed)
-                ))
+                sizes = config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+                self.launch(dummy_step(*sizes, bool(fixed), config.enable_lora))
                 torch.cuda.synchronize(self.device)
                 step_bytes = self.memory.end_step()
             self._progress()
@@ -287,12 +289,12 @@ class ModelRunner:
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         work = self.work
-        drafting: tuple[Any, ...] = ()
+        drafting: tuple[Any, Any, int] = (None, None, 0)
         if work.drafter is not None:
-            drafting = (work.see_padded, work.draft_padded, self.config.max_num_seqs)
+            drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
         return StepGraphs(
             self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), *drafting,
+            partial(before_capture, self.model), *drafting, self.adapters is not None,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -309,7 +311,8 @@ class ModelRunner:
         pools = self.model_config.pooling is not None
         with self.io.stream_context(), library_settings(self.planner.rules):
             if graphs is not None and not keep_hidden:
-                shape = graphs.shape_for(num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows)
+                sizes = num_decode_rows, num_rows - num_decode_rows, num_tokens - num_decode_rows
+                shape = graphs.shape_for(*sizes, packed[ADAPTERS_WORD] > 0)
             step = self.io.upload(packed)
             self.state_memory.begin(step, packed)
             if graphs is not None and shape is not None:

@@ -12,12 +12,12 @@ from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.step import ForwardStep, wanted_rows
+from nanovllm.models.drafters.shared import ModelDrafter
 from nanovllm.runner.cuda_graphs import LogitsView, StepGraphs
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.runner.model_drafter import ModelDrafter
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import PLACES_WORD, StepCounts, row_lengths
+from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, row_lengths
 
 
 class StepWork:
@@ -39,7 +39,7 @@ class StepWork:
         self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
-        self._has_head = context.config.pooling is None
+        self._has_head, self._has_adapters = context.config.pooling is None, context.adapters is not None
         self.drafter: ModelDrafter | None = None
         """The model that drafts, where there is one."""
         self._taken: dict[StepShape | None, tuple[StepBuffers, ForwardStep]] = {}
@@ -55,7 +55,7 @@ class StepWork:
         width = table_width(self._max_model_len, self._block_size, num_tables)
         num_drafts = 0 if self._speculation is None else self._speculation.num_tokens
         self.state = DeviceState.allocate(
-            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids
+            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids, self._has_adapters
         )
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
         self._taken.clear()
@@ -78,12 +78,13 @@ class StepWork:
         longest = int((starts + lengths).max())
         attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
         attention.token_ends = lengths.cumsum(dtype=np.int64)
-        return self._forward(buffers, attention, counts.num_sample_rows, None, keep_hidden)
+        has_adapters = packed[ADAPTERS_WORD] > 0
+        return self._forward(buffers, attention, counts.num_sample_rows, None, keep_hidden, has_adapters)
 
     def run_padded(self, shape: StepShape) -> None:
         """A step from the step buffer, padded to `shape`, without a look at what it holds: what a CUDA graph
         captures."""
-        num_decode_rows, num_chunk_tokens = shape
+        num_decode_rows, num_chunk_tokens, has_adapters = shape
         num_rows = num_decode_rows + (MAX_PREFILL_ROWS if num_chunk_tokens else 0)
         buffers = self.buffers.narrow(num_rows, num_decode_rows + num_chunk_tokens)
         step = self._io.step_buffer
@@ -93,7 +94,7 @@ class StepWork:
             self._kernels.prepare_decode(step, self._max_num_seqs, self.state, self._block_size, buffers)
         attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
-        logits, _ = self._forward(buffers, attention, num_rows, shape)
+        logits, _ = self._forward(buffers, attention, num_rows, shape, has_adapters=has_adapters)
         assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
 
@@ -166,8 +167,8 @@ class StepWork:
 
     def _forward(
         self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, shape: StepShape | None,
-        keep_hidden: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        keep_hidden: bool = False, has_adapters: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Samples for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts,
@@ -176,6 +177,8 @@ class StepWork:
         """
         lines = Lines(*buffers.lines) if self.state.num_lines else None
         step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend, lines)
+        if has_adapters and self.state.adapters is not None:
+            step.adapters = buffers.token_adapters(self.state.adapters)
         if self.drafter is not None:
             step.taps = self.drafter.taps_of(buffers.positions.shape[0])
             self._taken[shape] = buffers, step

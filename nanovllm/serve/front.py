@@ -46,6 +46,7 @@ class Front:
         self.engines = Driver(engines, self.book, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
+        model.adapters = lambda: self.engines.state.adapters
         self._on_progress = on_progress
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""
@@ -83,6 +84,11 @@ class Front:
         assert self._text is not None
         await self._text
         freeze_objects()
+        try:
+            for name, path in (entry.split("=", 1) for entry in self.options.lora_modules):
+                await self.engines.call("load_adapter", lora_name=name, lora_path=path)
+        except Exception as error:
+            self.on_engine_end(Lost(f"lora_modules: {error}", ValueError))
         if self.admission.state == "loading":
             self.model.info = self.metrics.info = info
             self.admission.become("ready")

@@ -31,6 +31,8 @@ class ServeOptions:
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use for the model; the first is shown. "*": any name. Default: the model's own name."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters that requests may name as their model: name=folder, each. Needs enable_lora (docs/adapters.md)."""
     max_num_queued_reqs: int | None = None
     """Completions in flight from which on new requests get a 503; the last one accepted may exceed it. Default:
     4 * max_num_seqs + 512."""
@@ -87,6 +89,8 @@ class ServeOptions:
         for name, least in (("max_num_queued_reqs", 1), ("max_waiting_per_key", 0)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name}={value}: must be >= {least}")
+        if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:
+            refuse("lora_modules", wrong[0], "name=folder")
         if self.max_waiting_per_key is not None and not self.api_keys:
             raise ValueError("max_waiting_per_key: needs api_keys")
         if self.otlp_traces_endpoint is not None:

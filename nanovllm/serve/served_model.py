@@ -1,10 +1,12 @@
 """The model as requests see it: its names, its text, and what the engines say of themselves."""
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import nanovllm
+from nanovllm.engine.engine_state import LoadedAdapter
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError, bad_request
 from nanovllm.serve.options import ServeOptions
@@ -40,6 +42,8 @@ class ServedModel:
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
+        self.adapters: Callable[[], Mapping[str, LoadedAdapter]] = dict
+        """Adapters that requests may name, by name, which goes before the model's own."""
 
     @property
     def public_name(self) -> str:
@@ -76,9 +80,19 @@ class ServedModel:
         if runner and self.info.get("runner", runner) != runner:
             raise ApiError(400, _OTHER_RUNNER[runner], "wrong_runner")
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The model's names, then those of its adapters."""
+        return tuple(dict.fromkeys((*self.names, *self.adapters())))
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Digest of the adapter that a request asks for as its model."""
+        found = self.adapters().get(name or "")
+        return None if found is None else found.digest
+
     def check_name(self, name: Any) -> None:
         """Raises ApiError (404) where a request asks for another model."""
-        if name is not None and name not in self.names and ANY_NAME not in self.options.served_model_name:
+        if name is not None and name not in self.all_names and ANY_NAME not in self.options.served_model_name:
             shown = str(name)[:200]
             text = f"The model `{shown}` does not exist; this server has `{self.name}`"
             raise ApiError(404, text, "model_not_found", "model")

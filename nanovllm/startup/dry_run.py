@@ -38,7 +38,9 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                 runner.warm_up_attention()
                 num_tokens = min(config.max_num_batched_tokens, 2 * config.max_num_seqs)
                 has_lines = bool(runner.state_memory.num_lines)
-                _run_largest(runner, dummy_step(config.max_num_seqs, num_tokens, runner.max_model_len, has_lines))
+                for has_adapters in {False, config.enable_lora}:
+                    sizes = config.max_num_seqs, num_tokens, runner.max_model_len
+                    _run_largest(runner, dummy_step(*sizes, has_lines, has_adapters))
         finally:
             work.captured_logits.clear()
     runner.io.synchronize()

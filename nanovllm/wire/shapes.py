@@ -13,6 +13,8 @@ class StepShape(NamedTuple):
 
     decode_rows: int
     chunk_tokens: int
+    has_adapters: bool = False
+    """Some rows have adapters."""
 
 
 MAX_PREFILL_ROWS = 32

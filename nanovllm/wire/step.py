@@ -13,11 +13,11 @@
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size),
-            10 places of each decode, 11 whether drafts are wanted, 12.. reserved
+            10 places of each decode, 11 whether drafts are wanted, 12 rows with an adapter, 13.. reserved
     lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
            tokens (0: no line)
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
-                 2 reserved
+                 slot of its adapter (-1: none), 1 reserved
 
 Decode rows come first, one token each. Its id is the last of the slot: that of its record, where it has one in this
 step, else the one sampled last, which only the device need know. Its position is where the slot is, again by its record
@@ -44,11 +44,12 @@ COPIES_WORD = 8
 LINES_WORD = 9
 PLACES_WORD = 10
 DRAFTS_WORD = 11
+ADAPTERS_WORD = 12
 NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2
 RECORD_SIZE = 8
-_RECORD = struct.Struct("<ifqii8x")
+_RECORD = struct.Struct("<ifqiii4x")
 assert _RECORD.size == 4 * RECORD_SIZE
 
 
@@ -58,6 +59,17 @@ class SlotConstants(NamedTuple):
 
     temperature: float
     seed: int
+
+
+class SlotRecord(NamedTuple):
+    """A row that takes a slot, as each rank learns of it."""
+
+    slot: int
+    constants: SlotConstants
+    last_token: int
+    num_computed: int
+    adapter: int = -1
+    """Slot of its adapter; -1: none."""
 
 
 class StepCounts(NamedTuple):
@@ -98,22 +110,24 @@ def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
-    slot_records: Iterable[tuple[int, SlotConstants, int, int]], token_ids: list[int], block_copies: Sequence[int] = (),
-    lines: Sequence[list[int]] = (), places: int = 1, following_ids: Sequence[int] = (), drafts: bool = False,
+    slot_records: Iterable[tuple[int, SlotConstants, int, int] | SlotRecord], token_ids: list[int],
+    block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1,
+    following_ids: Sequence[int] = (), drafts: bool = False, num_adapted: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Packs a step into the int32 array of the drawing. slot_records: (slot, constants, last token id, tokens computed)
-    of each row that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1.
-    following_ids: where a model drafts, the token after each row that samples none. drafts: whether any are wanted."""
+    """Packs a step into the int32 array of the drawing. slot_records: SlotRecords, or their first fields, of each row
+    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. following_ids:
+    where a model drafts, the token after each row that samples none. drafts: whether any are wanted. num_adapted: rows
+    with an adapter."""
     records = [
-        _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed)
-        for slot, constants, last_token, num_computed in slot_records
+        _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed, adapter)
+        for slot, constants, last_token, num_computed, adapter in (SlotRecord(*record) for record in slot_records)
     ]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     longest = max(counts, default=0)
     header = StepCounts(len(slots), num_decode_rows, num_sample_rows, num_tokens, num_updates, len(records), longest)
     # An array takes lists in several times faster than numpy, unsigned numbers faster than signed ones (none here is
     # negative), and bytes faster still.
-    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0, places, drafts))
+    packed = array("I", (*header, 0, num_copies, len(slots) if lines else 0, places, drafts, num_adapted))
     packed.frombytes(bytes(4 * (HEADER_SIZE - len(packed))))
     padding = bytes(4 * (max_num_seqs - len(slots)))
     for column in (slots, starts, counts):
@@ -154,11 +168,13 @@ def block_copies(packed: np.ndarray) -> slice | None:
     return slice(packed.size - num_words, packed.size) if num_words else None
 
 
-def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False) -> np.ndarray:
+def dummy_step(
+    max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines: bool = False, has_adapters: bool = False
+) -> np.ndarray:
     """The largest step, packed: `num_tokens` prompt tokens (id 0) over as many rows as can be, all sampled.
 
     No blocks are handed out: every row reads and writes what its slot's block table happens to hold; and the first is
-    copied to itself.
+    copied to itself. has_adapters: it runs as one where rows have adapters.
     """
     num_rows = min(max_num_seqs, num_tokens)
     counts = np.full(num_rows, num_tokens // num_rows)
@@ -170,4 +186,5 @@ def dummy_step(max_num_seqs: int, num_tokens: int, max_model_len: int, has_lines
         num_sample_rows=num_rows, num_tokens=total, block_updates=[], slot_records=(), token_ids=[0] * total,
         block_copies=(0, 0),
         lines=[[NO_LINE] * num_rows, [0] * num_rows, [NO_LINE] * num_rows, [0] * num_rows] if has_lines else (),
+        num_adapted=num_rows if has_adapters else 0,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
 from nanovllm.kernels.gemm import dense, int4, int4_row
-from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Rules, choose
@@ -48,10 +48,10 @@ def in_int4(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """A 4-bit weight with groups of 128 columns, and its values."""
     (n, k), group = wide.shape, min(128, wide.shape[1])
     codes, scales = int4.quantize(wide, group, wide.dtype)
-    weight = Int4Weight.empty(n, k, group, False, wide.dtype, wide.device)
+    weight = PackedWeight.empty(n, k, group, False, wide.dtype, wide.device)
     weight.words.copy_(int4.pack(codes))
-    weight.groups[..., 0] = scales.T
-    return weight, int4.widen_reference(weight)
+    weight.scales[..., 0] = scales.T
+    return weight, weight.widened().to(wide.dtype)
 
 
 class Projection:
@@ -90,7 +90,7 @@ class Projection:
             config = GemmConfig("scaled" if isinstance(weight, FP8Weight) else "widened")
         if isinstance(weight, FP8Weight):
             call: Callable[..., torch.Tensor] = fp8.linear
-        elif isinstance(weight, Int4Weight):
+        elif isinstance(weight, PackedWeight):
             call = int4_row.linear if config.kernel == "stream" else int4.linear
         else:
             call = dense.linear

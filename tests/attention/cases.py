@@ -1,6 +1,6 @@
 """Random steps over a paged cache, with everything in it that a kernel must not touch or must survive."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,6 +149,26 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[i
                 shares = scores.softmax(0)[: end - visible.start]
                 out[starts[row] + i, head] = shares @ values[head // group, visible]
     return out
+
+
+def make_places_case(counts: list[int], context_lens: list[int], places: int, **options: Any) -> Case:
+    """A step of decodes with `places` rows each, of which the first counts[d] are tokens of the sequence, the last one
+    seeing context_lens[d] keys, and the others padding."""
+    rows = [decode * places + place for decode, count in enumerate(counts) for place in range(count)]
+    num_rows = len(counts) * places
+    case = make_case(counts, context_lens, 0, max_num_seqs=num_rows + 2, **options)
+    m, row_slot, lens = case.metadata, torch.full((num_rows,), -1).int(), torch.zeros(num_rows).int()
+    row_slot[rows] = m.row_slot.cpu().repeat_interleave(torch.tensor(counts))
+    ends = [c - n + i for n, c in zip(counts, context_lens, strict=True) for i in range(1, n + 1)]
+    lens[rows] = torch.tensor(ends).int()
+    metadata = replace(
+        m, num_rows=num_rows, num_decode_rows=num_rows, row_slot=row_slot.to(DEVICE), context_lens=lens.to(DEVICE),
+        cu_seqlens_q=torch.arange(num_rows + 1, device=DEVICE).int(), num_tokens=num_rows)
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x.new_full((num_rows, *x.shape[1:]), float("nan")).index_copy(0, torch.tensor(rows, device=DEVICE), x)
+
+    return replace(case, q=spread(case.q), expected=spread(case.expected), metadata=metadata)
 
 
 Items = list[tuple[int, int, int, int, int, int]]

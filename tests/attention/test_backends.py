@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like, setup_of
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, make_places_case, nan_like, setup_of
 from interpreting import fewer, nightly
 
 from nanovllm.attention import BACKENDS, AttentionBackend, AttentionSetup, AttentionSpec, KVCache, select_backend
@@ -90,6 +90,21 @@ def test_nothing_that_a_row_cannot_see_reaches_it(name: str, options: dict[str, 
     if name == "triton" and DEVICE == "cpu":  # the interpreter has tensor descriptors too
         backend.decode[case.spec].has_tma = backend.prefill[case.spec].use_tma = block_size == 128
         assert case.error_of(run(case, backend)) < TOLERANCE
+
+
+@by_name
+@pytest.mark.parametrize("options", [{}, {"window": 66, "has_sinks": True}])
+def test_several_rows_of_a_sequence(name: str, options: dict[str, Any]) -> None:
+    """Decodes of up to four places, in a backend that was told of these."""
+    case = make_places_case([4, 1, 0, 3], [70, 300, 0, 3], 4, num_q_heads=4, num_kv_heads=2, head_dim=64,
+                            block_size=128, **options)
+    setup = replace(setup_of(case), places=4)
+    try:
+        backend = select_backend(name, setup).backend(setup)
+    except ValueError as error:
+        pytest.skip(str(error))
+    backend.warmup(case.cache, case.spec)
+    assert case.error_of(run(case, backend)) < TOLERANCE
 
 
 @by_name

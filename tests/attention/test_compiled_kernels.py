@@ -36,21 +36,24 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
     if fp8:
         q, cache, scales = q.half(), cache.to(torch.float8_e4m3fn), made(4, spec.num_kv_heads, page, 2)
     out, table, sinks = made(*q.shape), zeros(slots, 32), made(spec.num_heads) if spec.has_sinks else None
-    plan = DecodePlan(spec.num_kv_heads, spec.head_dim, spec.window, slots, 4096, CPU, fp8=fp8)
-    plan.make(zeros(rows), zeros(rows), rows)
-    scratch = DecodeScratch.for_specs({spec: plan}, CPU)
-    for rounds in {False, spec.head_dim == 128}:
-        decode_rows = DecodeAttention(spec, page, plan, scratch)
-        decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds)
+    kind = (spec.num_kv_heads, spec.head_dim, spec.window)
+    for places in (1, 4, 8):
+        together = DecodePlan.places_together(places, spec.group_size, spec.head_dim, fp8)
+        plan = DecodePlan(*kind, slots, 4096, CPU, fp8=fp8, places=places, together=together)
+        plan.make(zeros(rows), zeros(rows), rows)
+        decode_rows = DecodeAttention(spec, page, plan, DecodeScratch.for_specs({spec: plan}, CPU))
+        for rounds in {False, spec.head_dim == 128}:
+            decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds)
     config = prefill_config(spec.head_dim, q.dtype, fp8, SHARED_BYTES[capability])
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.plan(zeros(3), zeros(2), rows)
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
     if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:
         return
-    plan = FixedOrderPlan(spec.num_kv_heads, spec.head_dim, spec.window, 64, 4096, CPU)
-    scratch = DecodeScratch.for_specs({spec: plan}, CPU)
-    for rows in (1, 16, 32, 48, 64):
+    for rows, places in ((1, 1), (16, 1), (32, 1), (48, 1), (64, 1), (16, 4), (64, 4)):
+        together = FixedOrderPlan.places_together(places, spec.group_size, spec.head_dim)
+        plan = FixedOrderPlan(*kind, 64, 4096, CPU, places=places, together=together)
+        scratch = DecodeScratch.for_specs({spec: plan}, CPU)
         q = made(rows, spec.num_heads, spec.head_dim)
         plan.make(zeros(rows), zeros(rows), rows)
         DecodeAttention(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, made(*q.shape), sinks)

@@ -6,7 +6,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, FEATURES, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length
+from cases import (
+    DEVICE,
+    FEATURES,
+    TOLERANCE,
+    Case,
+    items_of,
+    make_case,
+    make_places_case,
+    nan_like,
+    rows_of_any_length,
+)
 from interpreting import nightly
 from plans import plan_decode_reference
 
@@ -26,11 +36,11 @@ def longest_unsplit(config: DecodeConfig) -> int:
     return config.min_chunk * 3 // 2 - 1
 
 
-def build(case: Case, config: DecodeConfig | None = SMALL) -> DecodeAttention:
+def build(case: Case, config: DecodeConfig | None = SMALL, **places: int) -> DecodeAttention:
     slots, max_blocks = case.metadata.block_tables[0].shape
     spec, block_size, device = case.spec, case.k_cache.shape[2], torch.device(DEVICE)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-    plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config)
+    plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config, case.kv_scales is not None, **places)
     return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, device))
 
 
@@ -39,7 +49,7 @@ def run(case: Case, attention: DecodeAttention | None = None, rounds: bool = Fal
     m = case.metadata
     attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q),
-                     case.sinks, rounds=rounds)
+                     case.sinks, kv_scales=case.kv_scales, rounds=rounds)
 
 
 def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:
@@ -90,19 +100,23 @@ def test_rows_that_have_nothing_to_merge_are_left_wide() -> None:
     assert torch.equal(run(case, attention, rounds=True), run(case, attention))
 
 
-def rank(num_kv_heads: int, max_num_seqs: int = 1100) -> DecodePlan:
-    return DecodePlan(num_kv_heads, 32, None, max_num_seqs, 512, torch.device(DEVICE))
+def rank(num_kv_heads: int, max_num_seqs: int = 1100, places: int = 1, together: int = 1) -> DecodePlan:
+    device = torch.device(DEVICE)
+    return DecodePlan(num_kv_heads, 32, None, max_num_seqs, 512, device, places=places, together=together)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
-def test_size_classes_are_all_that_a_batch_can_be(num_kv_heads: int, max_num_seqs: int) -> None:
-    attention = rank(num_kv_heads, max_num_seqs)
+@pytest.mark.parametrize(("places", "together"), [(1, 1), (4, 4), (5, 3), (16, 2), (16, 1)])
+def test_size_classes_are_all_that_a_batch_can_be(
+    num_kv_heads: int, max_num_seqs: int, places: int, together: int
+) -> None:
+    attention = rank(num_kv_heads, max_num_seqs, places, together)
 
-    def kind(rows: int) -> tuple[DecodeConfig, int]:
-        return attention.config(rows), max(16, 1 << (rows - 1).bit_length())
+    def kind(rows: int) -> tuple[tuple[DecodeConfig, DecodeConfig], int]:
+        return attention.cuts(rows), max(16, 1 << (rows - 1).bit_length())
 
     sizes = attention.size_classes()
-    assert max(sizes) <= max_num_seqs and len(sizes) <= 12
+    assert max(sizes) <= max_num_seqs and len(sizes) <= (12 if together == 1 else 18)
     assert {kind(rows) for rows in sizes} == {kind(rows) for rows in range(1, max_num_seqs + 1)}
 
 
@@ -162,3 +176,47 @@ def test_work_list_holds_every_chunk_once_long_ones_first(window: int | None, ma
         keys = [key for r, _, start, end, *_ in items if r == row for key in range(start, end)]
         expected = range(max(0, length - window) if window else 0, length if slots[row] >= 0 else 0)
         assert sorted(keys) == list(expected)
+
+
+COUNTS, CONTEXTS = [4, 3, 1, 0, 4, 2, 4, 4], [4, 65, 64, 0, 67, 200, 590, 99]
+"""Tokens of decodes of up to four places, and what the last ones see: past a block, a tile, a chunk or not."""
+
+
+@pytest.mark.parametrize(("places", "heads", "head_dim", "options"), [
+    (2, (16, 2), 64, {}), (4, (4, 1), 32, {"block_size": 48}), (4, (6, 2), 32, {"window": 66, "has_sinks": True}),
+    (8, (2, 2), 32, {"window": 3, "softcap": 5.0}), (4, (8, 2), 32, {"window": 140, "fp8": True}), (5, (7, 1), 72, {}),
+    nightly(8, (8, 2), 64, {}), nightly(8, (2, 1), 32, {"fp8": True}), nightly(4, (8, 1), 256, {"window": 7})])
+@pytest.mark.parametrize("has_tma", [False, True])
+def test_rows_of_one_sequence_share_its_keys(
+    places: int, heads: tuple[int, int], head_dim: int, options: dict[str, Any], has_tma: bool
+) -> None:
+    counts = [min(places, 2 * count if places > 4 else count) for count in COUNTS]
+    contexts = [max(context, count) for context, count in zip(CONTEXTS, counts, strict=True)]
+    case = make_places_case(counts, contexts, places, num_q_heads=heads[0], num_kv_heads=heads[1],
+                            **{"head_dim": head_dim, "block_size": 64, **options})
+    together = DecodePlan.places_together(places, heads[0] // heads[1], head_dim, "fp8" in options)
+    attention = build(case, places=places, together=together)
+    attention.has_tma = has_tma and head_dim % 32 == 0 and case.k_cache.shape[2] == 64
+    assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
+    entries = {row for row, *_ in items_of(attention.plan.work, attention.plan.num_work)}
+    assert len(entries) == sum(-(-count // together) for count in counts)
+
+
+def test_rows_without_drafts_keep_their_bits_where_drafts_may_come() -> None:
+    case = decode_case([*LENGTHS, 70, 3], heads=(8, 2), window=150)
+    assert torch.equal(run(case, build(case, places=4, together=4)).nan_to_num(), run(case).nan_to_num())
+
+
+def test_chunks_are_cut_for_as_many_sequences_as_there_are() -> None:
+    def chunks(sequences: int, places: int) -> int:
+        plan = DecodePlan(8, 32, None, 64, 2048, torch.device(DEVICE), places=4, together=4)
+        rows = {"dtype": torch.int32, "device": DEVICE}
+        slots = torch.arange(sequences, **rows).repeat_interleave(places)
+        lengths = torch.arange(2000, 2000 + places, **rows).repeat(sequences)
+        plan.make(slots, lengths, 64)
+        counts = plan.num_chunks.unique().tolist()
+        assert len(plan.work) >= int(plan.num_work) == sequences * counts[0] and len(counts) == 1
+        assert counts[0] <= plan.most_chunks(64, 2048) <= plan.room(64)
+        return counts[0]
+
+    assert (chunks(64, 1), chunks(16, 4)) == (1, 8)

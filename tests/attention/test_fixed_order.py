@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from cases import DEVICE, TOLERANCE, Case, items_of, make_case, nan_like, rows_of_any_length, setup_of
+from cases import DEVICE, TOLERANCE, Case, items_of, make_case, make_places_case, nan_like, rows_of_any_length, setup_of
 from plans import fixed_order_plan_reference
 
 from nanovllm.attention import select_backend
@@ -30,13 +31,13 @@ def case_of(query_lens: list[int], contexts: list[int], num_decode_rows: int, **
     return make_case(query_lens, contexts, num_decode_rows, **{**heads, **options})
 
 
-def decode(case: Case, first_unit: int) -> torch.Tensor:
+def decode(case: Case, first_unit: int, **places: int) -> torch.Tensor:
     """Decodes by units whose first has so many keys."""
     m, spec = case.metadata, case.spec
     slots, blocks = m.block_tables[0].shape
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-    plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config)
+    plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config, **places)
     scratch = DecodeScratch.for_specs({spec: plan}, torch.device(DEVICE))
     plan.make(m.row_slot, m.context_lens, m.num_rows)
     attention = DecodeAttention(spec, size, plan, scratch)
@@ -59,6 +60,30 @@ def test_decode_matches_float64_whoever_computes_which_keys(options: dict[str, A
     assert case.error_of(expected) < TOLERANCE
     for first_unit in (CHUNK, 2 * CHUNK):
         assert torch.equal(decode(case, first_unit).nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize(("places", "heads"), [(2, (4, 2)), (4, (4, 1)), (8, (2, 1)), (2, (8, 1))])
+@pytest.mark.parametrize("options", [*FEATURES, {"window": 3}])
+def test_rows_that_share_keys_have_the_bits_of_rows_alone(
+    places: int, heads: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":  # the library's products depend on which row of a tile a query is
+
+        def product(a: Any, b: Any, dtype: Any, matmul: Any = np.matmul) -> Any:
+            return np.concatenate([matmul(row[None], b, dtype=dtype) for row in a])
+
+        monkeypatch.setattr(np, "matmul", product)
+    counts = [places, places - 1, 1, 0, places]
+    contexts = [places, 65, 128, 0, 257 + places // 2]
+    options = {**options, "num_q_heads": heads[0], "num_kv_heads": heads[1]}
+    case = make_places_case(counts, contexts, places, **options)
+    for first_unit in (CHUNK, WIDE_FROM):
+        alone = decode(case, first_unit)
+        assert case.error_of(alone) < TOLERANCE
+        together = FixedOrderPlan.places_together(places, heads[0] // heads[1], case.spec.head_dim)
+        assert together == places
+        shared = decode(case, first_unit, places=places, together=together)
+        assert torch.equal(shared.nan_to_num(), alone.nan_to_num())
 
 
 @pytest.mark.parametrize("options", FEATURES)

@@ -67,7 +67,7 @@ TAKEN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--max-logprobs", "-1", "--skip-tokenizer-init"], {"max_logprobs": -1, "skip_tokenizer_init": True},
      {"skip_tokenizer_init": True}),
     (["--tokenizer-mode", "auto", "--pipeline-parallel-size", "1", "--swap-space", "0"], {}, {}),
-    (["--no-trust-remote-code", "--enable-chunked-prefill", "--no-enable-lora"], {}, {}),
+    (["--no-trust-remote-code", "--enable-chunked-prefill", "--no-enable-lora"], {"enable_lora": False}, {}),
     (["--logprobs-mode", "processed_logprobs", "--load-format=safetensors"],
      {"logprobs_mode": "processed", "load_format": "auto"}, {}),
     (["--disable-log-stats"], {}, {"disable_log_stats": True}),

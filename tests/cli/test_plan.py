@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import block_head
 import eagle_head
 import pytest
 import torch
@@ -49,16 +50,19 @@ def test_weights_and_kv_are_those_of_an_engine(
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
 
 
-def test_a_model_that_drafts_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights, the keys of its layer, and what it reads."""
-    config = {"method": "eagle3", "model": str(eagle_head.save(tmp_path)), "num_speculative_tokens": 3}
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+def test_a_model_that_drafts_counts(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, the keys of its layers, and what it reads."""
+    folder = eagle_head.save(tmp_path) if method == "eagle3" else block_head.save(tmp_path, method)
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
     words = (EngineConfig("demo").model, "-tp", "1", "--dtype", "float32")
     [alone] = plan(capsys, *words)["plans"]
     [found] = plan(capsys, *words, "--speculative-config", json.dumps(config))["plans"]
     with LLM("demo", device="cpu", max_num_seqs=8, speculative_config=config) as llm:
         runner = llm.engine.executor.runner
         assert found["weights"] - alone["weights"] == weight_bytes(runner.drafter.checkpoint_weights())
-        own = sum(pages.token_bytes(torch.float32) for pages in runner.drafter.self_attn.memory)
+        layers = runner.drafter.attention_layers()
+        own = sum(pages.token_bytes(torch.float32) for layer in layers for pages in layer.memory)
         assert runner.state_memory.block_bytes == 16 * sum(group["token_bytes"] for group in found["kv_cache"])
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == own + alone["kv_cache"][0]["token_bytes"]
     assert found["libraries"] > alone["libraries"]
@@ -100,7 +104,7 @@ def test_it_refuses_with_the_engines_own_words(capsys: pytest.CaptureFixture[str
         (["Qwen3-32B", "--gpu", "24", "-tp", "1"], "gpu_memory_utilization=0.9: leaves -4"),
         (["Qwen3-8B", "--max-model-len", "50000"], "max_model_len=50000: must be at most max_position_embeddings"),
         (["Qwen3-8B", "-tp", "3"], "tensor_parallel_size=3: must be a divisor of num_attention_heads=32"),
-        (["Qwen3-30B-A3B", "--quantization", "mxfp4"], "quantization='mxfp4': must be of a model whose experts lie"),
+        (["Qwen3-8B", "--quantization", "mxfp4"], "quantization='mxfp4': must be of a model with experts"),
         (["Qwen3-8B", "--gpu", "H900"], "--gpu='H900': must be a size in GiB, or one of A100-40, "),
         (["Qwen3-8B", "--gpu", "1e400"], "--gpu='1e400': must be a size in GiB, or one of A100-40, "),
         (["Qwen3-8B", "--gpu=-80"], "--gpu='-80': must be a size in GiB, or one of A100-40, "),

@@ -9,7 +9,6 @@ import numpy as np
 from fake_device import FakeDevice, extend_digest, next_token
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.row import Ended
 from nanovllm.engine.scheduler import Scheduler
@@ -41,11 +40,11 @@ class Watcher:
 def make_sequence(
     request_id: int, prompt: list[int], max_tokens: int = 4, *, stop: frozenset[int] = frozenset(), seed: int = 0,
     capacity: int = 10**9, temperature: float = 0.0, watcher: Watcher | None = None, salt: str | None = None,
-    known_ids: tuple[int, ...] = (),
+    known_ids: tuple[int, ...] = (), adapter: str | None = None,
 ) -> Sequence:  # fmt: skip
     return Sequence(
         request_id,
-        Prompt(prompt, extras_of(salt)),
+        Prompt.of(prompt, salt, adapter),
         SamplingParams(max_tokens=max_tokens),
         constants=SlotConstants(temperature, seed),
         stop_token_ids=stop,
@@ -273,7 +272,8 @@ class Simulation:
         self.begun.update(plan.new_slots)
 
     def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
-        """Rows that wait, without those that may wait to share what rows of this step do not share yet."""
+        """Rows that wait, without those that may wait to share what rows of this step do not share yet, and those whose
+        adapter has no slot."""
         size = self.scheduler.memory.block_size
         beginnings = [
             seq.token_ids[: min(start, seq.prefix.num_published * size) + 1]
@@ -283,6 +283,7 @@ class Simulation:
             seq
             for seq in self._with_status(SequenceStatus.WAITING)
             if not any(seq.token_ids[: len(known)] == known for known in beginnings)
+            and (seq.prompt.adapter is None or self.scheduler.slots.adapters.find(seq.prompt.adapter) is not None)
         ]
 
     def _is_long(self, seq: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts what its published definition drafts, however steps are cut; what is none is refused."""
+"""A head drafts what its published definition drafts, however steps are cut; what is none is refused."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import block_head
 import eagle_head
 import pytest
 import torch
@@ -20,15 +21,15 @@ from nanovllm.kernels.step.state import DeviceState
 from nanovllm.models.drafters import with_drafter
 from nanovllm.models.registry import read_model_config
 
-TAPS = eagle_head.SIZES["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+EAGLE_TAPS = eagle_head.SIZES["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 K = 3
 Seen = tuple[int, int, int, list[int], torch.Tensor]
 """Seed of a row, number of its tokens with keys, its last token, drafts, and what the head took for the first."""
 
 
 @contextmanager
-def engine(folder: Path, **options: Any) -> Iterator[LLM]:
-    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": K}
+def engine(folder: Path, method: str = "eagle3", **options: Any) -> Iterator[LLM]:
+    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": K}
     with LLM("demo", device="cpu", seed=5, max_num_seqs=8, speculative_config=speculative, **options) as llm:
         yield llm
 
@@ -60,26 +61,38 @@ def target() -> Any:
 
 
 @torch.inference_mode()
-def check(seen: list[Seen], texts: dict[int, list[int]], folder: Path, **changed: Any) -> None:
+def check(seen: list[Seen], texts: dict[int, list[int]], folder: Path, method: str, **changed: Any) -> None:
     """Compares drafts with those of the definition. texts: whole ones, by seed."""
-    embedding = target().get_input_embeddings().weight
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor
                for name, tensor in load_file(folder / "model.safetensors").items()}  # fmt: skip
-    twin = eagle_head.Twin(embedding, tensors, **changed)
+    is_eagle, layers = method == "eagle3", EAGLE_TAPS
+    if is_eagle:
+        eagle = eagle_head.Twin(target().get_input_embeddings().weight, tensors, **changed)
+    else:
+        layers = [layer + 1 for layer in changed.get("target_layer_ids", block_head.TAPS)]
+        block = block_head.Twin(target(), tensors, method, **changed)
     num_full = 0
     for seed, length, last, drafts, taken in seen:
         text = texts[seed][: length + 1]
         assert text[length:] == [last]
         found = target()(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
-        taps = torch.cat([found[layer][0] for layer in TAPS], -1)
-        expected, row = twin.drafts(text[1:], taps, K)
-        torch.testing.assert_close(taken, row, rtol=0, atol=2e-4)
-        count = min(K, 1 + -length % 16)  # where the next block begins its entries have no place yet
+        taps = torch.cat([found[layer][0] for layer in layers], -1)
+        # Where the next block begins there is no place yet for entries, or for tokens of a pass.
+        left = -length % 16 + (1 if is_eagle else -block_head.SKIPPED[method])
+        count = K - drafts.count(-1)
+        assert count >= min(K, left) and drafts[count:] == [-1] * (K - count), (seed, length)
+        if is_eagle:
+            expected, row = eagle.drafts(text[1:], taps, K)
+            torch.testing.assert_close(taken, row, rtol=0, atol=2e-4)
+        else:
+            expected = block.drafts(text, taps, count)
         assert drafts[:count] == expected[:count], (seed, length)
-        num_full += -1 not in drafts
+        num_full += count == K
     assert num_full > len(seen) // 2
 
 
+OTHER = {"attention_bias": True, "num_key_value_heads": 4, "num_hidden_layers": 3, "layer_types": None}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "residual": {"norm_before_residual": True},
@@ -87,10 +100,16 @@ HEADS: dict[str, dict[str, Any]] = {
     "norm before fc": {"norm_before_fc": True, "num_key_value_heads": 4},
     "all ids": {"draft_vocab_size": 1030},
     "other width": {"hidden_size": 128},
+    "DFlash": {"method": "dflash"},
+    "DSpark": {"method": "dspark"},
+    "DFlash of other sizes": {"method": "dflash", **OTHER},
+    "DSpark without tables": {"method": "dspark", "markov_rank": 0, "target_layer_ids": [-1, 2], **OTHER},
 }
 
 
 def saved(folder: Path, changed: dict[str, Any]) -> Path:
+    if "method" in changed:
+        return block_head.save(folder, **changed)
     tensors = eagle_head.weights({**eagle_head.SIZES, **changed})
     if "hidden_size" in changed:
         tensors["embed_tokens.weight"] = torch.randn(1030, changed["hidden_size"])
@@ -101,7 +120,7 @@ def saved(folder: Path, changed: dict[str, Any]) -> Path:
     ("head", "options"),
     [
         *((head, {"max_num_batched_tokens": 48}) for head in HEADS),
-        ("3.1", {"tensor_parallel_size": 2}), ("other width", {"tensor_parallel_size": 2}),
+        *((head, {"tensor_parallel_size": 2}) for head in ("3.1", "other width", "DSpark", "DFlash of other sizes")),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_the_definition(
@@ -110,7 +129,8 @@ def test_drafts_are_those_of_the_definition(
     """Of prompts in chunks, of rows that decode one ahead, and of hits."""
     draft_always(monkeypatch)
     folder, texts = saved(tmp_path / "head", HEADS[head]), {}
-    with engine(folder, **options) as llm:
+    changed = {"method": "eagle3", **HEADS[head]}
+    with engine(folder, changed["method"], **options) as llm:
         long, other = (llm.tokenizer(text)["input_ids"] for text in (LONG, PROMPTS[2]))
         # Hits that end within a block, and with one, where the text goes on otherwise.
         prompts = [long, PROMPTS[1], long[:28] + other, long[:32] + other]
@@ -122,7 +142,7 @@ def test_drafts_are_those_of_the_definition(
                 texts[seed] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
         assert llm.stats().prefix_cache_hits > 50
     assert {one[0] for one in seen} == {0, 1, 2, 3}
-    check([one for one in seen if len(texts[one[0]]) > one[1]], texts, folder, **HEADS[head])
+    check([one for one in seen if len(texts[one[0]]) > one[1]], texts, folder, **changed)
 
 
 def test_speculators_spelling_of_a_checkpoint_is_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +188,36 @@ def test_a_head_of_another_model_is_refused_by_the_entry(
 
 
 @pytest.mark.parametrize(
+    ("method", "changed", "message"),
+    [
+        ("dspark", {"hidden_size": 128}, "hidden_size=128: must be 192, the target's"),
+        ("dspark", {"vocab_size": 1000}, "vocab_size=1000: must be 1030, the target's"),
+        ("dspark", {"num_target_layers": 36}, "num_target_layers=36: must be 4"),
+        ("dspark", {"target_layer_ids": [1, 3]}, r"target_layer_ids=\[1, 3\]: must be ascending numbers from -1 to 2"),
+        ("dspark", {"mask_token_id": 1030}, "mask_token_id=1030: must be below 1030"),
+        ("dspark", {"block_size": 2}, "block_size=2: must be at least 3"),
+        ("dflash", {"block_size": 3}, "block_size=3: must be at least 4"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, r"architectures=\['DFlash2DraftModel'\]: must be"),
+        ("dspark", {"markov_head_type": "gated"}, "markov_head_type='gated': must be 'vanilla'"),
+        ("dspark", {"is_causal": True}, "is_causal=True: must be False"),
+        ("dflash", {"output_multiplier": 0.5}, "output_multiplier=0.5: must be 1.0"),
+        ("dspark", {**WINDOWS, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window=8: must be of"),
+        ("dflash", {**WINDOWS, "layer_types": None, "max_window_layers": 1}, "sliding_window=8: must be of no layer"),
+        ("dspark", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ],
+)
+def test_a_block_head_of_another_model_is_refused_by_the_entry(
+    method: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        "demo", speculative_config={"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+    )
+    block_head.save(tmp_path, method, {"fc.weight": torch.zeros(1)}, **changed)
+    with pytest.raises(ValueError, match=f"^speculative_config: model=.*{message}"):
+        with_drafter(config, read_model_config(config))
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("fc.weight", torch.zeros(192, 192), r"'fc.weight' has shape \(192, 192\), the configuration needs \(192, 576"),
@@ -194,15 +244,18 @@ def test_a_head_that_is_not_there_is_named() -> None:
         LLM("demo", speculative_config={"method": "eagle3", "model": "no/such/head", "num_speculative_tokens": 3})
 
 
-def test_new_weights_leave_texts_right_and_the_head_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head", ["plain", "DSpark"])
+def test_new_weights_leave_texts_right_and_the_head_in_place(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft_always(monkeypatch)
-    folder, given = saved(tmp_path, {}), params(temperature=0.7, seed=3, max_tokens=24)
+    folder, given = saved(tmp_path, HEADS[head]), params(temperature=0.7, seed=3, max_tokens=24)
     old = load_file(Path(EngineConfig(DEMO_MODEL).model) / "model.safetensors")
     new = {name: tensor.flip(0) if "down_proj" in name else tensor for name, tensor in old.items()}
     with LLM("demo", device="cpu", seed=5, max_num_seqs=8) as llm:
         llm.load_weights(new.items())
         expected = outputs(llm, PROMPTS[:3], [given] * 3, False)
-    with engine(folder) as llm:
+    with engine(folder, HEADS[head].get("method", "eagle3")) as llm:
         before = outputs(llm, PROMPTS[:3], [given] * 3, False)
         llm.load_weights(new.items())
         assert outputs(llm, PROMPTS[:3], [given] * 3, False) == expected != before
@@ -213,7 +266,7 @@ def test_a_head_drafts_where_its_drafts_are_likely_to_pay() -> None:
         num_tokens = 100
 
     def wants(rows: int, right: float) -> bool:
-        one = Drafting(4, 256, PlaceCost(draft=0.05))
+        one = Drafting(4, 256, PlaceCost(drafting=0.15))
         for _ in range(50):
             one.note_verified([3] * 10, [1 + round(3 * right)] * 10)
         return one.wants_drafts([Row()] * rows)  # type: ignore[list-item]

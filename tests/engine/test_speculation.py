@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import block_head
 import eagle_head
 import pytest
 import torch
@@ -62,11 +63,11 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
 }
 
 
-def start(k: int, options: dict[str, Any], head: Path | None = None) -> LLM:
-    """An engine without drafts, with an EAGLE-3 head, or one that looks up."""
+def start(k: int, options: dict[str, Any], head: tuple[str, Path] | None = None) -> LLM:
+    """An engine without drafts, with a head of that method, or one that looks up."""
     speculative: dict[str, Any] | None = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
     if head is not None:
-        speculative = {"method": "eagle3", "num_speculative_tokens": k, "model": str(head)}
+        speculative = {"method": head[0], "num_speculative_tokens": k, "model": str(head[1])}
     speculative = speculative if k else None
     return LLM("demo", device="cpu", seed=5, max_num_seqs=24, speculative_config=speculative, **options)
 
@@ -134,8 +135,7 @@ def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
 
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has drafts made and verified in every step, whether or not they pay."""
-    monkeypatch.setattr(drafting, "cost", lambda *args: 0.0)
-    monkeypatch.setattr(drafting, "_DRAFT", 1e-6)
+    monkeypatch.setattr(drafting, "cost", lambda *args: -1e6)  # of places and, with what is added to it, of drafting
 
 
 def use(llm: LLM, drafter: Drafter | None) -> None:
@@ -154,6 +154,7 @@ def use(llm: LLM, drafter: Drafter | None) -> None:
         draft = work.drafter.draft
 
         def draft_otherwise(state: DeviceState, num_rows: int) -> None:
+            assert num_rows <= work.drafter.most_rows
             draft(state, num_rows)
             drafter(state, [slot for slot in work.drafter.rows.slot[:num_rows].tolist() if slot >= 0])
 
@@ -177,12 +178,19 @@ MORE = [
 
 
 OF_A_HEAD = [
-    ("tiny pool", "half", 3), ("chunks", "head", 3), ("options", "right", 3), ("padded options", "half", 2),
-    ("windows", "wrong", 3), ("exact", "half", 3), ("two ranks", "head", 3),
+    ("eagle3", "tiny pool", "half", 3), ("eagle3", "chunks", "head", 3), ("eagle3", "options", "right", 3),
+    ("eagle3", "padded options", "half", 2), ("eagle3", "windows", "wrong", 3), ("eagle3", "exact", "half", 3),
+    ("eagle3", "two ranks", "head", 3),
+    ("dspark", "tiny pool", "half", 3), ("dflash", "chunks", "head", 7), ("dspark", "padded options", "head", 2),
+    ("dspark", "windows", "right", 3), ("dspark", "two ranks", "head", 3), ("dflash", "exact", "half", 3),
 ]  # fmt: skip
 MORE_OF_A_HEAD = [
-    ("mixed", "head", 7), ("mixed", "random", 3), ("ends", "right", 3), ("the model's end", "right", 3),
-    ("padded options", "head", 3), ("options", "head", 3), ("tiny pool, not one ahead", "head", 3),
+    ("eagle3", "mixed", "head", 7), ("eagle3", "mixed", "random", 3), ("eagle3", "ends", "right", 3),
+    ("eagle3", "the model's end", "right", 3), ("eagle3", "padded options", "head", 3),
+    ("eagle3", "options", "head", 3), ("eagle3", "tiny pool, not one ahead", "head", 3),
+    ("dspark", "mixed", "head", 8), ("dflash", "options", "half", 3), ("dspark", "the model's end", "right", 3),
+    ("dflash", "ends", "right", 7), ("dflash", "padded options", "right", 3), ("dspark", "options", "half", 15),
+    ("dspark", "tiny pool, not one ahead", "head", 3),
 ]  # fmt: skip
 
 
@@ -194,17 +202,21 @@ def test_drafts_change_nothing(name: str, drafter: str, k: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter", "k"), [*OF_A_HEAD, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_A_HEAD)]
+    ("method", "name", "drafter", "k"),
+    [*OF_A_HEAD, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_A_HEAD)],
 )
 def test_nor_do_those_of_a_head(
-    name: str, drafter: str, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, name: str, drafter: str, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids are noted by block as where drafts are looked up, for drafters that know texts."""
     monkeypatch.setattr(EngineConfig, "looks_up", True)
-    compare(name, drafter, k, monkeypatch, eagle_head.save(tmp_path / "head"))
+    saved = eagle_head.save(tmp_path) if method == "eagle3" else block_head.save(tmp_path, method)
+    compare(name, drafter, k, monkeypatch, (method, saved))
 
 
-def compare(name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch, head: Path | None = None) -> None:
+def compare(
+    name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch, head: tuple[str, Path] | None = None
+) -> None:
     """Compares a scenario's outputs with those without drafts."""
     expected, texts = without(name)
     random.seed(1)
@@ -267,7 +279,7 @@ def test_synthetic_rates_are_met_whatever_is_drafted() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"method": "eagle", "num_speculative_tokens": 3}, "method='eagle': must be 'ngram' or 'eagle3'"),
+        ({"method": "eagle", "num_speculative_tokens": 3}, "method='eagle': must be 'ngram' or 'eagle3' or 'dflash'"),
         ({"method": "eagle3", "num_speculative_tokens": 3}, "model=None: must be a path or hub id"),
         ({"method": "eagle3", "model": "a", "prompt_lookup_max": 3}, "'prompt_lookup_max' is not taken"),
         ({"num_speculative_tokens": 3}, "method=None: must be 'ngram'"),

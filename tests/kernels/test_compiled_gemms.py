@@ -13,9 +13,8 @@ from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
-from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.moe import packed
-from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming
 from nanovllm.kernels.plan.rules import expert_tiles, int4_config, int4_row_config
@@ -53,14 +52,14 @@ def test_tiles_of_fp8(case: tuple[int, int, int, int, bool, bool]) -> None:
     run_alone(compile_fp8, *case)
 
 
-def compile_int4(rows: int, group: int, has_zeros: bool) -> None:
+def compile_int4(rows: int, group: int, has_zeros: bool, code: str = INT4) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "ldmatrix" in ptx and "wgmma" in ptx
 
     launch_dependently(int4)
     compile_only(check, PTX=True)
     for kind in ("o", "gate_up"):
-        weight = Int4Weight.empty(4096, 4096, group, has_zeros, torch.bfloat16, CPU)
+        weight = PackedWeight.empty(4096, 4096, group, has_zeros, torch.bfloat16, CPU, code=code)
         config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows, 132)
         int4.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
 
@@ -72,6 +71,13 @@ def test_tiles_of_4_bits(case: tuple[int, int, bool]) -> None:
     run_alone(compile_int4, *case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 32, 64, 256])
+@pytest.mark.parametrize("code", [("e2m1", 16), ("e2m1", 32), ("int8", 128)])
+def test_tiles_of_other_codes(code: tuple[str, int], rows: int) -> None:
+    run_alone(compile_int4, rows, code[1], False, code[0])
+
+
 def compile_packed(code: str, group: int, has_zeros: bool, choices: int) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "ldmatrix" in ptx and "wgmma" in ptx
@@ -80,17 +86,14 @@ def compile_packed(code: str, group: int, has_zeros: bool, choices: int) -> None
     compile_only(check, PTX=True)
     routing = Routing(empty(choices, 1, dtype=torch.float32), *(torch.zeros(choices, 3, dtype=torch.int32),) * 2, 1)
     for config, gated in zip(expert_tiles(choices, 32, MXFP4), (True, False), strict=True):
-        words = empty(32, 23, 5760, 32, dtype=torch.int16)
-        scales = empty(32, 23, 5760, dtype=torch.int32)
-        if code == "int4":
-            scales = empty(32, 23 * 128 // group if group else 1, 5760, 2)
-        weight = PackedExperts(words, scales, code, group, has_zeros, 2880)
+        weight = PackedWeight.empty(5760, 2880, group, has_zeros, torch.bfloat16, torch.device("meta"), (32,), code)
         out, bias = empty(1, choices, 2880 if gated else 5760), empty(32, 5760)
         packed.multiply(empty(choices, 2880), weight, routing, config, bias, out, gated, (1.702, 7.0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [("e2m1", 32, False), ("int4", 128, False), ("int4", 32, True)])
+@pytest.mark.parametrize("code", [
+    ("e2m1", 32, False), ("e2m1", 16, False), ("int4", 128, False), ("int4", 32, True), ("int8", 0, False)])
 @pytest.mark.parametrize("choices", [4, 100, 700, 1 << 14])
 def test_tiles_of_experts_of_4_bits(code: tuple[str, int, bool], choices: int) -> None:
     """The operand comes from memory as it lies there, and sums stay in registers."""
@@ -103,7 +106,7 @@ def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:
 
     launch_dependently(int4_row)
     compile_only(check)
-    weight = Int4Weight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU)
+    weight = PackedWeight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU)
     o, gate_up = (int4_row_config(Gemm(kind, 6144, k, INT4, True)) for kind in ("o", "gate_up"))
     int4_row.linear(empty(1, k), weight, o, residual=empty(1, 6144))
     int4_row.linear(empty(1, k), weight, gate_up, norm=Norm(empty(k), 1e-6), gated=True)

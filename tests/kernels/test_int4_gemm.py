@@ -1,5 +1,5 @@
-"""The kernels of 4-bit weights against float64: interpreted in float32 and float16 on a CPU, on a GPU in bfloat16 and
-float16."""
+"""The kernels of weights of 4 and 8 bits against float64: interpreted in float32 and float16 on a CPU, on a GPU in
+bfloat16 and float16."""
 
 from dataclasses import replace
 
@@ -8,10 +8,12 @@ import torch
 from gemm_checks import DEVICE, EPS, TOLERANCE, check_pdl, check_rows_apart, exact, on_cpu, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_experts import packed_experts
 
 from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.int4 import Int4Weight
-from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
+from nanovllm.kernels.gemm.e2m1 import E2M1
+from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.plan.config import INT4, INT8, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import int4_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
@@ -22,26 +24,36 @@ OPS = ("parts", "whole", "gated")
 
 def made(
     n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype, seed: int = 0
-) -> tuple[Int4Weight, torch.Tensor]:
+) -> tuple[PackedWeight, torch.Tensor]:
     """A random weight, and its values float64 [n, k], from codes, scales and zeros alone."""
     make = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (n, k), generator=make)
-    weight = Int4Weight.empty(n, k, group, has_zeros, dtype, DEVICE)
-    count = weight.groups.shape[0]
+    weight = PackedWeight.empty(n, k, group, has_zeros, dtype, DEVICE)
+    count = weight.scales.shape[0]
     scales = (torch.rand(count, n, generator=make) / k**0.5 + 0.01).to(dtype)
     zeros = torch.randint(0, 16, (count, n), generator=make) if has_zeros else torch.full((count, n), 8)
     weight.words.copy_(int4.pack(codes.to(torch.uint8)))
-    weight.groups.copy_(torch.stack([scales, zeros.to(dtype)], dim=-1))
+    weight.scales.copy_(torch.stack([scales, zeros.to(dtype)], dim=-1))
     of_column = torch.arange(k) // (group or k)
     values = (codes - zeros.T[:, of_column]).double() * scales.double().T[:, of_column]
     return weight, values.to(DEVICE)
+
+
+CODES = [(E2M1, 16), (E2M1, 32), (INT8, 0), (INT8, 128)]
+
+
+def made_of(code: str, group: int, n: int, k: int, dtype: torch.dtype) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight of another code, and its values."""
+    experts, values = packed_experts(code, group, False, 1, n, k, dtype, DEVICE)
+    ones = torch.ones(n, device=DEVICE) if code == E2M1 and group == 32 else experts.of_expert(0).factors
+    return replace(experts.of_expert(0), factors=ones), values[0].double()
 
 
 def inputs(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
     return randn(rows, k, dtype=dtype, seed=seed)
 
 
-def run(op: str, x: torch.Tensor, weight: Int4Weight, config: GemmConfig) -> torch.Tensor:
+def run(op: str, x: torch.Tensor, weight: PackedWeight, config: GemmConfig) -> torch.Tensor:
     config = replace(config, kernel="int4" if op == "parts" else "int4_whole")
     y = int4.linear(x, weight, config, gated=op == "gated")
     return y.sum(0) if y.dim() == 3 else y
@@ -69,10 +81,37 @@ def test_any_shape_matches_float64(
 ) -> None:
     k = 8 * k_over_8
     weight, values = made(2 * half_n, k, group, has_zeros, dtype)
-    assert torch.equal(int4.widen_reference(weight), values.to(dtype))
+    assert torch.equal(weight.widened().to(dtype), values.to(dtype))
     config = replace(SMALL, split_k=min(split_k, weight.words.shape[0]))
     x = inputs(rows, k, dtype)
     assert relative_error(run(op, x, weight, config), exact(x, values, op == "gated")) < 2 * TOLERANCE[dtype]
+
+
+@given(
+    st.sampled_from(CODES), st.sampled_from(OPS), st.sampled_from([torch.float32, torch.float16]), st.integers(1, 20),
+    st.integers(1, 30), st.integers(1, 20), st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+@on_cpu
+def test_other_codes_match_float64_in_any_shape(
+    of: tuple[str, int], op: str, dtype: torch.dtype, rows: int, half_n: int, units: int, split_k: int
+) -> None:
+    k = units * (of[1] if of[0] == E2M1 else 8)
+    weight, values = made_of(*of, 2 * half_n, k, dtype)
+    config = replace(SMALL, split_k=min(split_k, weight.words.shape[0]))
+    x = inputs(rows, k, dtype)
+    assert relative_error(run(op, x, weight, config), exact(x, values, op == "gated")) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("of", CODES)
+@pytest.mark.parametrize("config", GPU_CONFIGS, ids=str)
+def test_other_codes_match_float64_on_gpu(config: GemmConfig, of: tuple[str, int], op: str) -> None:
+    weight, values = made_of(*of, 304, 992, torch.bfloat16)
+    x = inputs(config.block_m + 3, 992, torch.bfloat16)
+    error = relative_error(run(op, x, weight, replace(config, split_k=2)), exact(x, values, op == "gated"))
+    assert error < (1e-4 if op == "parts" else TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu
@@ -108,6 +147,15 @@ def test_widening_gives_the_twin_to_the_bit(dtype: torch.dtype, group: int, has_
     assert torch.equal(int4.widen(weight, 10, 60, out), values[10:60].to(dtype))
 
 
+@pytest.mark.parametrize("of", CODES)
+def test_widening_other_codes_gives_the_twin_to_the_bit(of: tuple[str, int]) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+    weight, values = made_of(*of, 72, 544, dtype)
+    assert torch.allclose(weight.widened().double(), values, rtol=1e-6, atol=0)
+    out = torch.empty(50, 544, dtype=dtype, device=DEVICE)
+    assert torch.equal(int4.widen(weight, 10, 60, out), weight.widened()[10:60].to(dtype))
+
+
 @pytest.mark.gpu
 def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, values = made(1000, 512, 128, True, torch.bfloat16)
@@ -116,6 +164,13 @@ def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) 
     x = inputs(77, 512, torch.bfloat16)
     assert relative_error(int4.linear_widened(x, weight), exact(x, values)) < TOLERANCE[torch.bfloat16]
     int4._widened.cache_clear()
+
+
+@pytest.mark.parametrize("of", CODES)
+def test_a_row_of_other_codes_does_not_depend_on_its_neighbours(of: tuple[str, int]) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    weight, _ = made_of(*of, 72, 320, dtype)
+    check_rows_apart(lambda x: run("parts", x, weight, replace(SMALL, split_k=2)), inputs(20, 320, dtype))
 
 
 @pytest.mark.parametrize("split_k", [1, 2])
@@ -144,13 +199,13 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
 
 @pytest.mark.parametrize("group", [-1, 16, 96, 256])
 def test_other_groups_are_refused(group: int) -> None:
-    with pytest.raises(ValueError, match=f"groups of {group} columns: must be of 32, 64 or 128"):
-        Int4Weight.empty(8, 256, group, False, torch.float32, DEVICE)
+    with pytest.raises(ValueError, match=f"groups of {group} columns of int4: must be one of \\(0, 32, 64, 128\\)"):
+        PackedWeight.empty(8, 256, group, False, torch.float32, DEVICE)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     weight, _ = made(8, 256, 128, False, torch.float32)
-    with pytest.raises(ValueError, match=r"4-bit weight \[8, 256\] of torch.float32 does not fit x \[3, 128\]"):
+    with pytest.raises(ValueError, match=r"int4 weight \[8, 256\] of torch.float32 does not fit x \[3, 128\]"):
         int4.linear(torch.zeros(3, 128, device=DEVICE), weight, SMALL)
     with pytest.raises(ValueError, match="without columns"):
         int4.linear(torch.zeros(3, 256, device=DEVICE), weight, replace(SMALL, split_k=3))

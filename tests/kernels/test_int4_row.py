@@ -8,7 +8,7 @@ from gemm_checks import DEVICE, EPS, TOLERANCE, check_pdl, exact, relative_error
 from test_int4_gemm import inputs, made
 
 from nanovllm.kernels.gemm import int4_row
-from nanovllm.kernels.gemm.int4 import Int4Weight
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
@@ -23,7 +23,7 @@ def gain_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    op: str, x: torch.Tensor, weight: Int4Weight, residual: torch.Tensor, config: GemmConfig = CONFIG
+    op: str, x: torch.Tensor, weight: PackedWeight, residual: torch.Tensor, config: GemmConfig = CONFIG
 ) -> torch.Tensor:
     norm = Norm(gain_of(x), EPS) if op.startswith("norm_") else None
     kept = residual.clone() if op == "linear_residual" else None

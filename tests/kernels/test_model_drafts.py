@@ -21,7 +21,7 @@ from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from tests.kernels.test_step_input_kernel import BLOCK_SIZE, MAX_BLOCKS, assert_same, clone, expanded, random_state
 
 SIZE, HIDDEN, NUM_DRAFTS = 12, 8, 3
-MOST = MAX_BLOCKS * BLOCK_SIZE
+MOST = MAX_BLOCKS * BLOCK_SIZE - 3
 
 
 def copy_of(rows: DraftRows) -> DraftRows:
@@ -50,8 +50,8 @@ def test_kernels_equal_their_twins(case: int, device: torch.device) -> None:
     take_draws_reference(state, out, step.num_decode, step.places, end)
     rows = DraftRows.allocate(SIZE, HIDDEN, torch.float32, device)
     twin, twin_out = copy_of(rows), replace(out, next_ids=out.next_ids.clone())
-    follow_rows(packed, SIZE, state, out, rows, decode_rows)
-    follow_rows_reference(packed, SIZE, state, twin_out, twin, decode_rows)
+    follow_rows(packed, SIZE, state, out, rows, decode_rows, BLOCK_SIZE, MOST)
+    follow_rows_reference(packed, SIZE, state, twin_out, twin, decode_rows, BLOCK_SIZE, MOST)
     assert_rows_same(rows, twin)
     assert_same(out, twin_out)
     offsets = torch.randint(50, (1500,), device=device).cumsum(0)
@@ -64,8 +64,8 @@ def test_kernels_equal_their_twins(case: int, device: torch.device) -> None:
         halves = [draw_drafts(logits[:, first : first + 800], draws, offsets, first) for first in (0, 800)]
         assert torch.equal(tokens, keys_to_tokens(torch.maximum(*halves))), "two ranks draw what one does"
         other = clone(state)
-        place_drafts(keys, rows, state, place, 0, BLOCK_SIZE, MOST)
-        place_drafts_reference(keys, twin, other, place, 0, BLOCK_SIZE, MOST)
+        place_drafts(keys, rows, state, place, 0, BLOCK_SIZE)
+        place_drafts_reference(keys, twin, other, place, 0, BLOCK_SIZE)
         assert_rows_same(rows, twin)
         assert_same(state, other)
 
@@ -74,11 +74,11 @@ def test_a_row_that_has_no_block_for_its_next_entry_drafts_no_more() -> None:
     state = DeviceState.allocate(2, 1, 4, "cpu", 0, NUM_DRAFTS)
     state.block_table[1, 0] = torch.tensor([7, 5, 9, 9])
     rows = DraftRows.allocate(1, HIDDEN, torch.float32, "cpu")
-    for latest, most, expected in ((29, MOST, [3, 4, -1]), (33, MOST, [3, 4, 5]), (33, 32, [3, 4, -1])):
+    for latest, expected in ((31, [3, 4, -1]), (47, [3, 4, 5])):
         rows.slot[0] = rows.row_slot[0] = 1
         rows.positions[0], rows.latest[0] = 30, latest
         for place in range(NUM_DRAFTS):
-            place_drafts_reference(~torch.tensor([3 + place]), rows, state, place, 0, BLOCK_SIZE, most)
+            place_drafts_reference(~torch.tensor([3 + place]), rows, state, place, 0, BLOCK_SIZE)
         assert state.drafts is not None and state.drafts[1].tolist() == expected
     assert state.drafts[0].tolist() == [-1] * NUM_DRAFTS
 
@@ -86,10 +86,11 @@ def test_a_row_that_has_no_block_for_its_next_entry_drafts_no_more() -> None:
 def compile_kernels() -> None:
     compile_only()
     state, rows = DeviceState.allocate(16, 2, 4, "cpu", 0, 3), DraftRows.allocate(16, HIDDEN, torch.bfloat16, "cpu")
-    follow_rows(torch.zeros(500, dtype=torch.int32), 16, state, StepBuffers.allocate(32, 64, 2, "cpu"), rows, 8)
+    step, out = torch.zeros(500, dtype=torch.int32), StepBuffers.allocate(32, 64, 2, "cpu")
+    follow_rows(step, 16, state, out, rows, 8, BLOCK_SIZE, MOST)
     draws = Draws(rows.row_slot, state.temperature, state.seed, rows.sample_positions)
     draw_drafts(torch.zeros(16, 4096, dtype=torch.bfloat16), draws, torch.zeros(4096, dtype=torch.int64), 0)
-    place_drafts(torch.zeros(16, dtype=torch.int64), rows, state, 1, 1, BLOCK_SIZE, MOST)
+    place_drafts(torch.zeros(16, dtype=torch.int64), rows, state, 1, 1, BLOCK_SIZE)
 
 
 def test_kernels_compile_for_a_gpu() -> None:

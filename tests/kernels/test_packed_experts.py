@@ -1,11 +1,13 @@
-"""Products by experts of 4 bits against a definition of their own: any code and group, odd sizes, and rows whose bits
-do not depend on others."""
+"""Products by experts of 4 and 8 bits against a definition of their own: any code and group, odd sizes, and rows whose
+bits do not depend on others."""
 
 import pytest
 import torch
 from interpreting import some_nightly
-from packed_experts import mxfp4, packed_experts
+from packed_experts import E2M1_VALUES, e2m1, e4m3, packed_experts
 
+from nanovllm.kernels.gemm.e2m1 import E2M1, MOST_EXPONENT, quantize, scales_of, words_of
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down,
@@ -13,13 +15,13 @@ from nanovllm.kernels.moe.experts import (
     expert_gate_up,
     expert_gate_up_reference,
 )
-from nanovllm.kernels.moe.packed import E2M1, MOST_EXPONENT, PackedExperts, quantize, scales_of, words_of
 from nanovllm.kernels.moe.routing import TopK, route_reference
-from nanovllm.kernels.plan.config import INT4, GemmConfig
+from nanovllm.kernels.plan.config import INT4, INT8, GemmConfig
 
 CODES = {
     "mxfp4": (E2M1, 32, False), "int4 of 128": (INT4, 128, False), "int4 of 32 with zeros": (INT4, 32, True),
-    "int4 of 64": (INT4, 64, False), "int4 of rows with zeros": (INT4, 0, True),
+    "int4 of 64": (INT4, 64, False), "int4 of rows with zeros": (INT4, 0, True), "nvfp4": (E2M1, 16, False),
+    "int8 of 128": (INT8, 128, False), "int8 of rows": (INT8, 0, False),
 }  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -77,7 +79,7 @@ def test_experts_without_gates_are_those_of_the_twin() -> None:
     torch.testing.assert_close(expert_gate_up(x, weight, routing, WIDE, squared), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int4 of 32 with zeros"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4 of 32 with zeros", "int8 of 128"])
 def test_a_row_has_the_same_bits_alone(name: str) -> None:
     experts, rows = 4, 20
     logits, x = rand(1, rows, experts, seed=3).float(), rand(rows, 160)
@@ -92,11 +94,32 @@ def test_a_row_has_the_same_bits_alone(name: str) -> None:
 
 def test_every_number_of_e2m1_has_its_bits() -> None:
     """All numbers in every place of a word, by every power of two that is taken; sums of one product are exact."""
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16).repeat(1, 1, 2, 1)
+    numbers = torch.arange(256, dtype=torch.uint8).view(1, 8, 32).repeat(1, 1, 2)
     exponents = torch.arange(0, 4 * 8, dtype=torch.uint8).view(1, 8, 4) * 4
     exponents[0, 7, 3] = MOST_EXPONENT
-    words, scales = words_of(blocks).transpose(1, 2).contiguous(), scales_of(exponents).transpose(1, 2).contiguous()
-    weight = PackedExperts(words.to(DEVICE), scales.to(DEVICE), E2M1, 32, False, 128)
+    check_bits(PackedWeight(*in_memory(numbers, exponents, 32), E2M1, 32, False, 128))
+
+
+@pytest.mark.parametrize("half", range(2))
+def test_every_scale_of_e4m3_has_its_bits(half: int) -> None:
+    """And the numbers below the normal ones."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(1, 8, 32).repeat(1, 1, 2)
+    scales = torch.arange(64, dtype=torch.uint8).view(1, 8, 8) + 64 * half - half  # 127 is no number
+    words, held = in_memory(numbers, scales, 16)
+    weight = PackedWeight(words, held, E2M1, 16, False, 128, torch.full((1, 8), 256.0, device=DEVICE))
+    of_group = torch.from_numpy(e4m3(scales.numpy())).float()[0].repeat_interleave(16, 1)
+    values = torch.from_numpy(E2M1_VALUES)[torch.stack([numbers & 15, numbers >> 4], -1).flatten(2)[0].long()]
+    assert torch.equal(weight.widened(0).cpu(), values * of_group)
+    check_bits(weight)
+
+
+def in_memory(numbers: torch.Tensor, scales: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words, held = words_of(numbers, group), scales_of(scales, group)
+    return words.transpose(1, 2).contiguous().to(DEVICE), held.transpose(1, 2).contiguous().to(DEVICE)
+
+
+def check_bits(weight: PackedWeight) -> None:
+    """The kernel's weights are the twin's, but for float32's numbers below the normal ones."""
     x = torch.eye(128, device=DEVICE, dtype=DTYPE)
     routing = route_reference(torch.zeros(1, 128, 1, device=DEVICE), TopK(1, 1), 16)
     got = expert_down(x, weight, routing, WIDE, torch.float32)[0].T
@@ -107,17 +130,14 @@ def test_rounding_is_to_the_nearest_number_of_its_groups_power_of_two() -> None:
     line = torch.cat([torch.linspace(-7, 7, 31), torch.tensor([7.0])])
     wide = line * torch.tensor([[1.0], [0.125], [0]])
     wide = torch.cat([wide, torch.full((3, 32), 0.25)], 1)
-    blocks, exponents = quantize(wide)
+    numbers, exponents = quantize(wide)
     assert exponents.tolist()[0] == [127, 123] and exponents.tolist()[1] == [124, 123]
-    words, scales = words_of(blocks[None]).transpose(1, 2), scales_of(exponents[None]).transpose(1, 2)
-    made = PackedExperts(words, scales, E2M1, 32, False, 64).widened(0)
+    padded = torch.nn.functional.pad(exponents, (0, 2))
+    made = PackedWeight(*in_memory(numbers[None], padded[None], 32), E2M1, 32, False, 64).widened(0).cpu()
     steps = torch.where(made.abs() < 2, 0.5, torch.where(made.abs() < 4, 1.0, 2.0)) / 2
     assert ((made - wide)[0].abs() <= steps[0]).all() and torch.equal(made[1, :32] * 8, made[0, :32])
     assert not made[2, :32].any() and (made[:, 32:] == 0.25).all()
-    values = mxfp4(2, 3, 64)[2]
-    found = quantize(values)
-    words = PackedExperts(
-        words_of(found[0]).transpose(1, 2), scales_of(found[1]).transpose(1, 2), E2M1, 32, False, 64
-    )
+    values = e2m1(32, 2, 3, 128)[2]
+    found = PackedWeight(*in_memory(*quantize(values), 32), E2M1, 32, False, 128)
     for expert in range(2):  # what a group can hold it holds, whatever its power of two
-        torch.testing.assert_close(words.widened(expert), values[expert], rtol=0, atol=0)
+        torch.testing.assert_close(found.widened(expert).cpu(), values[expert], rtol=0, atol=0)

@@ -1,6 +1,8 @@
 """Whatever a plan names compiles, for GPUs of every kind, and fits their shared memory; on Hopper, experts
 hardly spill, and multiply by its matrix instructions where tiles are large enough for them. Takes no GPU."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,23 +15,26 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import dense, int4, int4_row
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
-from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.kernels.plan.config import FP8, INT4, PACKED
+from nanovllm.kernels.plan.config import FP8, PACKED
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.layers.packed import FORMATS
 from nanovllm.layers.step import Call
+from nanovllm.model_config import Quantization
 from nanovllm.models.planned import layer_kinds
 from nanovllm.models.registry import read_model_config
 
 KERNELS = select_kernels("cuda")
+GROUPS = {"int4": 128, "mxfp4": 32, "nvfp4": 16, "int8": 128}
 OURS = {"fma", "tile", "roles", "int4", "int4_whole", "stream"}
 
 
@@ -62,20 +67,17 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
     around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n)).around(launch)
     if one.dtype == FP8:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
-    elif one.dtype == INT4:
-        words = empty(-(-one.k // 128), one.n, 32, dtype=torch.int16)
-        weight = int4.Int4Weight(words, empty(len(words), one.n, 2), 128, False, one.k)
-        (int4_row if config.is_skinny else int4).linear(x, weight, config, **around)
+    elif one.dtype in PACKED:
+        (int4_row if config.is_skinny else int4).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
     else:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
 
-def empty_packed(count: int, n: int, k: int) -> PackedExperts:
-    """Experts of gpt-oss in MXFP4, whatever their number; others in int4, in groups of 128."""
-    words = empty(count, -(-k // 128), n, 32, dtype=torch.int16)
-    if k == 2880:
-        return PackedExperts(words, empty(*words.shape[:3], dtype=torch.int32), "e2m1", 32, False, k)
-    return PackedExperts(words, empty(*words.shape[:3], 2), "int4", 128, False, k)
+def empty_packed(method: str, *shape: int) -> PackedWeight:
+    """A weight [..., n, k] in one of PACKED."""
+    *stack, n, k = shape
+    meta = torch.device("meta")
+    return PackedWeight.empty(n, k, GROUPS[method], False, torch.bfloat16, meta, tuple(stack), FORMATS[method][0])
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
@@ -83,7 +85,8 @@ def choose(one: Product, rows: int, launch: Launch) -> None:
     activation."""
     assert one.choice is not None
     (count, top_k, dtype, is_plain), gated = one.choice, launch.gate
-    weight = (empty_fp8 if dtype == FP8 else empty_packed if dtype in PACKED else empty)(count, one.n, one.k)
+    make = partial(empty_packed, dtype) if dtype in PACKED else empty_fp8 if dtype == FP8 else empty
+    weight = make(count, one.n, one.k)
     logits, options = empty(1, rows, count, dtype=torch.float32), TopK(count, top_k)
     activation = ExpertActivation() if is_plain else ExpertActivation(7.0, 1.702)
     biases = (None, None) if is_plain else (empty(count, one.n), empty(count, one.n))
@@ -106,7 +109,11 @@ def compile_plans(
     device, done = Device.named(name), set()
     compile_for(device, of_experts=models == MIXTURES)
     for model in models if quantization is None or models == DENSE else models[:1]:
-        config = read_model_config(EngineConfig(model, load_format="dummy", quantization=quantization))
+        made = quantization if quantization in ("fp8", "int4") else None
+        config = read_model_config(EngineConfig(model, load_format="dummy", quantization=made))
+        if quantization in GROUPS and made is None:
+            how = Quantization(quantization, group=GROUPS[quantization])
+            config = replace(config, layers=tuple(replace(layer, quantization=how) for layer in config.layers))
         rules = Rules(device, world, own_kernels=True, table=shipped_table(device.name))
         kinds, head = layer_kinds(config, rules, "bfloat16")
         planner = Planner(rules)
@@ -139,7 +146,7 @@ def test_a_small_models_plan_compiles(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "fp8", *GROUPS])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_dense_models_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):
@@ -148,7 +155,7 @@ def test_every_dense_models_plan_compiles(device: str, quantization: str | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "fp8", *GROUPS])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_mixtures_plan_compiles(device: str, quantization: str | None) -> None:
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):

@@ -21,7 +21,7 @@ from nanovllm.kernels.step.input import (
     prepare_decode_reference,
 )
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
-from nanovllm.wire.step import HEADER_SIZE, SlotConstants, pack_step
+from nanovllm.wire.step import HEADER_SIZE, SlotConstants, SlotRecord, pack_step
 from tests.kernels.conftest import poison
 
 BLOCK_SIZE = 16
@@ -43,7 +43,7 @@ class Step:
     num_decode: int = 0
     num_sample: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
-    records: list[tuple[int, SlotConstants, int, int]] = field(default_factory=list)
+    records: list[SlotRecord] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
     lines: list[list[int]] = field(default_factory=list)
     places: int = 1
@@ -89,7 +89,8 @@ def random_step(
         step.updates.append((slot, index, rng.randrange(NUM_BLOCKS if num_drafts else 2**31 // BLOCK_SIZE)))
     for slot in rng.sample(range(max_num_seqs), rng.choice([0, 1, max_num_seqs])):
         constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
-        step.records.append((slot, constants, rng.randrange(10**6), rng.randrange(600)))
+        numbers = rng.randrange(10**6), rng.randrange(600), rng.randrange(-1, 5)
+        step.records.append(SlotRecord(slot, constants, *numbers))
     if not num_drafts:
         step.lines = [[rng.randrange(-1, 1000) for _ in step.slots] for _ in range(4)]
         step.lines[3] = [abs(number) for number in step.lines[3]]
@@ -104,7 +105,8 @@ def random_state(
     fewer than num_drafts."""
     ids = torch.randint(num_ids, (NUM_BLOCKS, BLOCK_SIZE), dtype=torch.int32, device=device) if num_drafts else None
     lines = 1000 if max_num_seqs > 8 and not num_drafts else 0
-    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, lines, num_drafts, ids)
+    has_adapters = max_num_seqs != 8
+    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, lines, num_drafts, ids, has_adapters)
     if state.drafts is not None:
         many = torch.randint(num_drafts + 1, (max_num_seqs, 1), device=device)
         drafted = torch.arange(num_drafts, device=device) < many
@@ -138,7 +140,7 @@ def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepB
 
 def prepare_bounds(step: Step, state: DeviceState, rng: random.Random) -> None:
     """Decodes begin where the slot is; with drafts some have fewer places, or none, up to their bound."""
-    computed = {slot: computed for slot, _, _, computed in step.records}
+    computed = {record.slot: record.num_computed for record in step.records}
     for row, slot in enumerate(step.slots[: step.num_decode]):
         begin = computed.get(slot, int(state.num_computed[slot]))
         step.starts[row] = max(0, begin + rng.randint(-1, step.places)) if state.drafts is not None else begin
@@ -198,8 +200,9 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
     apply_deltas_reference(packed, 9, state)
     for slot, index, block in step.updates:
         assert state.block_table[slot, index // WIDTH, index % WIDTH] == block
-    for slot, constants, last, computed in step.records:
+    for slot, constants, last, computed, adapter in step.records:
         assert (state.last_token[slot], state.num_computed[slot]) == (last, computed)
+        assert state.adapters is not None and state.adapters[slot] == adapter
         assert state.temperature[slot] == torch.tensor(constants.temperature) and state.seed[slot] == constants.seed
     out = StepBuffers.allocate(12, 4000, num_tables, "cpu")
     padding = case % 3
@@ -362,3 +365,12 @@ def compile_steps() -> None:
 
 def test_kernels_compile_for_a_gpu() -> None:
     run_alone(compile_steps)
+
+
+def test_tokens_have_the_adapters_of_their_rows() -> None:
+    """Decodes, chunks and padding, also of rows without tokens."""
+    out = StepBuffers.allocate(8, 16, 1, "cpu").narrow(7, 14)
+    out.row_slot.copy_(torch.tensor([4, 0, -1, 2, 3, -1, -1]))
+    out.cu_seqlens_q.copy_(torch.tensor([0, 1, 2, 3, 6, 10, 10, 10]))
+    of_slots = torch.tensor([-1, 9, 5, 6, 7], dtype=torch.int32)
+    assert out.token_adapters(of_slots).tolist() == [7, -1, -1, 5, 5, 5, 6, 6, 6, 6, -1, -1, -1, -1]

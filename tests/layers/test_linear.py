@@ -147,8 +147,9 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
         return dense.split_linear_reference(x, weight, config.split_k)
 
     def fused(
-        x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None, residual: torch.Tensor
-    ) -> torch.Tensor:
+        x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None, residual: torch.Tensor,
+        delta: None,
+    ) -> torch.Tensor:  # fmt: skip
         done.append(config.kernel)
         return skinny.linear_reference(x, weight, residual=residual)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import block_head
 import eagle_head
 import pytest
 from process_checks import MARK, marked_processes, write_tiny_config
@@ -122,7 +123,7 @@ with torch.inference_mode():
 assert launched[0] == launched[1] and len(launched[0]) > 20 and runner.model.layers is layers
 """
 # Decode attention and rope read what prepares a step before they wait: what comes behind a kernel that does so must be
-# an ordinary one, which waits for its end. Of torch's kernels, all of them ordinary, the embedding's is seen.
+# an ordinary one, which waits for its end. Of torch's kernels, all of them ordinary, embeddings and products are seen.
 BEHIND_A_STEPS_PREPARATION = """
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
@@ -130,12 +131,12 @@ from nanovllm.kernels.plan.device import Device
 from nanovllm.wire.step import dummy_step
 Device.has_pdl = True
 launches = []
-class Embeddings(TorchDispatchMode):
+class Ordinary(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is torch.ops.aten.embedding.default:
-            launches.append(("embedding", False))
+        if op in (torch.ops.aten.embedding.default, torch.ops.aten.linear.default, torch.ops.aten.mm.default):
+            launches.append(("ordinary", False))
         return op(*args, **kwargs or {})
-with torch.inference_mode(), launching_nothing(lambda job: None), runner.model.few_layers(), Embeddings():
+with torch.inference_mode(), launching_nothing(lambda job: None), runner.model.few_layers(), Ordinary():
     launch = JITFunction.run
     def run(self, *args, **options):
         name = self.__name__
@@ -179,15 +180,16 @@ HEAD = DRY_RUN.replace('skip_tokenizer_init=True)', '''skip_tokenizer_init=True,
     "read_model_config(config)", "with_drafter(config, read_model_config(config))").replace(
     "StepGraphs(runner.work.run_padded, 72, config.max_num_batched_tokens, None)",
     """StepGraphs(runner.work.run_padded, config.most_places, config.max_num_batched_tokens, None,
-    see=runner.work.see_padded, draft=runner.work.draft_padded, max_drafting=72)""").replace(
+    see=runner.work.see_padded, draft=runner.work.draft_padded, max_drafting=config.most_drafting)""").replace(
     "import torch\n", "import torch\nfrom nanovllm.models.drafters import with_drafter\n") + """
 from nanovllm.startup.dry_run import launching_nothing
 runner.allocate_state(runner.state_memory.size(1))
 assert set(counts) >= {f"_{name}_kernel" for name in "take_draws follow_rows draw_drafts place_drafts".split()}, counts
 """ + BEHIND_A_STEPS_PREPARATION.replace("    step = dummy_step", """        runner.work.see_padded(shape)
-    for rows in (1, 72):
+    for rows in (1, config.most_drafting):
         runner.work.draft_padded(type(shape)(rows, 0))
     step = dummy_step""")  # fmt: skip
+BLOCK_HEAD = HEAD.replace("eagle3", "dspark").replace("MODEL/head", "MODEL/block_head")
 
 
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 4,
@@ -195,6 +197,7 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_ex
 SCRIPTS: dict[str, tuple[str, dict[str, Any]]] = {
     "what a launch looks up is compiled": (ROUND_TRIP, {}), "a dry run meets every kernel of start-up": (DENSE, {}),
     "and of a mixture of experts": (MIXTURE, EXPERTS), "and of a head that drafts": (HEAD, {}),
+    "and of one that drafts blocks": (BLOCK_HEAD, {}),
 }  # fmt: skip
 
 
@@ -206,6 +209,8 @@ def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> N
     shape = {"head_dim": 64, "hidden_size": 512, "num_hidden_layers": 5}
     taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
     eagle_head.save(tmp_path / "model" / "head", {}, hidden_size=512, vocab_size=301, **taps)
+    sizes = {"hidden_size": 512, "vocab_size": 301, "head_dim": 64, "num_target_layers": 5, "mask_token_id": 300}
+    block_head.save(tmp_path / "model" / "block_head", "dspark", {}, **sizes)
     script = script.replace("MODEL", write_tiny_config(tmp_path / "model", **shape, **entries))
     run("-c", script, TRITON_CACHE_DIR=str(tmp_path / "cache"), TRITON_INTERPRET="0")
 

@@ -76,9 +76,8 @@ def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
     """Bytes of one weight of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
     if held is None:
         return element_bytes
-    if held.method == "mxfp4":
-        return 0.5 + 1 / 32
-    return 1.0 if held.method == "fp8" else 0.5 + (4 / min(held.group, 128) if held.group else 0)
+    number, scale = {"fp8": (1.0, 0), "int8": (1.0, 4), "int4": (0.5, 4)}.get(held.method, (0.5, 1))
+    return number + (scale / min(held.group, 128) if held.group else 0)
 
 
 def _is_fp8(held: Quantization | None) -> bool:

@@ -1,4 +1,5 @@
-"""Paged split-KV attention for rows with one query token, over a work list that the device builds itself.
+"""Paged split-KV attention for rows with one query token, over a work list that the device builds itself. Rows of one
+sequence may share a tile's lanes, so that its keys are read once.
 
 A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on
 its neighbours (within a class of batch sizes: see decode_plan.py). The chunks of all rows form one list, long
@@ -32,7 +33,7 @@ _NOTHING = tl.constexpr(NOTHING)
 @triton.jit
 def _attend(q, k, v, state, scale_log2, visible, CAP: tl.constexpr):
     """One tile of online softmax, in units of log2. state: running maximum m [H], running sums [H, BLOCK_N] of each
-    column of the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]. visible bool [1,
+    column of the tiles (added up once a chunk, not once a tile), unnormalised output acc [H, D]. visible bool [H or 1,
     BLOCK_N]."""
     m, sums, acc = state
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -127,42 +128,89 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strid
 
 
 @triton.jit
+def _lanes(LANES: tl.constexpr, G: tl.constexpr, PLACES: tl.constexpr):
+    """Place and query head of each of a tile's lanes [LANES]: a place's G heads lie side by side."""
+    lanes = tl.arange(0, LANES)
+    if PLACES == 1:
+        return 0, lanes
+    else:
+        return lanes // G, lanes % G
+
+
+@triton.jit
+def _has_query(heads, own_end, G: tl.constexpr, PLACES: tl.constexpr):
+    """Mask of the lanes with a query, by their heads or their rows' ends."""
+    return heads < G if PLACES == 1 else own_end > 0
+
+
+@triton.jit
+def _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G: tl.constexpr, D: tl.constexpr,
+                  PLACES: tl.constexpr):
+    """Queries [lanes, D up to a power of two] of a row and those that share its keys; zeros where there is none."""
+    mask = _has_query(heads, own_end, G, PLACES)[:, None] & (dims < D)[None, :]
+    queries = Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :]
+    if PLACES > 1:
+        queries += (place * q_strides[0])[:, None]
+    return tl.load(queries, mask=mask, other=0.0)
+
+
+@triton.jit
+def _visible(n, first, own_end, window, BLOCK_N: tl.constexpr, E4M3: tl.constexpr, WINDOWED: tl.constexpr,
+             PLACES: tl.constexpr):
+    """Mask of the keys of the tile at key n that each lane sees [lanes or 1, BLOCK_N], or with E4M3 its transpose."""
+    if PLACES > 1:
+        own_first = own_end[:, None] - window if WINDOWED else first
+        visible = keys_within(n, own_first, own_end[:, None], BLOCK_N, WINDOWED)
+        return tl.trans(visible) if E4M3 else visible
+    else:
+        visible = keys_within(n, first, own_end, BLOCK_N, WINDOWED)
+        return visible[:, None] if E4M3 else visible[None, :]
+
+
+@triton.jit
 def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
                   G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
-                  FIXED: tl.constexpr):
+                  FIXED: tl.constexpr, PLACES: tl.constexpr, own_end):
     """Stores a chunk's result: where it is its row's only one, the row's."""
     m, sums, acc = state[1] if FIXED else state
     if E4M3:
         sums = tl.trans(sums)
         acc = tl.join(tl.trans(acc[0]), tl.trans(acc[1])).reshape(acc[0].shape[1], 2 * acc[0].shape[0])
     total = tl.max(sums, 1) if FIXED else tl.sum(sums, 1)
-    heads = tl.arange(0, acc.shape[0])
+    place, heads = _lanes(acc.shape[0], G, PLACES)
     dims = tl.arange(0, acc.shape[1])
-    mask = (heads < G)[:, None] & (dims < D)[None, :]
+    is_lane = _has_query(heads, own_end, G, PLACES)
+    mask = is_lane[:, None] & (dims < D)[None, :]
     chunk = chunk_of & 0xFFFF
     if chunk_of >> 16 == 1:
         if SINKS is not None:
-            total += exp_of_sink(SINKS, kv_head * G + heads, heads < G, m)
+            total += exp_of_sink(SINKS, kv_head * G + heads, is_lane, m)
         OUT_HEADS = OUT + row * out_strides[0] + kv_head * G * out_strides[1]
+        if PLACES > 1:
+            OUT_HEADS += (place * out_strides[0])[:, None]
         tl.store(OUT_HEADS + heads[:, None] * out_strides[1] + dims[None, :],
                  (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
     else:
         entries = ((row * HKV + kv_head) * G + heads) * MAX_SPLITS + chunk
+        if PLACES > 1:
+            entries += place * (HKV * G * MAX_SPLITS)
         if FIXED:
-            tl.store(LSE + entries * 2, m, mask=heads < G)
-            tl.store(LSE + entries * 2 + 1, total, mask=heads < G)
+            tl.store(LSE + entries * 2, m, mask=is_lane)
+            tl.store(LSE + entries * 2 + 1, total, mask=is_lane)
         else:
-            tl.store(LSE + entries, m + tl.log2(total), mask=heads < G)
+            if PLACES > 1:  # a query may see none of its chunk's keys
+                total = tl.where(total > 0, total, 1.0)
+            tl.store(LSE + entries, m + tl.log2(total), mask=is_lane)
             acc /= total[:, None]
         tl.store(PARTIAL + entries[:, None] * D + dims[None, :], acc, mask=mask)
 
 
 @triton.jit
 def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr, E4M3: tl.constexpr,
-               FIXED: tl.constexpr):
+               FIXED: tl.constexpr, PLACES: tl.constexpr):
     """The state of a chunk before its first tile: maximum, sums and unnormalised output, as _attend or attend_e4m3 has
     them; FIXED: two such, of the present chunk and of those before (attend_in_order)."""
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_H], float("-inf") if PLACES == 1 else _NOTHING, tl.float32)  # of several, one may see no key
     if FIXED:
         state = (empty(BLOCK_H, DIMS), empty(BLOCK_H, DIMS))
     elif E4M3:
@@ -173,12 +221,13 @@ def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr,
     return state
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE,
                             scale_log2, q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
                             G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                             BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr,
-                            WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr):
+                            WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr, ENDS=None, window=None,
+                            PLACES: tl.constexpr = 1):
     """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or PARTIAL and LSE as merge_chunks_kernel
     takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK int32 [entries, 4] (work_list.py),
     NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and its G query heads. A
@@ -186,7 +235,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
     load_scales); then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
-    fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum.
+    fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum. With PLACES above 1 a
+    tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
 
     With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
     kernel there are ordinary ones (the embedding), so they are complete."""
@@ -194,10 +244,11 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, padded_dims(D))
+    place, heads = _lanes(BLOCK_H, G, PLACES)
+    dims = tl.arange(0, padded_dims(D))
     tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE,
                                                                  BLOCK_N, WINDOWED)
-    state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED)
+    state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
     if PDL:
         if PAGE % BLOCK_N == 0:
             prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
@@ -210,25 +261,25 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         known = None if TMA else keys_within(n, first, end, BLOCK_N, WINDOWED)
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
         v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA)
-        q = tl.load(Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :],
-                    mask=(heads < G)[:, None] & (dims < D)[None, :], other=0.0)
-        visible = keys_within(n, first, end, BLOCK_N, WINDOWED)
+        own_end = tl.load(ENDS + row * PLACES + place, mask=place < PLACES, other=0) if PLACES > 1 else end
+        q = _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
+        visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
             state = attend_e4m3(q, k, v, scales, state, scale_log2, visible, CAP)
         elif FIXED:
             ends = is_last | ends_chunk(n + BLOCK_N)
-            state = attend_in_order(q, k, v, state, scale_log2, visible[None, :], CAP, ends)
+            state = attend_in_order(q, k, v, state, scale_log2, visible, CAP, ends)
         else:
-            state = _attend(q, k, v, state, scale_log2, visible[None, :], CAP)
+            state = _attend(q, k, v, state, scale_log2, visible, CAP)
         if is_last:
             _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D, MAX_SPLITS,
-                          E4M3, FIXED)
+                          E4M3, FIXED, PLACES, own_end)
             if FIXED:
                 state = state[0], empty(BLOCK_H, padded_dims(D))
             else:
-                state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED)
+                state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
         item, n, block, entry, coming = next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride,
                                                   HKV, PAGE, BLOCK_N, WINDOWED)
 
@@ -267,7 +318,7 @@ class DecodeAttention:
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: where they are, `out`
         is rounded by the same kernel, and returned as [num_rows, Hq * D]."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
-        c, splits = plan.config(num_rows), plan.max_splits(plan.config(num_rows))
+        c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
         scales = None
         if kv_scales is not None:
@@ -280,11 +331,13 @@ class DecodeAttention:
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
             block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
-            BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(spec.group_size)), D=spec.head_dim,
+            BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(together * spec.group_size)),
+            D=spec.head_dim,
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
-            enable_fp_fusion=not plan.fixed_order, **pdl_options(q.device))
+            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends,
+            window=spec.window if together > 1 else None, **pdl_options(q.device))
         if most_chunks == 1:
             return out
         row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None

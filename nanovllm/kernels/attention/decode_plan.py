@@ -1,10 +1,11 @@
 """The work list of decode attention, built on the device: which chunks of which rows there are, long ones first."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_entry
+from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_counts, store_entry
 from nanovllm.kernels.base.triton_import import tl, triton
 
 
@@ -80,25 +81,39 @@ def for_heads(table: Tuning, num_kv_heads: int, head_dim: int, **of_wide_heads: 
 
 
 @triton.jit
-def _chunk_size(context_len, MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr):
-    """MIN_CHUNK doubled until MAX_SPLITS chunks cover the row."""
-    chunk = tl.zeros_like(context_len) + MIN_CHUNK
+def _chunk_size(context_len, min_chunk, max_splits, NUM_CLASSES: tl.constexpr):
+    """min_chunk doubled until max_splits chunks cover the row."""
+    chunk = tl.zeros_like(context_len) + min_chunk
     for _ in tl.static_range(NUM_CLASSES - 1):
-        chunk = tl.where(chunk * MAX_SPLITS < context_len, chunk * 2, chunk)
+        chunk = tl.where(chunk * max_splits < context_len, chunk * 2, chunk)
     return chunk
 
 
-@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window"])
+@triton.jit
+def if_few(end, few, this, other):
+    """`this` where at most `few` rows have an `end`, else `other`."""
+    return tl.where(tl.sum(tl.where(end > 0, 1, 0), 0) <= few, this, other)
+
+
+@triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window", "few"])
 def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
-                       TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr):
+                       TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
+                       ENDS=None, few=None, FEW_CHUNK: tl.constexpr = 0, FEW_SPLITS: tl.constexpr = 0,
+                       PLACES: tl.constexpr = 1):
     """The chunks of rows ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as work_list.py has it,
     long ones first, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the chunks of each row. Every program
-    ranks all rows and writes the entries of its own ROWS_PER_PROGRAM."""
-    rows, slot, first, end = lengths_of(ROW_SLOT, CONTEXT_LENS, num_rows, window, ROWS_PADDED)
+    ranks all rows and writes the entries of its own ROWS_PER_PROGRAM. With PLACES above 1: see work_list.py; where at
+    most `few` rows have entries, their chunks are cut by FEW_CHUNK and FEW_SPLITS."""
+    rows, slot, first, end, sharing = lengths_of(ROW_SLOT, CONTEXT_LENS, ENDS, num_rows, window, ROWS_PADDED,
+                                                 ROWS_PER_PROGRAM, PLACES)
+    min_chunk, max_splits = MIN_CHUNK, MAX_SPLITS
+    if PLACES > 1:
+        min_chunk = if_few(end, few, FEW_CHUNK, MIN_CHUNK)
+        max_splits = if_few(end, few, FEW_SPLITS, MAX_SPLITS)
     begin = first // BLOCK_N * BLOCK_N  # chunks begin with tiles
     length = end - begin
-    chunk = _chunk_size(length, MIN_CHUNK, MAX_SPLITS, NUM_CLASSES)
+    chunk = _chunk_size(length, min_chunk, max_splits, NUM_CLASSES)
     num_full = tl.maximum((length + chunk // 2) // chunk - 1, 0)  # the last chunk is half a chunk to one and a half
     tail = length - num_full * chunk
 
@@ -106,10 +121,10 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     first_tail = tl.zeros_like(length)
     placed = tl.sum(tl.zeros_like(length), 0)
     for step in tl.static_range(NUM_CLASSES):
-        here = tl.where(chunk == (MIN_CHUNK << (NUM_CLASSES - 1 - step)), num_full, 0)
+        here = tl.where(chunk == (min_chunk << (NUM_CLASSES - 1 - step)), num_full, 0)
         first_full += tl.where(here > 0, placed + tl.cumsum(here, 0) - here, 0)
         placed += tl.sum(here, 0)
-    longest: tl.constexpr = MIN_CHUNK * 3 // 2  # of a row that is not longer than the splits at MIN_CHUNK allow
+    longest = min_chunk * 3 // 2  # of a row that is not longer than the splits at min_chunk allow
     tail_class = tl.minimum((tail * TAIL_CLASSES + longest - 1) // longest, TAIL_CLASSES)
     for step in tl.static_range(TAIL_CLASSES):
         here = tl.where(tail_class == TAIL_CLASSES - step, 1, 0)
@@ -119,10 +134,10 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
     mine = own_rows(NUM_WORK, rows, num_rows, placed, ROWS_PER_PROGRAM)
     row_and_slot = rows | (slot << 16)
     num_chunks = num_full + tl.where(tail > 0, 1, 0)
-    tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
+    store_counts(NUM_CHUNKS, rows, sharing, num_chunks, mine, PLACES)
     store_entry(WORK, first_tail, row_and_slot, tl.maximum(begin + num_full * chunk, first), end,
                 num_full | (num_chunks << 16), mine & (tail > 0))
-    index = tl.arange(0, MAX_SPLITS)[None, :]
+    index = tl.arange(0, max(MAX_SPLITS, FEW_SPLITS))[None, :]
     full_mask = mine[:, None] & (index < num_full[:, None])
     nothing = tl.zeros_like(index)
     store_entry(WORK, first_full[:, None] + index, row_and_slot[:, None] + nothing,
@@ -138,17 +153,37 @@ class DecodePlan:
     """Whether chunks are added up in one order; see fixed_order.py."""
 
     def __init__(self, num_kv_heads: int, head_dim: int, window: int | None, max_num_seqs: int, max_model_len: int,
-                 device: torch.device, config: DecodeConfig | None = None, fp8: bool = False) -> None:
-        """config: in place of the tuned ones, for all batch sizes."""
+                 device: torch.device, config: DecodeConfig | None = None, fp8: bool = False, places: int = 1,
+                 together: int = 1) -> None:
+        """config: in place of the tuned ones, for all batch sizes. max_num_seqs: rows, of which up to `places` may be
+        tokens of one sequence, and so many of these share its keys."""
         self.window, self.max_num_seqs, self.max_model_len = window, max_num_seqs, max_model_len
+        self.places, self.together = places, together
+        self.why = f"{together} of up to {places} rows of a sequence share its keys"
+        """Report."""
+        if together < places:
+            self.why += ": more lanes would spill registers"
         self._alone = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
         self.tuning = self._alone
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
         self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
         self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.ends = None if together == 1 else torch.zeros(max_num_seqs, together, dtype=torch.int32, device=device)
 
     _tuned = staticmethod(tuning)
+
+    @classmethod
+    def places_together(cls, places: int, group_size: int, head_dim: int, fp8: bool = False) -> int:
+        """Number of a sequence's `places` rows, each of `group_size` heads a key head, that share a tile: as many
+        as fit without spilled registers, in parts of about the same size."""
+        most = max(1, cls._lanes(head_dim, fp8) // group_size)
+        return triton.cdiv(places, triton.cdiv(places, most))
+
+    @staticmethod
+    def _lanes(head_dim: int, fp8: bool) -> int:
+        """Lanes of several rows that a tile has without spilled registers (measured by compiling for 9.0)."""
+        return 16 if fp8 or head_dim > 128 else 32
 
     @property
     def most_partials(self) -> int:
@@ -157,6 +192,15 @@ class DecodePlan:
 
     def config(self, num_rows: int) -> DecodeConfig:
         return next(config for most, config in self.tuning if most is None or num_rows <= most)
+
+    def few(self, num_rows: int) -> int:
+        """Rows with entries of their own, of so many rows, where each sequence has all of its places."""
+        return min(num_rows, triton.cdiv(num_rows, self.places) * triton.cdiv(self.places, self.together))
+
+    def cuts(self, num_rows: int) -> tuple[DecodeConfig, DecodeConfig]:
+        """Configurations of a batch of so many rows, and of one whose rows are of few sequences (its chunks alone)."""
+        own, few = self.config(num_rows), self.config(self.few(num_rows))
+        return own, replace(own, min_chunk=max(few.min_chunk, own.block_n), max_splits=few.max_splits)
 
     def prefer_small_shared_memory(self, wanted: bool) -> None:
         """Lets the class of fewest rows take less than the 48 KB of shared memory above which Triton asks for all that
@@ -168,33 +212,46 @@ class DecodePlan:
 
     def _most_keys(self, config: DecodeConfig, context_len: int) -> int:
         """Bound on the keys of the chunks of a row of up to `context_len` tokens."""
-        return context_len if self.window is None else min(context_len, self.window + config.block_n - 1)
+        if self.window is None:
+            return context_len
+        return min(context_len, self.window + self.together + config.block_n - 2)
 
     def max_splits(self, config: DecodeConfig) -> int:
         """Room for chunks in the buffers, a power of two."""
         chunks = triton.cdiv(self._most_keys(config, self.max_model_len), config.min_chunk)
         return min(config.max_splits, triton.next_power_of_2(chunks))
 
+    def room(self, num_rows: int) -> int:
+        """Room for chunks of a row in the buffers, in a batch of so many rows."""
+        return max(map(self.max_splits, self.cuts(num_rows)))
+
     def most_chunks(self, num_rows: int, max_context_len: int) -> int:
         """Chunks of the row that is cut most, in a batch of so many rows of at most so many tokens."""
-        config = self.config(num_rows)
-        return min(self.max_splits(config), config.most_chunks(self._most_keys(config, max_context_len)))
+        return max(min(self.max_splits(config), config.most_chunks(self._most_keys(config, max_context_len)))
+                   for config in self.cuts(num_rows))
 
     def size_classes(self) -> list[int]:
         """The largest batch of each: they differ by configuration, and their plans by power of two of rows."""
         powers = (16 << n for n in range(self.max_num_seqs.bit_length()))
         limits = {*powers, *(most for most, _ in self.tuning if most)}
+        parts = triton.cdiv(self.places, self.together)
+        limits |= {most // parts * self.places for most, _ in self.tuning if most and most >= parts}
         return sorted({min(most, self.max_num_seqs) for most in limits})
+
+    def _sharing(self, num_rows: int) -> dict[str, Any]:
+        """Arguments of the planning kernels that go with rows that share keys."""
+        return {"ENDS": self.ends, "few": self.few(num_rows), "PLACES": self.together} if self.together > 1 else {}
 
     def make(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
         """Builds the work list of a step from int32 [num_rows] tensors, on the device."""
-        config = self.config(num_rows)
+        config, fine = self.cuts(num_rows)
         splits, num_classes = self.max_splits(config), 1
-        while config.min_chunk * splits << (num_classes - 1) < self._most_keys(config, self.max_model_len):
+        while any(c.min_chunk * self.max_splits(c) << (num_classes - 1) < self._most_keys(c, self.max_model_len)
+                  for c in (config, fine)):
             num_classes += 1
         rows_per_program = 16
         plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
             row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, self.window or UNBOUNDED,
             BLOCK_N=config.block_n, MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes,
             TAIL_CLASSES=12, ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)), ROWS_PER_PROGRAM=rows_per_program,
-            num_warps=4)
+            num_warps=4, FEW_CHUNK=fine.min_chunk, FEW_SPLITS=self.max_splits(fine), **self._sharing(num_rows))

@@ -68,15 +68,15 @@ def _widened_pairs(pairs, DTYPE: tl.constexpr):
 def attend_e4m3(q, k, v_pairs, scales, state, scale_log2, visible, CAP: tl.constexpr):
     """One tile of online softmax, as decode's _attend, keys first: a product of the tensor cores is 16 high and 8 wide,
     and few heads share a key. q [H, D]; k e4m3 [N, D]; v_pairs int16 [N, D / 2]; scales: of load_scales; visible bool
-    [N]. state: running maximum of score + e, m [H]; sums [N, H] of 2 ** (score - m); the even and the odd dimensions
-    [D / 2, H] of the unnormalised output."""
+    [N, H or 1]. state: running maximum of score + e, m [H]; sums [N, H] of 2 ** (score - m); the even and the odd
+    dimensions [D / 2, H] of the unnormalised output."""
     m, sums, acc = state
     even, odd = acc
     scores = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * (key_scales(scales) * scale_log2)[:, None]
     if CAP is not None:
         scores = soft_cap(scores, CAP)
     exponent, inverse, remainder = value_scales(scales)
-    scores = tl.where(visible[:, None], scores + exponent[:, None], float("-inf"))
+    scores = tl.where(visible, scores + exponent[:, None], float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 0))
     p = tl.exp2(scores - m_new[None, :])
     alpha = tl.exp2(m - m_new)[None, :]

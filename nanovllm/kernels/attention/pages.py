@@ -6,7 +6,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 @triton.jit
 def keys_within(start, first, end, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr):
-    """Mask [BLOCK_N] of the keys of the tile at `start` that belong to first .. end."""
+    """Mask [BLOCK_N] of the keys of the tile at `start` that belong to first .. end, which may be [H, 1] each."""
     keys = start + tl.arange(0, BLOCK_N)
     return (keys >= first) & (keys < end) if WINDOWED else keys < end
 

@@ -2,6 +2,10 @@
 
 The work list is int32 [entries, 4]: row | slot << 16, first key, end, index | count << 16 of the row's chunks. An item
 is an entry for one key head. Program p of P takes items p, p + P and so on, and runs the tiles of all in one loop.
+
+Rows next to each other that have the same slot are tokens of one sequence, each of which sees one key more than the
+one before. With PLACES above 1 up to so many of them share entries, which name the first of them: their keys are read
+once. Which rows they are is found on the device, so that a captured graph serves steps with and without drafts.
 """
 
 
@@ -21,13 +25,48 @@ def store_entry(WORK, at, row_and_slot, start, end, chunk_of, mask):
 
 
 @triton.jit
-def lengths_of(ROW_SLOT, CONTEXT_LENS, num_rows, window, ROWS_PADDED: tl.constexpr):
-    """Numbers of a step's rows [ROWS_PADDED], their slots, first keys and ends; padding has no keys."""
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def lengths_of(ROW_SLOT, CONTEXT_LENS, ENDS, num_rows, window, ROWS_PADDED: tl.constexpr,
+               ROWS_PER_PROGRAM: tl.constexpr, PLACES: tl.constexpr):
+    """Numbers of a step's rows [ROWS_PADDED], their slots, first keys and ends; padding has no keys. Of rows that share
+    entries the first has the keys of all, and the others none. Last, how many rows each one's count of chunks is for.
+    Writes ENDS int32 [num_rows, PLACES]: the ends of the rows that share a row's entries, 0 where there is none."""
     rows = tl.arange(0, ROWS_PADDED)
     slot = tl.load(ROW_SLOT + rows, mask=rows < num_rows, other=-1)
     length = tl.load(CONTEXT_LENS + rows, mask=rows < num_rows, other=0)
     end = tl.where(slot >= 0, length, 0)
-    return rows, slot, tl.maximum(end - window, 0), end
+    first_end = end
+    sharing = 1
+    if PLACES > 1:
+        before = tl.load(ROW_SLOT + rows - 1, mask=(rows > 0) & (rows < num_rows), other=-1)
+        begin = tl.associative_scan(tl.where(slot == before, 0, rows), 0, _larger)  # of the rows of this slot
+        shares = (slot >= 0) & ((rows - begin) % PLACES == 0)
+        sharing = tl.where(slot < 0, 1, 0)
+        first_end = tl.where(shares, end, 0)
+        mine = (rows // ROWS_PER_PROGRAM == tl.program_id(0)) & (rows < num_rows)
+        end = first_end
+        for place in tl.static_range(PLACES):
+            there = rows + place < num_rows
+            shares = shares & (tl.load(ROW_SLOT + rows + place, mask=there, other=-1) == slot)
+            own = tl.where(shares, tl.load(CONTEXT_LENS + rows + place, mask=there, other=0), 0)
+            tl.store(ENDS + rows * PLACES + place, own, mask=mine)
+            end = tl.maximum(end, own)
+            sharing += tl.where(shares, 1, 0)
+    return rows, slot, tl.maximum(first_end - window, 0), end, sharing
+
+
+@triton.jit
+def store_counts(NUM_CHUNKS, rows, sharing, num_chunks, mine, PLACES: tl.constexpr):
+    """Writes the number of chunks of each row that is `mine`, and of those that share its entries."""
+    if PLACES == 1:
+        tl.store(NUM_CHUNKS + rows, num_chunks, mask=mine)
+    else:
+        for place in tl.static_range(PLACES):
+            tl.store(NUM_CHUNKS + rows + place, num_chunks, mask=mine & (place < sharing))
 
 
 @triton.jit

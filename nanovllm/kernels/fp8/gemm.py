@@ -14,35 +14,43 @@ from nanovllm.kernels.plan.config import TILE_ROWS, GemmConfig
 
 
 def linear(
-    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, **around: Any
-) -> Tensor | FP8Rows:
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None,
+    **around: Any,
+) -> Tensor | FP8Rows:  # fmt: skip
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "roles" rounds;
-    not by the library. around: norm and residual, which "stream" takes."""
+    not by the library. around: norm and residual, which "stream" takes. delta: as in skinny.linear, added to the first
+    part; not by "roles" and "scaled"."""
     if config.kernel == "stream":
-        return stream.linear(x, weight, config, gated=gated, **around)
+        return stream.linear(x, weight, config, gated=gated, delta=delta, **around)
     if config.kernel == "roles":
+        assert delta is None
         return roles.linear(_rounded(x, weight), weight, config, gated=gated)
     if config.kernel == "tile":
-        return _by_tiles(x, weight, config, gated=gated)
+        return _by_tiles(x, weight, config, gated=gated, delta=delta)
     assert not gated, config
     if config.kernel == "scaled":
+        assert delta is None
         return library_linear(_rounded(x, weight), weight)
     rows = quantize_rows_reference(x, weight.input_scale) if isinstance(x, Tensor) else x
     if config.kernel == "widened":  # slow
-        return widened_products(rows, weight)
+        return widened_products(rows, weight, delta)
     assert config.kernel == "twin", config
-    return linear_reference(rows, weight).to(x.dtype)
+    y = linear_reference(rows, weight)
+    return (y if delta is None else y + delta).to(x.dtype)
 
 
-def _by_tiles(x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool) -> Tensor:
+def _by_tiles(
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool, delta: Tensor | None
+) -> Tensor:
     rows, values = x.shape[0], weight.values
     n_out = values.shape[0] // 2 if gated else values.shape[0]
     assert values.shape[1] == x.shape[1] and values.is_contiguous(), (values.shape, x.shape)
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, values.device)
     operand, scales, _ = _rounded(x, weight)
     x_left = config.block_n < 64 or config.block_m >= 128
-    return tile.multiply_rows(operand, scales, weight, config, out, gated=gated, x_left=x_left, pdl=rows <= TILE_ROWS)
+    pdl = rows <= TILE_ROWS
+    return tile.multiply_rows(operand, scales, weight, config, out, gated=gated, x_left=x_left, pdl=pdl, delta=delta)
 
 
 def _rounded(x: Tensor | FP8Rows, weight: FP8Weight) -> FP8Rows:

@@ -69,9 +69,9 @@ def quantize_rows_reference(x: Tensor, input_scale: Tensor | None = None) -> FP8
     return FP8Rows(values.contiguous(), scale[..., 0].contiguous(), x.dtype)
 
 
-def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
+def widened_products(x: FP8Rows, weight: FP8Weight, delta: Tensor | None = None) -> Tensor:
     """x @ weight^T on a GPU that cannot multiply e4m3: widened, which is exact, and multiplied by the library. x [T, K]
-    -> [T, N]."""
+    -> [T, N]. delta float32 [T, N]: added to it before it is rounded."""
     total = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float32, device=weight.values.device)
     n = weight.values.shape[0]
     pairs = zip(x.values.half().split(GROUP, 1), weight.values.half().split(GROUP, 1), strict=True)
@@ -84,7 +84,8 @@ def widened_products(x: FP8Rows, weight: FP8Weight) -> Tensor:
         if weight.in_blocks:
             factor = factor * weight.scale[:, group].repeat_interleave(weight.rows_each)[:n]
         total.addcmul_(products, factor)
-    return (total if weight.in_blocks else total * weight.scale[:, 0]).to(x.dtype)
+    total = total if weight.in_blocks else total * weight.scale[:, 0]
+    return (total if delta is None else total + delta).to(x.dtype)
 
 
 def linear_reference(x: FP8Rows, weight: FP8Weight) -> Tensor:

@@ -14,26 +14,45 @@ from nanovllm.kernels.gemm import fixed_order, skinny, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
+_MINUS_ZERO = -(1 << 31)
+"""The bits of -0.0, as int32."""
+
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, norm: Norm | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
-    * up, [M, N / 2]; not by the library. norm, residual: as in skinny.linear, by kernels for few rows alone."""
+    * up, [M, N / 2]; not by the library. norm, residual: as in skinny.linear, by kernels for few rows alone.
+    delta: as there, added to the first part."""
     if config.is_skinny:
         few = stream if config.kernel == "stream" else skinny
-        return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual)
+        return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
     assert norm is residual is None, config
     if config.kernel == "tile":
-        return tile.linear(x, weight, config, gated=gated)
+        return tile.linear(x, weight, config, gated=gated, delta=delta)
     if config.kernel == "blocks":
-        return fixed_order.linear_in_blocks(x, weight, config)
+        return fixed_order.linear_in_blocks(x, weight, config, delta)
     if config.kernel == "split":
-        return split_linear(x, weight, config)
+        parts = split_linear(x, weight, config)
+        if delta is not None:
+            parts[0].add_(delta)
+        return parts
     assert config.kernel == "library" and not gated, config
-    return F.linear(x, weight)
+    return F.linear(x, weight) if delta is None else library_linear(x, weight, delta)
+
+
+def library_linear(x: Tensor, weight: Tensor, delta: Tensor) -> Tensor:
+    """x [M, K] @ weight [N, K]^T + delta float32 [M, N], rounded once, by the library. Rows whose delta is -0.0 have
+    the bits of F.linear."""
+    if x.is_cuda:  # as the product alone, but that its float32 sums begin with delta, rounded
+        return torch.addmm(delta.to(x.dtype), x, weight.t())
+    y = F.linear(x, weight)
+    if x.dtype == torch.float32:
+        return y.add_(delta)
+    wide = F.linear(x.float(), weight.float()).add_(delta).to(x.dtype)
+    return torch.where(delta.view(torch.int32).amax(1, keepdim=True) == _MINUS_ZERO, y, wide)
 
 
 def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:

@@ -37,6 +37,14 @@ def normalise(x, gain, scale):
 
 
 @triton.jit
+def add_delta(y, DELTA, row, w_row, live, n):
+    """y float32, a sum of each (row, w_row), and what adapters add to it: DELTA float32 [rows, n], or None."""
+    if DELTA is not None:
+        y += tl.load(DELTA + row * n + w_row, mask=live, other=0.0)
+    return y
+
+
+@triton.jit
 def store_tile(y, residual, lane, row, out_ptr, rows, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
     """Epilogue on y float32 [A, B]: SiLU(gate) * up where PAIRED, plus the residual, one rounding to the dtype of out.
 

@@ -53,9 +53,9 @@ def _set(library: Any, bfloat16: Any, float16: Any) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = float16
 
 
-def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig, delta: Tensor | None = None) -> Tensor:
     """x [M, K] @ weight [N, K]^T -> [M, N] in x's dtype; with config.split_k > 1 [split_k, M, N], sums over parts of K.
-    """
+    delta float32 [M, N]: added to the first sum before it is rounded."""
     rows, n, dtype, count = x.shape[0], weight.shape[0], x.dtype, config.split_k
     more = -x.shape[1] % 8  # zeros: the library sums rows that begin at odd places in orders of their own
     x = torch.nn.functional.pad(x.float(), (0, more, 0, ROWS if rows == 0 else -rows % ROWS))
@@ -67,5 +67,7 @@ def linear_in_blocks(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
         blocks = [torch.bmm(own.expand(len(columns), -1, -1), columns)
                   for own in x_part.contiguous().view(-1, ROWS, k // count)]  # fmt: skip
         parts.append(torch.stack(blocks).transpose(1, 2).reshape(x.shape[0], -1)[:rows, :n])
+    if delta is not None:
+        parts[0] = parts[0] + delta
     sums = torch.stack(parts).to(dtype)
     return sums if count > 1 else sums[0]

@@ -16,8 +16,8 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
-from nanovllm.kernels.gemm.int4 import Int4Weight, check_fits
-from nanovllm.kernels.gemm.int4_kernel import SPAN, WORDS, unpacked
+from nanovllm.kernels.gemm.int4 import PackedWeight, check_fits
+from nanovllm.kernels.gemm.unpack import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import INT4, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -143,14 +143,15 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
 
 @gluon.jit
 def int4_row_kernel(
-    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, n, n_out, eps,
+    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, DELTA, n, n_out, eps,
     K: gl.constexpr, X_STEPS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (groups of TILES tiles of weight rows); x [K], weights and groups as in int4_gemm_kernel, out [n_out].
     X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
     on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr:
-    None, or [n_out], which is added before the sum is rounded; it may be out."""
+    None, or [n_out], which is added before the sum is rounded; it may be out. DELTA: None, or float32 [n], which is
+    added to the product before anything else."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
@@ -186,7 +187,7 @@ def int4_row_kernel(
         async_copy.commit_group()
         slot = step % (AHEAD + 1)
         accs = _multiply_add(accs, words.index(slot), pairs.index(slot), shared.index(step), dtype, HAS_ZEROS, MMA)
-    _finish(accs, bases, out_ptr, first, n_out, dtype, PAIRED, SUMS)
+    _finish(accs, bases, out_ptr, DELTA, first, n_out, dtype, PAIRED, SUMS)
 
 
 @gluon.jit
@@ -208,7 +209,9 @@ def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr, SUMS: gl.constexpr):
+def _finish(
+    accs, bases, out_ptr, DELTA, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr, SUMS: gl.constexpr
+):  # fmt: skip
     """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, and stores what becomes of them. SUMS: a layout in
     which one thread has all that it adds up: a reduction over warps as Triton does it costs as much as the products."""
     ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -217,7 +220,11 @@ def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.
     for tile in gl.static_range(len(accs)):
         buffers = buffers + (gl.allocate_shared_memory(gl.float32, [WARPS, M, N], ROW_ORDER, accs[tile]),)
     for tile in gl.static_range(len(accs)):
-        sums = sums + (gl.sum(buffers[tile].slice(0, 1, dim=2).load(SUMS), axis=0),)
+        y = gl.sum(buffers[tile].slice(0, 1, dim=2).load(SUMS), axis=0)
+        if DELTA is not None:
+            at, live = _places(first, tile // 2 if PAIRED else tile, n_out, SUMS)
+            y += gl.load(DELTA + at + (tile % 2 * n_out if PAIRED else 0), mask=live, other=0.0)
+        sums = sums + (y,)
     for tile in gl.static_range(len(accs) // 2 if PAIRED else len(accs)):
         at, live = _places(first, tile, n_out, SUMS)
         if PAIRED:
@@ -230,20 +237,21 @@ def _finish(accs, bases, out_ptr, first, n_out, dtype: gl.constexpr, PAIRED: gl.
 
 
 def linear(
-    x: Tensor, weight: Int4Weight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None,
+    x: Tensor, weight: PackedWeight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
+    residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [1, k] @ weight^T -> [1, n]; norm, gated and residual as in skinny.linear, but that the product is rounded
-    before the activation."""
+    """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in skinny.linear, but that the product is
+    rounded before the activation."""
     check_fits(x, weight)
     n_out, k = checked_width(config, x.shape, (weight.n, weight.k), residual, gated=gated, dtype=INT4), weight.k
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
     int4_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.groups, norm and norm.weight, out, residual, weight.n, n_out, norm.eps if norm else 0.0,
-        K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16, WARPS=config.num_warps,
-        AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0,
-        PAIRED=gated, num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),
+        x, weight.words, weight.scales, norm and norm.weight, out, residual, delta, weight.n, n_out,
+        norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
+        WARPS=config.num_warps, AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros,
+        EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
+        maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN, checked_width, normalise, store_tile, weight_rows
+from nanovllm.kernels.gemm.epilogue import (
+    LANE_SPAN,
+    add_delta,
+    checked_width,
+    normalise,
+    store_tile,
+    weight_rows,
+)
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -93,13 +100,13 @@ def _load_residual(res_ptr, row, rows, col, n_out):
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def skinny_fma_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, DELTA, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr: None where there is no such thing. EVEN_K: the
-    STEPS tile K exactly."""
+    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr, DELTA (see add_delta): None where there is no
+    such thing. EVEN_K: the STEPS tile K exactly."""
     NORM: tl.constexpr = norm_ptr is not None
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid = tl.program_id(0)
@@ -148,18 +155,20 @@ def skinny_fma_kernel(
     OUT_WIDTH: tl.constexpr = PER_WARP // 2 if PAIRED else PER_WARP
     out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
     for row in tl.static_range(ROWS):
-        y = tl.sum(accs[row], axis=2)
+        n = n_out * 2 if PAIRED else n_out
+        y = add_delta(tl.sum(accs[row], axis=2), DELTA, row, w_rows, w_live & (row < rows), n)
         store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
 
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None, out_dtype: torch.dtype | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
-    residual [M, N]: the product is added to it in place, rounded once, and it is returned.
+    residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta float32 [M, rows of
+    the weight]: added to the product before anything else.
     """
     (rows, k), n = x.shape, weight.shape[0]
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)
@@ -168,8 +177,8 @@ def linear(
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     steps = triton.cdiv(k, config.block_k)
     skinny_fma_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, norm and norm.weight, out, residual, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0, K=k,
-        ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
+        x, weight, norm and norm.weight, out, residual, delta, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0,
+        K=k, ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, CHUNKS=config.block_k // LANE_SPAN.value,
         STEPS=steps, PRELOAD=min(config.stages, steps), EVEN_K=k == steps * config.block_k,
         EVEN_N=n % config.block_n == 0, PAIRED=gated, WARPS=config.num_warps, num_warps=config.num_warps,
         maxnreg=config.max_registers or None, **pdl_options(x.device),
@@ -178,11 +187,13 @@ def linear(
 
 
 def linear_reference(
-    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain twin of `linear`; like the kernels it rounds after the norm, and the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x if norm is None else norm_reference(x, norm)).to(wide) @ weight.to(wide).T
+    y = y if delta is None else y + delta
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up

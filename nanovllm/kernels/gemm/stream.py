@@ -14,7 +14,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
-from nanovllm.kernels.gemm.epilogue import checked_width
+from nanovllm.kernels.gemm.epilogue import add_delta, checked_width
 from nanovllm.kernels.gemm.stream_operands import (
     add_halves,
     block_scales,
@@ -33,7 +33,7 @@ from nanovllm.kernels.pointwise.norm import Norm
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def stream_kernel(
-    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, scale_stride, n_out, groups, eps, rows,
+    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, DELTA, scale_stride, n_out, groups, eps, rows,
     K: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, AHEAD: tl.constexpr,
     ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
@@ -43,7 +43,7 @@ def stream_kernel(
     GATED: weights are [2 n_out, K], and a program has 16 gates and the ups that belong to them. Where IN_BLOCKS, 16
     divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH, groups]. WARPS: groups of columns in a
     step, one or two a warp. PRELOAD: steps of weights in flight; AHEAD: 8 columns of x. res_ptr: None, or [rows, n_out]
-    to be added."""
+    to be added. DELTA: see add_delta."""
     HALF: tl.constexpr = 64 if SCALE is not None else 32
     SPAN: tl.constexpr = WARPS * 2 * HALF
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -86,7 +86,7 @@ def stream_kernel(
             loaded = loaded + (x,)
             both = both + (both_scales(x, scales, step // EACH + AHEAD, HALVES, IN_BLOCKS),)
 
-    y = _result(accs, residual, SCALE, col, n_out, out_ptr.dtype.element_ty, IN_BLOCKS, ROWS)
+    y = _result(accs, residual, SCALE, DELTA, col, rows, n_out, out_ptr.dtype.element_ty, IN_BLOCKS, ROWS)
     at, live = _places(col, rows, n_out, ROWS)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -102,21 +102,30 @@ def _places(col, rows, n_out, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, SCALE, rows_of_w, n_end, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """`finish`, times the scales of the weights' rows."""
+def _finish(
+    acc, SCALE, DELTA, rows_of_w, n_end, rows, n, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """`finish`, times the scales of the weights' rows, and DELTA [rows, n]."""
     y = finish(acc, ROWS)
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(rows_of_w, n_end - 1))
         y *= scale if ROWS == 1 else scale[:, None]
-    return y
+    if ROWS == 1:
+        return add_delta(y, DELTA, 0, rows_of_w, rows_of_w < n_end, n)
+    else:
+        row = tl.arange(0, ROWS)[None, :]
+        return add_delta(y, DELTA, row, rows_of_w[:, None], (row < rows) & (rows_of_w < n_end)[:, None], n)
 
 
 @triton.jit
-def _result(accs, residual, SCALE, col, n_out, dtype: tl.constexpr, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+def _result(
+    accs, residual, SCALE, DELTA, col, rows, n_out, dtype: tl.constexpr, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     """Finished sums of a tile, activated if there are those of ups too, plus the residual, if any: float32."""
-    y = _finish(accs[0], SCALE, col, n_out, IN_BLOCKS, ROWS)
+    n = n_out * len(accs)
+    y = _finish(accs[0], SCALE, DELTA, col, n_out, rows, n, IN_BLOCKS, ROWS)
     if len(accs) > 1:
-        y = silu_mul(y, _finish(accs[1], SCALE, n_out + col, 2 * n_out, IN_BLOCKS, ROWS), dtype)
+        y = silu_mul(y, _finish(accs[1], SCALE, DELTA, n_out + col, 2 * n_out, rows, n, IN_BLOCKS, ROWS), dtype)
     if residual is not None:
         if SCALE is not None:
             y = y.to(dtype).to(tl.float32)
@@ -126,11 +135,11 @@ def _result(accs, residual, SCALE, col, n_out, dtype: tl.constexpr, IN_BLOCKS: t
 
 def linear(
     x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
-    gated: bool = False, residual: Tensor | None = None,
+    gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated
-    and residual as in skinny.linear, but that the product is rounded before the activation, and in e4m3 before it is
-    added."""
+    """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated,
+    residual and delta as in skinny.linear, but that the product is rounded before the activation, and in e4m3 before it
+    is added."""
     (rows, k), values, dtype = tuple(x.shape), values_of(weight), x.dtype
     shapes, type_name = (x.shape, values.shape), FP8 if isinstance(weight, FP8Weight) else "bfloat16"
     n_out = checked_width(config, *shapes, residual, gated=gated, norms=norm is not None, dtype=type_name)
@@ -155,7 +164,7 @@ def linear(
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     stream_kernel[(triton.cdiv(n_out, 16),)](
-        x, x_scale, gain, values, scale, out, residual, scale_stride=stride, n_out=n_out,
+        x, x_scale, gain, values, scale, out, residual, delta, scale_stride=stride, n_out=n_out,
         groups=0 if scale is None else scale.shape[1], eps=eps, rows=rows, K=k, ROWS=block_rows, STEPS=steps,
         PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
         EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=per_warp * config.num_warps, num_warps=config.num_warps,

@@ -24,6 +24,7 @@ from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
+from nanovllm.kernels.gemm.epilogue import add_delta
 from nanovllm.kernels.plan.config import GemmConfig
 
 PREFETCH_BYTES = 64 << 10
@@ -154,10 +155,11 @@ def _add_products(
 
 @triton.jit
 def _finish(
-    acc, SCALE, BIAS, base, first, end, first_col, n_out, BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr,
-    X_LEFT: tl.constexpr,
+    acc, SCALE, BIAS, DELTA, base, first, end, first_col, n_out, row, rows, n, BLOCK_N: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns."""
+    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows,
+    n]: see add_delta; of several splits the first adds it."""
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
         acc *= scale[None, :] if X_LEFT else scale[:, None]
@@ -165,6 +167,11 @@ def _finish(
         col = first_col + tl.arange(0, BLOCK_N)
         bias = tl.load(BIAS + base + col, mask=col < n_out, other=0.0).to(tl.float32)
         acc += bias[None, :] if X_LEFT else bias[:, None]
+    if DELTA is not None:  # noqa: SIM102 (a constant)
+        if tl.program_id(2) == 0:
+            w_row = first + tl.arange(0, BLOCK_N)
+            at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
+            acc = add_delta(acc, DELTA, at.to(tl.int64), w_row, (at < rows) & (w_row < end), n)
     return acc
 
 
@@ -172,13 +179,17 @@ def _finish(
 def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
+    DELTA=None, row=None, rows=None,
 ):  # fmt: skip
     """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
-    for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs."""
-    acc = _finish(accs[0], SCALE, BIAS, base, first_col, n_out, first_col, n_out, BLOCK_N, IN_BLOCKS, X_LEFT)
+    for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs. DELTA: see
+    _finish."""
+    n = n_out * len(accs)
+    acc = _finish(accs[0], SCALE, BIAS, DELTA, base, first_col, n_out, first_col, n_out, row, rows, n, BLOCK_N,
+                  IN_BLOCKS, X_LEFT)  # fmt: skip
     if len(accs) > 1:
-        up = _finish(accs[1], SCALE, BIAS, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, BLOCK_N,
-                     IN_BLOCKS, X_LEFT)  # fmt: skip
+        up = _finish(accs[1], SCALE, BIAS, DELTA, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, row,
+                     rows, n, BLOCK_N, IN_BLOCKS, X_LEFT)  # fmt: skip
         if ALPHA is None:
             acc = gelu_mul(acc, up, dtype)
         elif LIMIT is None:
@@ -228,15 +239,16 @@ def store_by_choice(
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def tile_kernel(
-    X, X_SCALE, W, w_ptr, SCALE, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups, scale_rows,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr,
-    IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
+    scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
+    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr,
+    EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
-    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
+    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split. DELTA:
+    see add_delta.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
@@ -279,7 +291,7 @@ def tile_kernel(
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT, GATED and not PAIRED)  # fmt: skip
+                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, row, rows)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
@@ -287,10 +299,13 @@ def tile_kernel(
         store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
 
 
-def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None
+) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
-    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts."""
+    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts. delta: as in
+    skinny.linear, added to the first part."""
     rows, k = x.shape
     n_out = weight.shape[0] // 2 if gated else weight.shape[0]
     assert config.split_k == 1 or not gated, config
@@ -300,12 +315,12 @@ def linear(x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     part_dtype = x.dtype if config.round_sums else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
-    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64)
+    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64, delta=delta)
 
 
 def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
-    x_left: bool, pdl: bool = True,
+    x_left: bool, pdl: bool = True, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K], in e4m3 with x_scale float32 [T, groups],
     and weight [n_out, K], gated [2 n_out, K]."""
@@ -320,13 +335,13 @@ def multiply_rows(
     constants: dict[str, Any] = {
         "GATED": gated, "X_LEFT": x_left, "PARTS": config.split_k > 1, "PREFETCH": prefetch, **pdl_options(device, pdl),
     }  # fmt: skip
-    launch(grid, operand, x_scale, weight, config, out, rows, span=span, **constants)
+    launch(grid, operand, x_scale, weight, config, out, rows, span=span, delta=delta, **constants)
     return out
 
 
 def launch(
     grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
-    rows: int, *, span: int, bias: Tensor | None = None, top_k: int = 0,
+    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
@@ -346,7 +361,7 @@ def launch(
     else:
         constants |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
     tile_kernel[grid](
-        x, x_scale, described, of_rows, scale, bias, *routing, out, rows, stride, n_out, k, groups, scale_rows,
+        x, x_scale, described, of_rows, scale, bias, delta, *routing, out, rows, stride, n_out, k, groups, scale_rows,
         TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
         EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,

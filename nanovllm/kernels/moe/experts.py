@@ -20,8 +20,8 @@ from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm import tile
+from nanovllm.kernels.gemm.int4 import PackedWeight
 from nanovllm.kernels.moe import packed
-from nanovllm.kernels.moe.packed import PackedExperts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -30,7 +30,7 @@ PREFETCH_BYTES = 32 << 10
 """Bytes of a program's weights to bring into L2 while the kernel before still runs."""
 
 
-ExpertWeight = Tensor | FP8Weight | PackedExperts
+ExpertWeight = Tensor | FP8Weight | PackedWeight
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ExpertActivation:
 
 
 def _rows_of(weight: ExpertWeight) -> int:
-    return weight.n if isinstance(weight, PackedExperts) else values_of(weight).shape[1]
+    return weight.n if isinstance(weight, PackedWeight) else values_of(weight).shape[1]
 
 
 def expert_gate_up(
@@ -73,7 +73,7 @@ def _launch(
     gated: bool, activation: ExpertActivation,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
-    if isinstance(weight, PackedExperts):
+    if isinstance(weight, PackedWeight):
         limits = (activation.alpha, activation.limit)
         return packed.multiply(x, weight, routing, config, bias, out, gated, limits)
     values, x_scale = values_of(weight), None
@@ -88,7 +88,7 @@ def _launch(
     x_left = config.block_m > 32 or config.block_n < 64  # a weight tile on the left has 64 rows at least
     tile.launch(
         (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0]), x, x_scale, weight, config, out,
-        routing.num_tokens, span=span, bias=bias, routing=(routing.tiles, routing.order, routing.weights),
+        routing.num_tokens, span=span, bias=bias, delta=None, routing=(routing.tiles, routing.order, routing.weights),
         top_k=routing.top_k, activation=(activation.alpha, activation.limit), tma=tma, GATED=gated,
         X_LEFT=x_left, PARTS=False,
         PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), **pdl_options(x.device),
@@ -107,7 +107,7 @@ def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
 
 def _products(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
     """x times the weights of one expert, in float32."""
-    if isinstance(weight, PackedExperts):
+    if isinstance(weight, PackedWeight):
         return x.float() @ weight.widened(expert).T
     if isinstance(weight, Tensor):
         return x.float() @ weight[expert].float().T

@@ -21,13 +21,14 @@ ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Dtypes that are not quantised, by torch's names, and their bytes."""
 WIDE = tuple(ITEM_SIZES)
 FP8 = "float8_e4m3fn"
-INT4, MXFP4 = "int4", "mxfp4"
-PACKED = (INT4, MXFP4)
-"""Dtypes, in this table, of weights of 4 bits: gemm/int4.py, and of experts moe/packed.py."""
+INT4, MXFP4, NVFP4, INT8 = "int4", "mxfp4", "nvfp4", "int8"
+PACKED = (INT4, MXFP4, NVFP4, INT8)
+"""Dtypes, in this table, of weights of 4 and 8 bits that are widened in registers: gemm/int4.py, of experts
+moe/packed.py."""
 
 ANY_ROWS = 1 << 40
 SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512
-"""Maximum rows of the kernels "fma", "stream", "tile", "int4": more go to the library, by widened weights of 4 bits."""
+"""Maximum rows of the kernels "fma", "stream", "tile", "int4": more go to the library, by weights that were widened."""
 
 
 class Traits(NamedTuple):
@@ -38,14 +39,14 @@ class Traits(NamedTuple):
 
 
 KERNELS: dict[Kernel, Traits] = {
-    "library": Traits((*WIDE, FP8, INT4)),  # cuBLAS, or what stands for it with such weights
+    "library": Traits((*WIDE, FP8, *PACKED)),  # cuBLAS, or what stands for it with such weights
     "split": Traits(),  # cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer
     "fma": Traits(WIDE, SKINNY_ROWS),  # gemm/skinny.py
     "stream": Traits(("bfloat16", "float16", FP8, INT4), STREAM_ROWS),  # gemm/stream.py; one row by int4: int4_row.py
     "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
     "roles": Traits((FP8,)),  # gemm/roles.py; it hands on sums over parts too
-    "int4": Traits((INT4,), INT4_ROWS),  # gemm/int4.py; it hands on sums over parts too
-    "int4_whole": Traits((INT4,), INT4_ROWS),  # int4.py, with the parts added up inside
+    "int4": Traits(PACKED, INT4_ROWS),  # gemm/int4.py; it hands on sums over parts too
+    "int4_whole": Traits(PACKED, INT4_ROWS),  # int4.py, with the parts added up inside
 }
 """Kernels that a table may name. Plans have others for "library" where it cannot multiply. "scaled": cuBLAS over groups
 of e4m3 with their scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of

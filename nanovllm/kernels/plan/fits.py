@@ -1,6 +1,6 @@
 """Whether a kernel can multiply by a weight, and why not. No torch."""
 
-from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, LIBRARY, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, LIBRARY, PACKED, SHARED_BYTES, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.product import Product
 
@@ -22,6 +22,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
         if product.scale_rows is not None and (product.scale_rows % 16 or product.n % whole):
             return f"{product.n} weight rows, {product.scale_rows} of which share scales, are no whole 16s that do"
     if config.kernel == "roles":
+        if product.is_adapted:
+            return "it adds nothing that adapters do"
         if not device.has_roles:
             return f"kernels with roles run on compute capability 9.0, not {device.capability}"
         if product.scale_rows is not None and product.scale_rows % config.block_n:
@@ -48,7 +50,7 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
         return f"max_registers={config.max_registers}: must be 0, or 32 to 255 of a thread of fma or stream"
     if gemm.dtype not in KERNELS[kernel].dtypes:
         return f"{kernel!r} does not multiply by weights of {gemm.dtype}"
-    multiple = 16 if gemm.dtype == FP8 else 1 if gemm.dtype == INT4 or kernel == "split" else 8
+    multiple = 16 if gemm.dtype == FP8 else 1 if gemm.dtype in PACKED or kernel == "split" else 8
     if k % multiple:
         return f"K={k}: must be a multiple of {multiple} for weights of {gemm.dtype}"
     if config.parts > 1 and gemm.kind not in SUMMED:
@@ -68,7 +70,7 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
             return "it takes no parts of K"
         too_few = paired and config.block_n < 2 * config.num_warps
         return "a warp has one weight row; gate and up need two" if too_few else ""
-    if config.split_k > -(-k // (128 if gemm.dtype == INT4 else config.block_k)):
+    if config.split_k > -(-k // (128 if gemm.dtype in PACKED else config.block_k)):
         return f"split_k={config.split_k} leaves a part without columns, K={k}"
     if kernel in ("tile", "roles") and not tma:
         return "the device has no tensor copy engine"

@@ -22,6 +22,7 @@ from nanovllm.kernels.plan.config import (
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
+    PACKED,
     STREAM_ROWS,
     TILE_ROWS,
     Choices,
@@ -143,13 +144,13 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     if product.dtype == FP8:
         norm &= not residual and rounds_inside(rows, product.k, product.has_static_inputs)
     takes_e4m3 = device.has_tma or not device.is_cuda
-    rounded = product.dtype == FP8 and not product.has_static_inputs and takes_e4m3
+    rounded = product.dtype == FP8 and not product.has_static_inputs and takes_e4m3 and not product.is_adapted
     if around.before in ("rms", "norm"):
         # One row's product over several ranks rounds it in less time than the kernel of the sum.
         rounded &= not norm and (rows > 1 or rules.world == 1)
     else:
         rounded &= around.before == "attention" and config.kernel == "stream"
-    rounds = around.rounds and takes_e4m3 and (not gate or config.kernel == "roles")
+    rounds = around.rounds and takes_e4m3 and (not gate or config.kernel == "roles") and not product.is_adapted
     is_early = config.is_our_kernel and rules.exact_bits is None
     merge_first = around.is_behind_attention and config.is_skinny and merges_before(rows, product.num_bytes)
     if config == LIBRARY:
@@ -183,8 +184,9 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
 
 def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     """Kernel of a rule that goes before the nearest shape, if there is one."""
-    if gemm.dtype == INT4:
-        return int4_row_config(gemm) if rows == 1 else int4_config(gemm, rows, device.processors)
+    if gemm.dtype in PACKED:
+        is_row = rows == 1 and gemm.dtype == INT4
+        return int4_row_config(gemm) if is_row else int4_config(gemm, rows, device.processors)
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 
@@ -198,8 +200,9 @@ def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
         # cuBLAS asks for sizes of whole 16 bytes, and for such lines of blocks' scales
         fits = product.n % 16 == 0 and product.k % 16 == 0
         fits &= product.scale_rows != 128 or -(-product.k // 128) % 4 == 0
+        fits &= not product.is_adapted
         return GemmConfig("scaled") if fits and device.scaled_library else FP8_MANY_ROWS
-    if product.dtype == INT4:
+    if product.dtype in PACKED:
         if device.is_cuda and rows <= INT4_ROWS:
             return int4_config(product.gemm(1)._replace(kind=""), rows, device.processors)
         return GemmConfig("widened")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nanovllm.kernels.plan.config import FP8, INT4, ITEM_SIZES, KINDS, MXFP4, Gemm
+from nanovllm.kernels.plan.config import FP8, INT4, INT8, ITEM_SIZES, KINDS, MXFP4, NVFP4, Gemm
 
 
 class Around(NamedTuple):
@@ -73,7 +73,7 @@ class Product:
     """Weight rows, of gate and up both."""
     k: int
     dtype: str
-    """Dtype of the weight, by torch's name or INT4."""
+    """Dtype of the weight, by torch's name or one of PACKED."""
     x_dtype: str = "bfloat16"
     around: Around = ANYTHING
     has_bias: bool = False
@@ -84,6 +84,8 @@ class Product:
     """The checkpoint has a scale for all rows of x, which a kernel before does not know."""
     choice: Choice | None = None
     """Experts, of which each has a weight [n, k]; of their router too."""
+    is_adapted: bool = False
+    """Adapters of rows add to it, so that rows come unrounded."""
 
     @property
     def kind(self) -> str:
@@ -106,6 +108,11 @@ class Product:
         return replace(self, around=self.around.apart)
 
     @property
+    def adapted(self) -> "Product":
+        """Product like this one in steps where rows have adapters."""
+        return replace(self, is_adapted=True)
+
+    @property
     def num_weights(self) -> int:
         """Weights that a token is multiplied by: of experts, those that it chose."""
         return self.n * self.k * (self.choice.top_k if self.choice is not None and self.is_of_experts else 1)
@@ -113,4 +120,5 @@ class Product:
     @property
     def num_bytes(self) -> int:
         """Bytes of one weight [n, k]."""
-        return self.n * self.k * {FP8: 2, INT4: 1, MXFP4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8)) // 2
+        halves = {FP8: 2, INT8: 2, INT4: 1, MXFP4: 1, NVFP4: 1}.get(self.dtype, 2 * ITEM_SIZES.get(self.dtype, 8))
+        return self.n * self.k * halves // 2

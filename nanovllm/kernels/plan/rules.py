@@ -7,6 +7,7 @@ from math import inf
 from nanovllm.kernels.plan.config import (
     FP8,
     INT4_ROWS,
+    INT8,
     ITEM_SIZES,
     LIBRARY,
     PACKED,
@@ -150,9 +151,9 @@ def expert_tiles(
     tiles, alone = tables.get(dtype, (_EXPERT_TILES, _ALONE))
     found = next(both for most, both in tiles if num_choices / num_experts <= most)
     gate_up, down = alone if alone is not None and num_choices <= _ALONE_CHOICES else found
-    if dtype not in ITEM_SIZES:
+    if dtype not in (*ITEM_SIZES, INT8):
         return gate_up, down
-    item_size = ITEM_SIZES[dtype]
+    item_size = ITEM_SIZES.get(dtype, 1)
     if item_size > 2:  # tiles of these bytes would not fit in shared memory
         gate_up, down = _narrower(gate_up), _narrower(down)
     if most_shared < SHARED_BYTES:
@@ -162,8 +163,8 @@ def expert_tiles(
 
 def _shortened(config: GemmConfig, weights: int, item_size: int, most_shared: int) -> GemmConfig:
     """The tiles with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
-    weights: tiles of them in a step."""
-    step = item_size * config.block_k * (config.block_m + weights * config.block_n)
+    weights: tiles of them in a step; item_size: bytes of their numbers; those of x have 2 at least."""
+    step = config.block_k * (max(2, item_size) * config.block_m + item_size * weights * config.block_n)
     return replace(config, stages=min(config.stages, most_shared // step + 1))
 
 

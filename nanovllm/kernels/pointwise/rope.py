@@ -293,8 +293,8 @@ def qk_norm_rope_store(
     """Normalises and rotates queries in place and keys on their way into the cache; values go there as they are, or
     normalised. A value that is not finite is stored as 0 and makes its key NaN (a part of it at least).
 
-    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values (which may be missing, as Hkv may be 0: how); its query part is
-    overwritten. positions int32 [T]. slot_mapping int32 [T]: block * block_size + offset, -1: store nothing.
+    qkv [T, (Hq + 2 Hkv) * D]: queries, keys, values (which may be missing, as Hq or Hkv may be 0: how); its query part
+    is overwritten. positions int32 [T]. slot_mapping int32 [T]: block * block_size + offset, -1: store nothing.
     k_cache, v_cache [blocks, Hkv, block_size, D]: any strides but the last. cos_sin float32 [max_position,
     rotary_dim]: cosines of the rotary_dim / 2 angles, then sines. Norm weights [D], for norm="width" [heads * D],
     with mean_squares float32 [T, 2] of queries and of keys. bias [(Hq + 2 Hkv) * D]: added first. query_scale

@@ -20,8 +20,8 @@ _PLACES = tl.constexpr(PLACES_WORD)
 
 @triton.jit
 def _apply_deltas(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, first, step, S: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, table_stride, first, step,
+    S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
     num_updates = tl.load(BUFFER + 4)
@@ -51,18 +51,22 @@ def _apply_deltas(
         tl.store(NUM_COMPUTED + slot, computed, mask=live)
         tl.store(TEMPERATURE + slot, temperature, mask=live)
         tl.store(SEED + slot, (high << 32) | low, mask=live)
+        if ADAPTERS is not None:
+            tl.store(ADAPTERS + slot, tl.load(records + entry * _RECORD + 6, mask=live, other=0), mask=live)
         begin += step
 
 
 @triton.jit
 def _apply_deltas_kernel(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, S: tl.constexpr, BLOCK: tl.constexpr
-):
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, table_stride, S: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Writes the updates of the packed step BUFFER int32 [words] (wire/step.py) into BLOCK_TABLE int32 [S,
-    table_stride] (all tables of a slot), LAST_TOKEN and NUM_COMPUTED int32 [S], TEMPERATURE float32 [S] and SEED int64
-    [S]. Programs share the entries by BLOCK."""
+    table_stride] (all tables of a slot), LAST_TOKEN and NUM_COMPUTED int32 [S], TEMPERATURE float32 [S], SEED int64
+    [S] and, where there are any, ADAPTERS int32 [S]. Programs share the entries by BLOCK."""
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, first, step, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, table_stride, first, step,
+                  S, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -181,15 +185,16 @@ def _expand_rows_kernel(
 
 @triton.jit(do_not_specialize=["out_rows", "padding_line"])
 def _prepare_decode_kernel(
-    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS,
-    INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width,
+    BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS,
+    POSITIONS, INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width,
     mapping_stride, lines_stride, padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
     rows. One program, so that a barrier is enough between the updates and their readers."""
     num_rows = tl.load(BUFFER + 0)
-    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, table_stride, 0, BLOCK, S, BLOCK)
+    _apply_deltas(BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, table_stride, 0, BLOCK, S,
+                  BLOCK)  # fmt: skip
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
@@ -224,7 +229,7 @@ def _prepare_decode_kernel(
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
     """Writes the block updates and slot records of a packed step (int32 [words]) into the state."""
     _apply_deltas_kernel[(16,)](
-        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed,
+        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, state.adapters,
         state.block_table.stride(0), S=max_num_seqs, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
@@ -270,11 +275,11 @@ def prepare_decode(
     """apply_deltas, then expand_rows for a packed step, int32 [words], of decode rows alone, in an `out` of as many
     tokens as rows. Here padding rows have a token too: row r is token r throughout. One launch."""
     _prepare_decode_kernel[(1,)](
-        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, out.row_slot,
-        out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices,
-        out.lines, *_drafts(state), *_table_strides(state, out), out.lines.stride(0), state.num_lines or None,
-        out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1], BLOCK_SIZE=block_size,
-        BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
+        buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, state.adapters,
+        out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping,
+        out.logits_indices, out.lines, *_drafts(state), *_table_strides(state, out), out.lines.stride(0),
+        state.num_lines or None, out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
+        BLOCK_SIZE=block_size, BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
 
@@ -293,6 +298,8 @@ def apply_deltas_reference(buffer: torch.Tensor, max_num_seqs: int, state: Devic
     state.temperature[slot] = records[:, 1].contiguous().view(torch.float32)
     low, high = records[:, 2].long() & 0xFFFFFFFF, records[:, 3].long()
     state.seed[slot] = (high << 32) | low
+    if state.adapters is not None:
+        state.adapters[slot] = records[:, 6]
 
 
 def expand_rows_reference(

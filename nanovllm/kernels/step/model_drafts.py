@@ -36,20 +36,22 @@ _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 
 
 @triton.jit
-def _note_row(row, slot, index, position, latest, SLOT, ROW_SLOT, INDEX, POSITION, SAMPLED, LATEST):
-    """Notes which entry the row drafts from."""
+def _note_row(row, slot, index, position, latest, SLOT, ROW_SLOT, INDEX, POSITION, SAMPLED, LATEST, max_model_len,
+              BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Notes which entry the row drafts from. latest: a position in the last block that the row has."""
     tl.store(SLOT + row, slot)
     tl.store(ROW_SLOT + row, slot)
     tl.store(INDEX + row, index)
     tl.store(POSITION + row, position)
     tl.store(SAMPLED + row, position + 2)
-    tl.store(LATEST + row, latest)
+    tl.store(LATEST + row, tl.minimum((latest // BLOCK_SIZE + 1) * BLOCK_SIZE, max_model_len) - 1)
 
 
-@triton.jit(do_not_specialize=["decode_rows"])
+@triton.jit(do_not_specialize=["decode_rows", "max_model_len"])
 def _follow_rows_kernel(
     BUFFER, ROW_SLOT, CU_SEQLENS, POSITIONS, INPUT_IDS, TOKENS, NUM_COMPUTED, NEXT_IDS, OUT_SLOT, OUT_ROW_SLOT, INDEX,
-    OUT_POSITION, SAMPLED, LATEST, decode_rows, S: tl.constexpr, BLOCK: tl.constexpr,
+    OUT_POSITION, SAMPLED, LATEST, decode_rows, max_model_len, S: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """follow_rows of the step BUFFER int32 [words] and its StepBuffers, into NEXT_IDS int32 [tokens] and the columns of
     DraftRows. A program has one output row."""
@@ -67,7 +69,7 @@ def _follow_rows_kernel(
             more = tl.maximum(tl.load(NUM_COMPUTED + slot, mask=slot >= 0, other=0) - position - 1, 0)
             latest = tl.load(BUFFER + _HEADER + S + decode)
             _note_row(decode, slot, out_row + more, position + more, latest, OUT_SLOT, OUT_ROW_SLOT, INDEX,
-                      OUT_POSITION, SAMPLED, LATEST)  # fmt: skip
+                      OUT_POSITION, SAMPLED, LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
     else:
         row = out_row - decode_rows + num_decodes
         begin, end = tl.load(CU_SEQLENS + out_row), tl.load(CU_SEQLENS + out_row + 1)
@@ -85,12 +87,13 @@ def _follow_rows_kernel(
             if row < num_sample:
                 position = tl.load(POSITIONS + end - 1)
                 _note_row(row, slot, end - 1, position, position, OUT_SLOT, OUT_ROW_SLOT, INDEX, OUT_POSITION, SAMPLED,
-                          LATEST)  # fmt: skip
+                          LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
 
 
 def follow_rows(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, out: StepBuffers, rows: DraftRows, decode_rows: int
-) -> None:
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, out: StepBuffers, rows: DraftRows, decode_rows: int,
+    block_size: int, max_model_len: int,
+) -> None:  # fmt: skip
     """The token after each token of a packed step, int32 [words], into out.next_ids, where take_draws has taken in what
     the step drew; any id after one that does not hold. `rows` become the plan's rows that gained a token, each with its
     last entry; its others have slot -1. decode_rows: see expand_rows."""
@@ -101,7 +104,7 @@ def follow_rows(
     _follow_rows_kernel[(out.row_slot.shape[0],)](
         buffer, out.row_slot, out.cu_seqlens_q, out.positions, out.input_ids, out.tokens, state.num_computed,
         out.next_ids, rows.slot, rows.row_slot, rows.index, rows.positions, rows.sample_positions, rows.latest,
-        decode_rows, S=max_num_seqs, BLOCK=1024, num_warps=4,
+        decode_rows, max_model_len, S=max_num_seqs, BLOCK_SIZE=block_size, BLOCK=1024, num_warps=4,
     )  # fmt: skip
 
 
@@ -144,10 +147,10 @@ def draw_drafts(logits: torch.Tensor, draws: Draws, offsets: torch.Tensor, first
     return keys.amax(1)
 
 
-@triton.jit(do_not_specialize=["place", "num_rows", "max_model_len"])
+@triton.jit(do_not_specialize=["place", "num_rows"])
 def _place_drafts_kernel(KEYS, SLOT, ROW_SLOT, POSITION, SAMPLED, LATEST, CONTEXT, IDS, SLOT_MAPPING, NUM_DRAFTED,
-                         DRAFTS, TABLE, num_drafts, table_stride, place, num_rows, max_model_len,
-                         BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                         DRAFTS, TABLE, num_drafts, table_stride, place, num_rows, BLOCK_SIZE: tl.constexpr,
+                         BLOCK: tl.constexpr):  # fmt: skip
     """place_drafts for BLOCK rows. TABLE int32 [S, table_stride]: blocks of the drafting layer."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < num_rows
@@ -158,7 +161,7 @@ def _place_drafts_kernel(KEYS, SLOT, ROW_SLOT, POSITION, SAMPLED, LATEST, CONTEX
     tl.atomic_add(NUM_DRAFTED, tl.sum(live.to(tl.int32), 0), sem="relaxed")
     position = tl.load(POSITION + row, mask=there, other=0) + 1
     latest = tl.load(LATEST + row, mask=there, other=0)
-    live = live & (position < max_model_len) & (position // BLOCK_SIZE <= latest // BLOCK_SIZE)
+    live = live & (position <= latest)
     block = tl.load(TABLE + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=live, other=0)
     tl.store(ROW_SLOT + row, tl.where(live, slot, -1), mask=there)
     tl.store(POSITION + row, tl.where(live, position, 0), mask=there)
@@ -169,9 +172,8 @@ def _place_drafts_kernel(KEYS, SLOT, ROW_SLOT, POSITION, SAMPLED, LATEST, CONTEX
 
 
 def place_drafts(
-    keys: torch.Tensor, rows: DraftRows, state: DeviceState, place: int, table: int, block_size: int,
-    max_model_len: int,
-) -> None:  # fmt: skip
+    keys: torch.Tensor, rows: DraftRows, state: DeviceState, place: int, table: int, block_size: int
+) -> None:
     """Takes what the rows have drawn, keys int64 [B], as their draft number `place`, and moves them on to its entry.
     A row ends where its next entry has no block: then -1 is what it drafts. table: block table of the layer."""
     assert state.drafts is not None
@@ -180,13 +182,14 @@ def place_drafts(
     _place_drafts_kernel[(max(1, triton.cdiv(num_rows, 128)),)](
         keys, rows.slot, rows.row_slot, rows.positions, rows.sample_positions, rows.latest, rows.context_lens,
         rows.input_ids, rows.slot_mapping, rows.num_drafted, state.drafts, tables, state.drafts.shape[1],
-        tables.stride(0), place, num_rows, max_model_len, BLOCK_SIZE=block_size, BLOCK=128, num_warps=4,
+        tables.stride(0), place, num_rows, BLOCK_SIZE=block_size, BLOCK=128, num_warps=4,
     )  # fmt: skip
 
 
 def follow_rows_reference(
-    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, out: StepBuffers, rows: DraftRows, decode_rows: int
-) -> None:
+    buffer: torch.Tensor, max_num_seqs: int, state: DeviceState, out: StepBuffers, rows: DraftRows, decode_rows: int,
+    block_size: int, max_model_len: int,
+) -> None:  # fmt: skip
     """Plain twin of `follow_rows`."""
     num_rows, num_decodes, num_sample, num_tokens, num_updates, num_records = buffer[:6].tolist()
     places = max(1, int(buffer[PLACES_WORD]))
@@ -216,7 +219,8 @@ def follow_rows_reference(
     rows.index[:num_sample] = torch.cat([own + more, ends]).int()
     rows.positions[:num_sample] = torch.cat([positions + more, out.positions[ends]])
     rows.sample_positions[:num_sample] = rows.positions[:num_sample] + 2
-    rows.latest[:num_sample] = torch.cat([latest, out.positions[ends]])
+    latest = torch.cat([latest, out.positions[ends]])
+    rows.latest[:num_sample] = ((latest // block_size + 1) * block_size).clamp(max=max_model_len) - 1
 
 
 def draw_drafts_reference(logits: torch.Tensor, draws: Draws, offsets: torch.Tensor, first: int) -> torch.Tensor:
@@ -237,9 +241,8 @@ def draw_drafts_reference(logits: torch.Tensor, draws: Draws, offsets: torch.Ten
 
 
 def place_drafts_reference(
-    keys: torch.Tensor, rows: DraftRows, state: DeviceState, place: int, table: int, block_size: int,
-    max_model_len: int,
-) -> None:  # fmt: skip
+    keys: torch.Tensor, rows: DraftRows, state: DeviceState, place: int, table: int, block_size: int
+) -> None:
     """Plain twin of `place_drafts`."""
     assert state.drafts is not None
     own = slice(keys.shape[0])
@@ -248,7 +251,7 @@ def place_drafts_reference(
     state.drafts[slots[there].long(), place] = torch.where(live, tokens, -1)[there]
     rows.num_drafted += live.sum()
     position = rows.positions[own] + 1
-    live = live & (position < max_model_len) & (position // block_size <= rows.latest[own] // block_size)
+    live = live & (position <= rows.latest[own])
     index = torch.where(live, position // block_size, 0).long()
     block = state.block_table[slots.clamp(min=0).long(), table, index]
     rows.row_slot[own] = torch.where(live, slots, -1)

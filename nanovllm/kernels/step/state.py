@@ -28,11 +28,13 @@ class DeviceState:
     Then a step that computes a decode moves its slot on; else `take_draws` does (kernels/step/drafts.py)."""
     ids: torch.Tensor | None = None
     """int32 [blocks, block size]: ids of the tokens in the blocks of the first table, with drafts."""
+    adapters: torch.Tensor | None = None
+    """int32 [S]: slot of the row's adapter, -1: none; None: rows have none."""
 
     @classmethod
     def allocate(
         cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0,
-        num_drafts: int = 0, ids: torch.Tensor | None = None,
+        num_drafts: int = 0, ids: torch.Tensor | None = None, has_adapters: bool = False,
     ) -> "DeviceState":  # fmt: skip
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
@@ -41,6 +43,7 @@ class DeviceState:
             temperature=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines, ids=ids,
             drafts=torch.full((max_num_seqs, num_drafts), -1, dtype=torch.int32, device=device) if num_drafts else None,
+            adapters=torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device) if has_adapters else None,
         )  # fmt: skip
 
 
@@ -94,6 +97,13 @@ class StepBuffers:
             next_ids=self.next_ids[:tokens],
         )  # fmt: skip
 
+    def token_adapters(self, of_slots: torch.Tensor) -> torch.Tensor:
+        """int32 [M]: of_slots int32 [S] of each token's row, -1 for padding. Reads nothing on the host."""
+        token = torch.arange(self.positions.shape[0], dtype=torch.int32, device=of_slots.device)
+        row = torch.searchsorted(self.cu_seqlens_q[1:], token, right=True)
+        slot = torch.nn.functional.pad(self.row_slot, (0, 1), value=-1)[row]
+        return torch.where(slot < 0, -1, of_slots[slot.clamp(min=0)])
+
     @property
     def sample_positions(self) -> torch.Tensor:
         """int32 [B]: index in its sequence of each row's sampled token, which equals the length of its context."""
@@ -105,11 +115,11 @@ class DraftRows:
     """Rows for which a model drafts, of up to B: their entries, and their tokens on the way (step/model_drafts.py)."""
 
     slot: torch.Tensor
-    """int32 [B], as all but the last three; -1: none."""
+    """int32 [B], as all but the last two; -1: none."""
     index: torch.Tensor
     """The row's last entry among the tokens of the step."""
     latest: torch.Tensor
-    """Position up to whose block the row has blocks."""
+    """The last position for which the row has a block, within the model's length."""
     row_slot: torch.Tensor
     """`slot`, or -1 where the row has ended."""
     positions: torch.Tensor
@@ -118,8 +128,6 @@ class DraftRows:
     context_lens: torch.Tensor
     input_ids: torch.Tensor
     slot_mapping: torch.Tensor
-    cu_seqlens: torch.Tensor
-    """int32 [B + 1]: 0, 1, 2, ..."""
     num_drafted: torch.Tensor
     """int32 [1]: tokens drafted in this step."""
     hidden: torch.Tensor
@@ -130,7 +138,6 @@ class DraftRows:
         columns = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(9))
         named = dict(zip((field.name for field in fields(cls)), columns, strict=False))
         return cls(
-            **named, cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            num_drafted=torch.zeros(1, dtype=torch.int32, device=device),
+            **named, num_drafted=torch.zeros(1, dtype=torch.int32, device=device),
             hidden=torch.zeros(2, rows, hidden_size, dtype=dtype, device=device),
         )  # fmt: skip

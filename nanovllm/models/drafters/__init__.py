@@ -1,54 +1,26 @@
-"""Models that draft for another one, a module by method of speculative_config: `read` takes a checkpoint's config.json
-as a DrafterConfig, `Drafter` is one rank's share, `canonical` the spelling of its tensors. A further method is a module
-here and a row in speculative.METHODS."""
+"""Models that draft for another one, a module by method of speculative_config, and what they share (shared.py).
 
-from collections.abc import Callable, Iterator, Sequence
+A method has `canonical`, the spelling of its tensors; `Drafter`, one rank's share; `Passes`, a ModelDrafter; and `read`
+of (config.json, folder, target, names of the checkpoint's tensors or none where there is none, num_speculative_tokens),
+a DrafterConfig, which raises ValueError for what cannot draft so. A further one is a module here and a row in
+speculative.METHODS."""
+
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
-from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.context import ModelContext
-from nanovllm.layers.step import ForwardStep
-from nanovllm.layers.weights import CheckpointWeight, TensorSource
+from nanovllm.layers.weights import TensorSource
 from nanovllm.model_config import DrafterConfig, ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
+from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
-
-
-class Drafter(Protocol):
-    """One rank's share of a model that drafts. An entry at position p is made of `taps` of the other model there and of
-    the token at p + 1; a drafted token makes the next one with what the last entry has left."""
-
-    offsets: torch.Tensor
-    """int64 [vocab_size]: of the other model's ids to those that it drafts."""
-    vocab_start: int
-    """First of this rank's ids."""
-
-    def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
-        """Residual streams [T, taps * hidden of the other model] -> [T, hidden]."""
-
-    def __call__(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, step: ForwardStep
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries of token_ids int32 [T] and hidden [T, hidden], which it may overwrite: of those that the step wants
-        what `logits` takes, and what the next entry takes, [N, hidden] each, whole on every rank."""
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> [N, this rank's ids, padding at the end]."""
-
-    def attention_layers(self) -> Sequence[PagedAttention]:
-        """Layers of its own, which keep keys and values in the blocks of the other model's."""
-
-    def checkpoint_weights(self) -> Iterator[CheckpointWeight]:
-        """All tensors by the names that `canonical` gives them."""
-
-    def check(self) -> None:
-        """Raises ValueError for loaded tensors that it cannot draft with."""
 
 
 def _module(config: EngineConfig) -> Any:
@@ -68,7 +40,8 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         check_weights(str(folder), folder)
     names = _tensors(folder, _module(config).canonical)
     try:
-        drafter = _module(config).read(read_json(folder / "config.json"), str(folder), model, names)
+        raw = read_json(folder / "config.json")
+        drafter = _module(config).read(raw, str(folder), model, names, config.speculation.num_tokens)
         found = replace(model, drafter=drafter)
         found.check_tensor_parallel(config.tensor_parallel_size)
     except ValueError as error:
@@ -76,11 +49,23 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return found
 
 
-def build(config: EngineConfig, context: ModelContext, target: Any) -> Any:
+def build(config: EngineConfig, context: ModelContext, target: Any) -> Drafter:
     """The Drafter of context.config, empty. target: the DecoderForCausalLM that it drafts for."""
     drafter = context.config.drafter
     assert drafter is not None
-    return _module(config).Drafter(replace(context, config=drafter.model), drafter, target)
+    found: Drafter = _module(config).Drafter(replace(context, config=drafter.model), drafter, target)
+    return found
+
+
+def passes(config: EngineConfig, context: ModelContext, model: Drafter, backend: AttentionBackend) -> ModelDrafter:
+    """The work of `model`, which was built with these, and whose layers the backend knows."""
+    drafter, block_size = context.config.drafter, config.kvcache_block_size
+    assert drafter is not None and config.speculation is not None and block_size
+    sizes = (config.max_num_seqs, config.most_drafting, context.max_model_len, block_size)
+    found: ModelDrafter = _module(config).Passes(
+        model, drafter, context.kernels, context.group, backend, *sizes, config.speculation.num_tokens
+    )
+    return found
 
 
 def load(

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, Protocol
 
-from nanovllm.engine.prefix_keys import extras_of
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
@@ -75,7 +74,8 @@ def fit(
     room = limit - len(token_ids)
     if asked is None and k is not None and not fields.stream:
         asked = max(1, limits.LOGPROBS // ((k + 1) * (fields.n or 1)))
-    return Prompt(token_ids, extras_of(fields.cache_salt)), room if asked is None else min(asked, room)
+    prompt = Prompt.of(token_ids, fields.cache_salt, model.adapter_of(fields.model))
+    return prompt, room if asked is None else min(asked, room)
 
 
 def check_size(model: ServedModel, size: int, name: str) -> None:

@@ -50,16 +50,18 @@ async def metrics(front: Front, call: Call) -> None:
 
 
 def _entry(model: ServedModel, name: str) -> dict[str, Any]:
-    about = {"created": model.created, "owned_by": "nanovllm", "root": model.path}
+    about: dict[str, Any] = {"created": model.created, "owned_by": "nanovllm", "root": model.path}
+    if (adapter := model.adapters().get(name)) is not None:
+        about |= {"root": adapter.path, "parent": model.name}
     return {"id": name, "object": "model", **about, "max_model_len": model.info.get("max_model_len")}
 
 
 async def models(front: Front, call: Call) -> None:
     if call.header(b"anthropic-version") is not None:
         served = front.model
-        await call.respond_json(model_list(served.names, served.created, served.info.get("max_model_len")))
+        await call.respond_json(model_list(served.all_names, served.created, served.info.get("max_model_len")))
         return
-    await call.respond_json({"object": "list", "data": [_entry(front.model, name) for name in front.model.names]})
+    await call.respond_json({"object": "list", "data": [_entry(front.model, name) for name in front.model.all_names]})
 
 
 async def model(front: Front, call: Call) -> None:

@@ -1,0 +1,109 @@
+"""A linear layer's weight with the adapters that rows may add to it (models/adapter_files.py)."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.config import EngineConfig
+from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.gemm.adapters import MOST_PARTS
+from nanovllm.kernels.plan.plan import Launch
+from nanovllm.layers.matrix import Weight
+from nanovllm.layers.step import Call
+from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard
+
+
+class AdapterRoom(NamedTuple):
+    """Memory of a rank for adapters."""
+
+    slots: int
+    rank: int
+    """A power of two, at least 16; adapters of lower ranks are padded with zeros."""
+
+
+def room_for(config: EngineConfig) -> AdapterRoom | None:
+    """Room for the adapters of an engine with these options; None: it takes none."""
+    if not config.enable_lora:
+        return None
+    return AdapterRoom(config.max_loras, max(16, 1 << (config.max_lora_rank - 1).bit_length()))
+
+
+class AdapterPart(NamedTuple):
+    """Places of one checkpoint matrix's adapter in those of a layer."""
+
+    path: str
+    """Path of its module, as our layers name it."""
+    a: CheckpointWeight
+    b: CheckpointWeight
+
+
+class AdaptedMatrix(nn.Module):
+    """A Weight [rows, columns], and the A and B of all slots, of the parts that it is made of side by side: `a` [slots,
+    parts * rank, columns], `b` [slots, rows, rank].
+
+    Over ranks A is cut as the weight's columns are and B as its rows are: where columns are split, each rank adds its
+    part of the delta to its partial sum.
+    """
+
+    def __init__(
+        self, base: Weight, kernels: Kernels, room: AdapterRoom, shape: tuple[int, int], pieces: tuple[Piece, ...],
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        """shape: [rows, columns] of `base`. dtype: of x."""
+        super().__init__()
+        self.base, self.kernels, self.pieces, self.rank = base, kernels, pieces, room.rank
+        rows, columns = shape
+        self.a = torch.zeros(room.slots, len(pieces) * room.rank, columns, dtype=dtype, device=device)
+        self.b = torch.zeros(room.slots, rows, room.rank, dtype=dtype, device=device)
+        self.starts = tuple(min((cut.place for cut in piece.cuts if cut.dim == 0), default=0) for piece in pieces)
+        """First row of each part."""
+        self._paths: dict[int, str] = {}
+        """Path of each part's module, as checkpoint_weights was told."""
+        assert len(pieces) <= MOST_PARTS, pieces
+        for piece, first, end in zip(pieces, self.starts, (*self.starts[1:], rows), strict=True):
+            ranges = ((cut.place, cut.place + cut.length) for cut in piece.cuts if cut.dim == 0)
+            assert all(first <= begin <= last <= end for begin, last in ranges), pieces
+
+    @property
+    def weight(self) -> Any:
+        return self.base.weight
+
+    @property
+    def type_name(self) -> str:
+        return self.base.type_name
+
+    @property
+    def scale_rows(self) -> int | None:
+        return self.base.scale_rows
+
+    @property
+    def has_static_inputs(self) -> bool:
+        return self.base.has_static_inputs
+
+    def checkpoint_weights(
+        self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
+    ) -> Iterator[CheckpointWeight]:
+        self._paths[input_index] = path
+        return self.base.checkpoint_weights(path, shape, cuts, input_index)
+
+    def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
+        """See Weight; rows of a step with adapters must come unrounded."""
+        if (slots := call.adapters) is not None:
+            norm = call.norm if launch.norm else None
+            delta = self.kernels.adapter_delta(x, slots, self.a, self.b, self.starts, norm)
+            call = call._replace(delta=delta)
+        return self.base.multiply(x, launch, call)
+
+    def parts(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
+        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part."""
+        for number, piece in enumerate(self.pieces):
+            own = a[number * self.rank : (number + 1) * self.rank]
+            is_split = any(cut.dim for cut in piece.cuts)  # along columns
+            cuts = tuple(cut.shard(own if is_split else b) for cut in piece.cuts)
+            of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(own, 0, 0),), cuts)
+            name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
+            of_rank = CheckpointWeight(name, (self.rank, columns), of_a)
+            yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (out, self.rank), of_b))

@@ -1,0 +1,170 @@
+"""LoRA adapters (Hu et al., arXiv 2106.09685) in PEFT's files: read, and refused by the name of what is not served.
+
+A module of the model computes W x + s B (A x): A [r, in] and B [out, r] are "lora_A" and "lora_B" of its name, s is
+alpha / r, or alpha / sqrt(r) where use_rslora is set. rank_pattern and alpha_pattern give modules a rank and an alpha
+of their own.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from nanovllm.errors import is_integer, is_number, refuse, shown
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_READ = {
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "peft_type", "init_lora_weights", "bias",
+}  # fmt: skip
+_IDLE = {
+    "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version",
+    "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
+    "corda_config", "runtime_config",
+}  # fmt: skip
+"""Fields that change nothing of what an adapter computes once it is trained."""
+_KINDS: dict[str, tuple[type, ...]] = {
+    "target_modules": (str, list), "exclude_modules": (str, list, NoneType), "rank_pattern": (dict, NoneType),
+    "alpha_pattern": (dict, NoneType), "layers_to_transform": (int, list, NoneType),
+    "layers_pattern": (str, list, NoneType),
+}  # fmt: skip
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base as it is."""
+
+
+class Adapter(NamedTuple):
+    """An adapter by the modules of a checkpoint, as transformers names them."""
+
+    digest: str
+    """Digest of the bytes of its files: two adapters with one digest compute the same."""
+    config: Mapping[str, Any]
+    modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """A [r, in] as it was trained, and s B [out, r] float32."""
+
+
+def read_adapter(folder: Path, max_rank: int) -> Adapter:
+    """Reads a folder that PEFT's save_pretrained wrote. Raises ValueError naming the field or the tensor that is not
+    served."""
+    try:
+        written, data = (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
+    except OSError as error:
+        needs = f"must be a folder with {CONFIG} and {TENSORS}"
+        raise ValueError(f"lora_path={shown(str(folder))}: {needs} ({error.strerror})") from None
+    try:
+        config = json.loads(written)
+        tensors = load(data)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"lora_path={shown(str(folder))}: corrupt or cut short: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"lora_path={shown(str(folder))}: {CONFIG} must be an object")
+    digest = sha256(len(written).to_bytes(8, "little") + written)
+    digest.update(data)
+    return Adapter(digest.hexdigest(), config, _modules(config, tensors, max_rank))
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first field that asks for more than a LoRA of linear layers."""
+    if config.get("peft_type") != "LORA":
+        refuse("peft_type", config.get("peft_type"), "'LORA'")
+    if config.get("bias", "none") != "none":
+        refuse("bias", config["bias"], "'none': trained biases are not served")
+    if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
+        refuse("init_lora_weights", start, "one that does not change the base, or converted to an ordinary adapter")
+    for name, value in config.items():
+        if name not in _READ | _IDLE and value not in (None, False, "", [], {}):
+            raise ValueError(f"{name}={shown(value)}: this field is not served; it must be left out")
+    for name, kinds in _KINDS.items():
+        if not isinstance(value := config.get(name), kinds):
+            allowed = ("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            refuse(name, value, "of type " + " or ".join(allowed))
+    for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        for value in (config.get(name), *(config.get(patterns) or {}).values()):
+            if not is_number(value) or value <= 0 or (name == "r" and not is_integer(value)):
+                refuse(name, value, "an integer > 0" if name == "r" else "a number > 0")
+    written = [config.get("target_modules"), config.get("exclude_modules"), *(config.get("rank_pattern") or {}),
+               *(config.get("alpha_pattern") or {})]  # fmt: skip
+    for expression in filter(lambda one: isinstance(one, str), written):
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(f"{shown(expression)}: is no regular expression: {error}") from None
+
+
+def is_target(config: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT puts an adapter on this module of the base model, if it is a linear layer of a decoder's layer."""
+    wanted, layers = config["target_modules"], config.get("layers_to_transform")
+    if _names(config.get("exclude_modules") or [], module):
+        return False
+    found = wanted == "all-linear" or _names(wanted, module)
+    is_named = module in wanted if isinstance(wanted, list) else wanted != "all-linear"
+    if not found or layers in (None, []) or is_named:
+        return found
+    patterns = config.get("layers_pattern") or [r"[^.]*"]
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if number := re.match(rf".*\.{pattern}\.(\d+)\.", f".{module}"):
+            return int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+    return False
+
+
+def check_targets(config: Mapping[str, Any], given: Iterable[str], of_model: Iterable[str]) -> None:
+    """Raises ValueError where an adapter's modules are not those of the model that its configuration names. of_model:
+    modules that can have one."""
+    given, of_model = set(given), set(of_model)
+    if unknown := given - of_model:
+        raise ValueError(f"{min(unknown)}: this model has no linear layer of that name that takes an adapter")
+    for module in sorted(of_model):
+        if is_target(config, module) != (module in given):
+            said = "has no lora_A and lora_B" if module not in given else "has an adapter"
+            names = "target_modules, exclude_modules and layers_to_transform"
+            raise ValueError(f"target_modules={shown(config.get('target_modules'))}: {module} {said}, against {names}")
+
+
+def _modules(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], max_rank: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    check_config(config)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
+            raise ValueError(f"tensor {name!r}: must be a matrix lora_A.weight or lora_B.weight of a linear layer")
+        if not tensor.isfinite().all():
+            raise ValueError(f"tensor {name!r}: holds NaN or infinity")
+        pairs.setdefault(found[1], {})[found[2]] = tensor
+    if not pairs:
+        raise ValueError(f"{TENSORS}: has no tensors")
+    made = {}
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise ValueError(f"{module}: has no lora_{'B' if 'A' in pair else 'A'}")
+        a, b = pair["A"], pair["B"]
+        rank, alpha = _own(config, "rank_pattern", module, "r"), _own(config, "alpha_pattern", module, "lora_alpha")
+        if rank > max_rank:
+            raise ValueError(f"max_lora_rank={max_rank}: {module} has rank {rank}")
+        if a.shape[0] != rank or b.shape[1] != rank:
+            found_ranks = f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}"
+            raise ValueError(f"{module}: {found_ranks}, the configuration says rank {rank}")
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        made[module] = (a, b.float() * scale)
+    return made
+
+
+def _own(config: Mapping[str, Any], patterns: str, module: str, default: str) -> Any:
+    """A module's value: of the first pattern that is its name, or the end of it from a dot on."""
+    own = config.get(patterns) or {}
+    return next((value for key, value in own.items() if re.match(rf"(.*\.)?({key})$", module)), config[default])
+
+
+def _names(given: Any, module: str) -> bool:
+    """Whether an expression, or one of several ends of names, names this module."""
+    if isinstance(given, str):
+        return re.fullmatch(given, module) is not None
+    return any(module == end or module.endswith(f".{end}") for end in given)

@@ -1,0 +1,75 @@
+"""Adapters of a server: requests name them as their model, administrators load and unload them."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from adapters.peft_files import CONFIG, random_tensors, save
+from serve.serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, Server, ready_server
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+KEY = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of the demo model."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
+    made = [random_tensors(model, modules, CONFIG, seed) for seed in range(2)]
+    top = tmp_path_factory.mktemp("adapters")
+    return [save(top / str(number), tensors, target_modules="all-linear") for number, tensors in enumerate(made)]
+
+
+def test_models_by_adapter(folders: list[Path], tmp_path: Path) -> None:
+    options = ("--enable-lora", "--max-loras", "1", "--lora-modules", f"first={folders[0]}", "--admin-api-key", "admin")
+    with ready_server(tmp_path, *options) as server, server.client("admin") as client:
+        assert client.get("/v1/models").json()["data"][1].items() >= {
+            "id": "first", "parent": "demo", "root": str(folders[0])}.items()  # fmt: skip
+        with server.client("user") as user:
+            assert user.post(LOAD, json={"lora_name": "x", "lora_path": str(folders[1])}).status_code == 401
+
+        def text(model: str) -> Any:
+            answer = client.post(CHAT, json=ASK | {"model": model, "max_tokens": 20})
+            assert answer.status_code in (200, 404), answer.text
+            found = answer.json()
+            assert answer.status_code == 404 or found["model"] == model
+            return found["choices"][0]["message"]["content"] if answer.status_code == 200 else None
+
+        first = text("first")
+        assert text("demo") == ANSWER != first and text("second") is None
+        assert client.post(LOAD, json={"lora_name": "second", "lora_path": str(folders[1])}).status_code == 200
+        second = text("second")
+        assert second not in (first, ANSWER, None)
+        assert text("first") == first and text("demo") == ANSWER
+        taken = client.post(LOAD, json={"lora_name": "first", "lora_path": str(folders[1])})
+        assert taken.status_code == 400 and "load_inplace" in taken.json()["error"]["message"]
+        body = {"lora_name": "first", "lora_path": str(folders[1]), "load_inplace": True}
+        assert client.post(LOAD, json=body).status_code == 200
+        assert text("first") == second
+        found = client.post(COMPLETIONS, json={"model": "first", "prompt": ["a", "b"], "max_tokens": 2}).json()
+        assert found["model"] == "first" and len(found["choices"]) == 2
+        bad = client.post(LOAD, json={"lora_name": "bad", "lora_path": str(tmp_path)})
+        assert bad.status_code == 400 and "adapter_config.json" in bad.json()["error"]["message"]
+        assert client.post(UNLOAD, json={"lora_name": "second"}).status_code == 200
+        assert text("second") is None and client.post(UNLOAD, json={"lora_name": "second"}).status_code == 400
+        names = [one["id"] for one in client.get("/v1/models").json()["data"]]
+        assert names == ["demo", "first"]
+        assert httpx.get(f"{server.url}/v1/models/first", headers=KEY).json()["root"] == str(folders[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--lora-modules", "a=b"), "lora_modules: needs enable_lora"),
+        (("--enable-lora", "--lora-modules", "a"), "lora_modules='a': must be name=folder"),
+        (("--enable-lora", "--lora-modules", "a=/nowhere"), "lora_modules: lora_path='/nowhere': must be a folder"),
+    ],
+)
+def test_a_server_that_cannot_have_them_ends(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    with Server(tmp_path, *options) as server:
+        assert server.process.wait(120) != 0 and said in server.log and "Traceback" not in server.log

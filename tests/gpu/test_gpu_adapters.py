@@ -1,0 +1,79 @@
+"""Adapters on a GPU: what rows compute is what the CPU's twins do in float32, and graphs do as eager steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from adapters.peft_files import CONFIG, random_tensors, save
+from adapters.test_adapters import linears, scores
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM, LoRARequest, SamplingParams
+from nanovllm.config import EngineConfig
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+PROMPTS = [[5 + (37 * i + 11 * number) % 900 for i in range(length)] for number, length in enumerate((40, 3, 150, 70))]
+SCORED = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=0)
+ROUNDS = [[0, 1, 2, 1], [2, 0, 0, 1], [0, 0, 0, 0]]
+"""Adapters of the prompts; 0: none."""
+
+
+@pytest.fixture(scope="module")
+def requests(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    folder = tmp_path_factory.mktemp("adapters")
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig("demo").model)
+    paths = [save(folder / str(seed), random_tensors(model, linears(model), CONFIG, seed)) for seed in (1, 2)]
+    return [None, *(LoRARequest(path.name, lora_path=str(path)) for path in paths)]
+
+
+def scored(requests: list[LoRARequest | None], **options: Any) -> list[torch.Tensor]:
+    """Log-probabilities of each prompt, in each round."""
+    with LLM("demo", enable_lora=True, max_loras=2, max_model_len=512, num_kvcache_blocks=64, **options) as llm:
+        found = []
+        for numbers in ROUNDS:
+            llm.reset_prefix_cache()
+            rows = llm.generate(PROMPTS, SCORED, use_tqdm=False, lora_request=[requests[number] for number in numbers])
+            found += [torch.tensor(scores(row)[:-1]) for row in rows]
+        return found
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_values_are_those_of_the_twins(quantization: str | None, requests: list[LoRARequest | None]) -> None:
+    """Up to the noise of bfloat16 and e4m3, which is small beside what the adapters change."""
+    options = {"quantization": quantization}
+    expected = scored(requests, device="cpu", dtype="float32", **options)
+    base = scored([None] * 3, device="cpu", dtype="float32", **options)
+    found = scored(requests, device=DEVICE, dtype="bfloat16", **options)
+    numbers = [number for each in ROUNDS for number in each]
+    for number, ours, right, without in zip(numbers, found, expected, base, strict=True):
+        noise, change = (ours - right).abs().mean().item(), (right - without).abs().mean().item()
+        assert noise < 0.3 and (change > 1 if number else change == 0), (number, noise, change)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_do_not_go_by_the_step(eager: bool, requests: list[LoRARequest | None]) -> None:
+    """Decoded beside others in graphs or eagerly, a row draws what it scores highest by itself."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    options: dict[str, Any] = {"max_model_len": 512, "num_kvcache_blocks": 64, "enforce_eager": eager}
+    with LLM("demo", device=DEVICE, enable_lora=True, max_loras=2, **options) as llm:
+        together = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[requests[n] for n in ROUNDS[0]])
+        for row, number in zip(together, ROUNDS[0], strict=True):
+            one = row.outputs[0]
+            ids = [*(row.prompt_token_ids or []), *one.token_ids]
+            [again] = llm.generate([ids], SCORED, use_tqdm=False, lora_request=requests[number])
+            drawn = [table[token].logprob for token, table in zip(one.token_ids, one.logprobs or [], strict=True)]
+            known = torch.tensor(scores(again)[:-1])[-24:]
+            assert (torch.tensor(drawn) - known).abs().max() < 0.2
+
+
+def test_an_adapter_from_memory(requests: list[LoRARequest | None]) -> None:
+    """It is the one of a folder with these tensors, and slots are given on."""
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig("demo").model)
+    tensors = random_tensors(model, linears(model), CONFIG, 1)
+    with LLM("demo", device=DEVICE, enable_lora=True, max_loras=1, max_model_len=512, num_kvcache_blocks=64) as llm:
+        mine = llm.load_adapter("mine", tensors=tensors, config=CONFIG)
+        [ours] = llm.generate(PROMPTS[:1], SCORED, use_tqdm=False, lora_request=mine)
+        [other] = llm.generate(PROMPTS[:1], SCORED, use_tqdm=False, lora_request=requests[2])
+        [theirs] = llm.generate(PROMPTS[:1], SCORED, use_tqdm=False, lora_request=requests[1])
+    assert scores(ours) == scores(theirs) != scores(other)
