@@ -106,7 +106,7 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     layer.self_attn.attend = attend  # type: ignore[method-assign]
     embedded, norm = torch.randn(5, 32), layer.input_layernorm
-    step: Any = SimpleNamespace(wanted=None)
+    step: Any = SimpleNamespace(wanted=None, adapters=None)
     expected, _ = norm(layer(Stream(embedded.clone()), step))
     log.clear()
     with torch.no_grad(), Products(log):
