@@ -11,7 +11,7 @@ class Method(NamedTuple):
     """A way to draft tokens."""
 
     entries: tuple[str, ...]
-    """That go with it, beside those of all."""
+    """Entries of speculative_config that go with it, beside those of all."""
     reads_pairs: bool = False
     """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
     layers_by_pass: float = 0.0

@@ -1,4 +1,4 @@
-"""This room is collected first and imports kernels, which are decorated then: their interpreter is switched on here."""
+"""Switch of Triton's interpreter, which must be on before the first room that is collected imports kernels."""
 
 import os
 

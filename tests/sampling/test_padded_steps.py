@@ -16,11 +16,13 @@ from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, SMALL_CHUNKS, S
 class AlwaysPadded(PaddedSteps):
     """Shapes that leave padding behind the decodes of every step."""
 
-    def shape_for(self, decode_rows: int, prefill_rows: int, chunk_tokens: int) -> StepShape | None:
+    def shape_for(
+        self, decode_rows: int, prefill_rows: int, chunk_tokens: int, has_adapters: bool = False
+    ) -> StepShape | None:
         if prefill_rows > MAX_PREFILL_ROWS:
             return None
         bucket = next(size for size in (0, *SMALL_CHUNKS, *LARGE_CHUNKS) if size >= chunk_tokens)
-        return StepShape(decode_rows + 3 if prefill_rows else decode_rows + 2, bucket)
+        return StepShape(decode_rows + 3 if prefill_rows else decode_rows + 2, bucket, has_adapters)
 
 
 @pytest.mark.parametrize("padded", [PaddedSteps, AlwaysPadded])

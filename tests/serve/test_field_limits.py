@@ -138,7 +138,7 @@ def test_prompt_longer_than_the_context(client: httpx.Client) -> None:
 
 def test_log_probabilities_of_an_answer_are_bounded() -> None:
     """Those of one completion, too: a context of a million tokens has 21 million of them."""
-    model = SimpleNamespace(info={"max_model_len": 1_000_000})
+    model = SimpleNamespace(info={"max_model_len": 1_000_000}, adapter_of=lambda name: None)
     fields = {"messages": user("a"), "logprobs": True, "top_logprobs": 20}
     for n, stream, most in ((1, False, 399_457), (2, False, 199_728), (1, True, 999_999)):
         chat = api.read(api.ChatFields, fields | {"n": n, "stream": stream})[0]
