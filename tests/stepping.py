@@ -17,6 +17,12 @@ def drain(llm: LLM) -> list[StepOutput]:
     return outputs
 
 
+def assert_nothing_is_left(llm: LLM) -> None:
+    """Steps until nothing is left; the scheduler's books must agree then."""
+    drain(llm)
+    llm.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+
+
 def clear(llm: LLM) -> None:
     """Ends what a test has left behind, which may have failed anywhere."""
     llm.resume()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from programs import run
+from stepping import assert_nothing_is_left
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import Selection
@@ -34,9 +35,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def nothing_left(llm: LLM) -> Iterator[None]:
     yield
-    while not llm.is_finished():
-        llm.step()
-    llm.engine.scheduler.check_integrity()
+    assert_nothing_is_left(llm)
 
 
 def run_loop(llm: LLM) -> tuple[dict[int, list[int]], dict[int, str | None]]:

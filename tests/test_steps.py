@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from stepping import assert_nothing_is_left
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step import Step
@@ -26,9 +27,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def nothing_left(llm: LLM) -> Iterator[None]:
     yield
-    while not llm.is_finished():
-        llm.step()
-    llm.engine.scheduler.check_integrity()
+    assert_nothing_is_left(llm)
     assert not llm.engine.book.rows
 
 

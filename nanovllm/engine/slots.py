@@ -92,12 +92,10 @@ class AdapterSlots:
         open_slots = [slot for slot in range(len(self._held)) if self.heirs.get(slot, digest) == digest]
         if (own := next((slot for slot in open_slots if self._held[slot] == digest), None)) is not None:
             return own
-        free = [slot for slot in open_slots if not self._users[slot] and self._is_not_elsewhere(digest)]
+        if digest in self.running:  # in a slot that has an heir: it waits, as others do
+            return None
+        free = (slot for slot in open_slots if not self._users[slot])
         return min(free, key=lambda slot: (digest != self.heirs.get(slot), self._last_used[slot]), default=None)
-
-    def _is_not_elsewhere(self, digest: str) -> bool:
-        """False where rows run with the adapter in a slot that has an heir: then it waits, as others do."""
-        return digest not in self.running
 
     def take(self, digest: str) -> tuple[int, bool]:
         """Counts a row that begins with this adapter: its slot, and whether the adapter must be copied there."""

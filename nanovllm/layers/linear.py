@@ -205,12 +205,12 @@ class RowParallelLinear(ParallelLinear):
         """pads: a rank's share of the inputs may be padded, to `multiple` or what `precision` asks; False: the ranks
         divide them."""
         group = context.group
-        size, begin, valid = part_of(in_features, group, max(multiple, column_multiple(precision)) if pads else 1)
-        if valid and begin % column_multiple(precision) and precision is not None:
+        whole = column_multiple(precision)
+        size, begin, valid = part_of(in_features, group, max(multiple, whole) if pads else 1)
+        if valid and begin % whole and precision is not None:
             found = f"{name}: {size} of {in_features} inputs for each rank"
-            multiple = column_multiple(precision)
-            fits = next(n for n in range(group.size - 1, 0, -1) if n == 1 or in_features % (n * multiple) == 0)
-            bound = f"a multiple of {multiple} in {precision.method}, as with tensor_parallel_size={fits}"
+            fits = next(n for n in range(group.size - 1, 0, -1) if n == 1 or in_features % (n * whole) == 0)
+            bound = f"a multiple of {whole} in {precision.method}, as with tensor_parallel_size={fits}"
             raise ValueError(f"tensor_parallel_size={group.size}: {found}: must be {bound}")
         pieces = (Piece("", (out_features, in_features), (Cut(1, 0, begin, valid),)),)
         super().__init__(

@@ -172,9 +172,9 @@ class StepGraphs:
             return StepShape(buckets[bisect.bisect_left(buckets, decode_rows)], 0, has_adapters)
         if prefill_rows > MAX_PREFILL_ROWS:
             return None
-        mixed = (shape._replace(has_adapters=has_adapters) for shape in self._mixed)
-        holding = (s for s in mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
-        return next(holding, None)
+        holding = (s for s in self._mixed if s.decode_rows >= decode_rows and s.chunk_tokens >= chunk_tokens)
+        found = next(holding, None)
+        return None if found is None else found._replace(has_adapters=has_adapters)
 
     def replay(self, shape: StepShape) -> None:
         self._replay(self._run, shape)

@@ -40,12 +40,14 @@ def linear(
             parts[0].add_(delta)
         return parts
     assert config.kernel == "library" and not gated, config
-    return F.linear(x, weight) if delta is None else library_linear(x, weight, delta)
+    return library_linear(x, weight, delta)
 
 
-def library_linear(x: Tensor, weight: Tensor, delta: Tensor) -> Tensor:
-    """x [M, K] @ weight [N, K]^T + delta float32 [M, N], rounded once, by the library. Rows whose delta is -0.0 have
-    the bits of F.linear."""
+def library_linear(x: Tensor, weight: Tensor, delta: Tensor | None) -> Tensor:
+    """x [M, K] @ weight [N, K]^T, plus delta float32 [M, N] if there is one, rounded once, by the library. Rows whose
+    delta is -0.0 have the bits of F.linear."""
+    if delta is None:
+        return F.linear(x, weight)
     if x.is_cuda:  # as the product alone, but that its float32 sums begin with delta, rounded
         return torch.addmm(delta.to(x.dtype), x, weight.t())
     y = F.linear(x, weight)

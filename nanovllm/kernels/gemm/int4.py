@@ -165,8 +165,7 @@ def widen(weight: PackedWeight, first: int, end: int, out: Tensor) -> Tensor:
 def linear_widened(x: Tensor, weight: PackedWeight, delta: Tensor | None = None) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by the library, a range of weight rows at a time. delta: see library_linear."""
     if not x.is_cuda or not HAS_TRITON:
-        wide = weight.widened().to(x.dtype)
-        return F.linear(x, wide) if delta is None else library_linear(x, wide, delta)
+        return library_linear(x, weight.widened().to(x.dtype), delta)
     n, k = weight.n, weight.k
     scratch = _widened(x.device, torch.cuda.current_stream(x.device).cuda_stream, x.dtype)
     rows = max(SPAN, scratch.numel() // k // SPAN * SPAN)
