@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.kernels.gemm import int4 as gemm
 from nanovllm.kernels.gemm import int4_row
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers import int4, int8, mxfp4, nvfp4
@@ -42,7 +42,7 @@ class PackedMatrix(nn.Module):
         super().__init__()
         self.quantization, self.type_name = quantization, quantization.method
         code, self._parts = FORMATS[quantization.method]
-        group, has_zeros = min(quantization.group, gemm.SPAN), quantization.has_zeros
+        group, has_zeros = min(quantization.group, SPAN), quantization.has_zeros
         held = PackedWeight.empty(rows, columns, group, has_zeros, dtype, device, stack, code)
         self._made = code, group, has_zeros, columns
         self.words = nn.Parameter(held.words, requires_grad=False)

@@ -15,7 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.gemm import dense, int4, int4_row
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
