@@ -22,8 +22,15 @@ from nanovllm.kernels.pointwise.norm import Norm
 
 
 @triton.jit
+def _same(expert):
+    """The number that all warps found, [WARPS, 1], as one: pointers from it take any layout, those from a tensor are
+    moved from one to another."""
+    return tl.max(tl.max(expert, axis=1), axis=0).to(tl.int64)
+
+
+@triton.jit
 def _of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """Pointers to words and scales of experts int64 [1, W, 1]."""
+    """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
     OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
     if CODE == "e2m1":
         SETS: tl.constexpr = BLOCKS * (WORDS // GROUP)
@@ -76,7 +83,7 @@ def _gate_up_kernel(
     expert, _, keys = take_best(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS))
     for _ in range(slot):
         expert, _, keys = take_best(keys)
-    expert = tl.reshape(expert, [1, WARPS, 1]).to(tl.int64)
+    expert = _same(expert)
     words, scales = _of_expert(W, SCALES, expert, 2 * n_out, BLOCKS, CODE, GROUP)
     warp, tiles = tl.arange(0, WARPS)[None, :, None], ()
     for step in tl.static_range(PRELOAD):
@@ -84,7 +91,7 @@ def _gate_up_kernel(
                                     GROUP)  # fmt: skip
     col, accs, factors = (first + tl.arange(0, 16))[None, :, None], (), ()
     for half in tl.static_range(2):
-        at = tl.permute(expert, [1, 0, 2]) * (2 * n_out) + half * n_out + tl.minimum(col, n_out - 1)
+        at = expert * (2 * n_out) + half * n_out + tl.minimum(col, n_out - 1)
         accs = accs + (_biased(tl.zeros([WARPS, 16, 8], tl.float32), BIAS, at, col < n_out, 1.0),)
         factors = factors + (_row_factor(FACTORS, at),)
     loaded = load_parts(X + row * K, None, gains, 0, eps, K, PARTS, WARPS, 32, 1, None, 4, RUN)
@@ -114,10 +121,36 @@ def _load_h(
 
 
 @triton.jit
+def _same_of_all(experts, weights, BLOCK_K: tl.constexpr):
+    """_same of all choices, by one exchange between warps: (numbers, weights)."""
+    lane = tl.arange(0, BLOCK_K)
+    found = tl.zeros([experts[0].shape[0], BLOCK_K], tl.int32)
+    shares = tl.zeros(found.shape, tl.float32)
+    for slot in tl.static_range(len(experts)):
+        found = tl.where(lane[None, :] == slot, experts[slot], found)
+        shares = tl.where(lane[None, :] == slot, weights[slot], shares)
+    found, shares, numbers, factors = tl.max(found, axis=0), tl.max(shares, axis=0), (), ()
+    for slot in tl.static_range(len(experts)):
+        numbers = numbers + (tl.max(tl.where(lane == slot, found, 0), axis=0).to(tl.int64),)
+        factors = factors + (tl.sum(tl.where(lane == slot, shares, 0.0), axis=0),)
+    return numbers, factors
+
+
+@triton.jit
+def _of_blocks(values, block, past, BLOCKS: tl.constexpr):
+    """The value of each block: those of the first of `values`, one for BLOCKS, come first. Past the last ones `past`.
+    """
+    found = tl.zeros(block.shape, past.dtype) + past
+    for slot in tl.static_range(len(values)):
+        found = tl.where(block // BLOCKS == slot, values[slot], found)
+    return found
+
+
+@triton.jit
 def _down_kernel(
     H, W, SCALES, FACTORS, BIAS, LOGITS, ROUTER_BIAS, OUT, n_out,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    RENORMALISE: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
+    BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
     CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -127,30 +160,27 @@ def _down_kernel(
     RUN: tl.constexpr = 16 if GROUP == 16 else 32
     dtype: tl.constexpr = H.dtype.element_ty
     first, row = tl.program_id(0) * 16, tl.program_id(1)
-    warp, col = tl.arange(0, WARPS)[:, None], (first + tl.arange(0, 16))[None, :, None]
+    warp, col = tl.arange(0, WARPS), (first + tl.arange(0, 16))[None, :, None]
     # The router ended before the kernel before this one let it start, and weights are always there.
     keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS)
     experts, weights = choose(keys, TOP_K, RENORMALISE, SCALING)
+    numbers, weights = _same_of_all(experts, weights, BLOCK_K)
     pointers, blocks, factors, tiles = (), (), (), ()
     for step in tl.static_range(STEPS):
-        block = step * WARPS + warp
-        slot = block // BLOCKS
-        expert, weight = experts[TOP_K - 1], tl.zeros([WARPS, 1], tl.float32)
-        for each in tl.static_range(TOP_K):
-            expert = tl.where(slot == each, experts[each], expert)
-            weight = tl.where(slot == each, weights[each], weight)
-        at = expert[:, :, None].to(tl.int64) * n_out + tl.minimum(col, n_out - 1)
-        factors = factors + (weight[:, :, None] * _row_factor(FACTORS, at),)
-        expert = tl.permute(expert[:, :, None], [1, 0, 2]).to(tl.int64)
+        block = (step * WARPS + warp)[:, None, None]
+        at = _of_blocks(numbers, block, numbers[TOP_K - 1], BLOCKS) * n_out + tl.minimum(col, n_out - 1)
+        factors = factors + (_of_blocks(weights, block, weights[0] * 0.0, BLOCKS) * _row_factor(FACTORS, at),)
+        block = (step * WARPS + warp)[None, :, None]
+        expert = _of_blocks(numbers, block, numbers[TOP_K - 1], BLOCKS)
         pointers = pointers + (_of_expert(W, SCALES, expert, n_out, BLOCKS, CODE, GROUP),)
-        blocks = blocks + (tl.permute((block % BLOCKS)[:, :, None], [1, 0, 2]),)
+        blocks = blocks + (block % BLOCKS,)
     for step in tl.static_range(PRELOAD):
         tiles = tiles + load_blocks(pointers[step][0], pointers[step][1], first, n_out, blocks[step], BLOCKS - 1, n_out,
                                     1, CODE, GROUP)  # fmt: skip
     acc = tl.zeros([WARPS, 16, 8], tl.float32)
     for slot in tl.static_range(TOP_K):
-        at = experts[slot][:, :, None].to(tl.int64) * n_out + col
-        acc = _biased(acc, BIAS, at, col < n_out, weights[slot][:, :, None])
+        at = numbers[slot] * n_out + col
+        acc = _biased(acc, BIAS, at, col < n_out, weights[slot])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -211,7 +241,7 @@ def down(
     out = h.new_empty(rows, weight.n) if residual is None else residual
     _down_kernel[(triton.cdiv(weight.n, 16), rows)](
         h, weight.words, weight.scales, weight.factors, bias, chosen.logits, chosen.bias, out, weight.n,
-        RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None,
+        BLOCK_K=triton.next_power_of_2(options.top_k), RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None,
         **_constants(weight, config, chosen, options.top_k, h),
     )  # fmt: skip
     return out
