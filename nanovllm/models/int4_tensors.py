@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-
 from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of

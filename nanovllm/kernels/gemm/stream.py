@@ -24,8 +24,8 @@ from nanovllm.kernels.gemm.stream_operands import (
     both_scales,
     finish,
     groups_of_steps,
-    load_pieces,
     load_parts,
+    load_pieces,
     load_step,
     part_of_x,
 )

@@ -6,7 +6,6 @@ The router may have a bias, and experts too.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import gate_mul

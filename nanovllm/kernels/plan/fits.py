@@ -16,8 +16,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
         return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
     if config.kernel == "stream":
-        if product.dtype == INT4 and product.x_dtype == "float32":
-            return "4-bit weights of one row take 16-bit numbers, not float32"
+        if product.dtype in PACKED and product.x_dtype == "float32":
+            return "weights of 4 and 8 bits for few rows take 16-bit numbers, not float32"
         whole = 32 if product.around.after == "gate" else 16
         if product.scale_rows is not None and (product.scale_rows % 16 or product.n % whole):
             return f"{product.n} weight rows, {product.scale_rows} of which share scales, are no whole 16s that do"
