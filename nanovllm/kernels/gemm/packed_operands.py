@@ -1,5 +1,5 @@
-"""Operands in registers of kernels that stream weights of 4 and 8 bits: as stream_operands.py, a block of 128 columns, as
-PackedWeight has them, for each of W groups in a step.
+"""Operands in registers of kernels that stream weights of 4 and 8 bits: as stream_operands.py, for each of W groups in
+a step a block of 128 columns, as PackedWeight has them.
 
 A lane reads 16 bytes of a weight row, eight words. They are eight neighbours in each of the planes of a block, as which
 x is read too, in pieces of 32 columns, so that nothing moves between lanes.

@@ -196,8 +196,8 @@ def linear(
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     stream_kernel[(triton.cdiv(n_out, 16),)](
         x, x_scale, gain, values, packed, scale, out, residual, delta, scale_stride=stride, n_out=n_out,
-        groups=scale.shape[1] if in_blocks else 0, eps=eps, rows=rows, K=k, ROWS=block_rows, STEPS=steps,
-        PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
+        groups=0 if scale is None or not in_blocks else scale.shape[1], eps=eps, rows=rows, K=k, ROWS=block_rows,
+        STEPS=steps, PRELOAD=min(config.stages, steps), AHEAD=ahead, ROWS_EACH=rows_each, IN_BLOCKS=in_blocks,
         EVEN_K=k == steps * config.block_k, GATED=gated, WARPS=per_warp * config.num_warps, CODE=code, GROUP=group,
         HAS_ZEROS=has_zeros, PTX=values.is_cuda, num_warps=config.num_warps, maxnreg=config.max_registers or None,
         **pdl_options(values.device),

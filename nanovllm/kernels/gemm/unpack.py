@@ -161,8 +161,8 @@ def e2m1_run(
     return side_by_side(scaled, 0, 4 * GROUP, w_rows.shape[0])
 
 
-# Two words at a time. A byte's lower 7 bits and its sign, each put into the low bits of 128, or all of them into those of
-# 1024: what is added takes 128, or 256, or 1152 off.
+# Two words at a time. A byte's lower 7 bits and its sign, each put into the low bits of 128, or all of them into those
+# of 1024: what is added takes 128, or 256, or 1152 off.
 _INT8_BF16: tl.constexpr = tl.constexpr("""{
 .reg .b32 t, u, one;
 mov.b32 one, 0x3f803f80;

@@ -1,7 +1,6 @@
-"""A mixture of experts in 4 or 8 bits for a handful of tokens: as moe/few_rows.py, each choice reads its expert's weights
-by itself, as gemm/stream.py reads a PackedWeight; that of `down` takes the experts one after the other for one long row.
-
-The router may have a bias, and experts too.
+"""A mixture of experts in 4 or 8 bits for a handful of tokens: as moe/few_rows.py, each choice reads its expert's
+weights by itself, as gemm/stream.py reads a PackedWeight. A program of `down` takes the experts one after the other for
+one long row. The router and its experts may have biases.
 """
 
 from dataclasses import dataclass
@@ -31,11 +30,8 @@ def _same(expert):
 def _of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
     OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
-    if CODE == "e2m1":
-        SETS: tl.constexpr = BLOCKS * (WORDS // GROUP)
-    else:
-        SETS: tl.constexpr = 2 * (BLOCKS * (SPAN // GROUP) if GROUP else 1)
-    return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * SETS * n
+    SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
+    return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
 
 
 @triton.jit
@@ -149,9 +145,9 @@ def _of_blocks(values, block, past, BLOCKS: tl.constexpr):
 def _down_kernel(
     H, W, SCALES, FACTORS, BIAS, LOGITS, ROUTER_BIAS, OUT, n_out,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
-    CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    WARPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr, STEPS: tl.constexpr,
+    PRELOAD: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to. BIAS
     [EXPERTS, n_out]. The experts' blocks follow one another."""
@@ -240,8 +236,8 @@ def down(
     out = h.new_empty(rows, weight.n) if residual is None else residual
     _down_kernel[(triton.cdiv(weight.n, 16), rows)](
         h, weight.words, weight.scales, weight.factors, bias, chosen.logits, chosen.bias, out, weight.n,
-        BLOCK_K=triton.next_power_of_2(options.top_k), RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None,
-        **_constants(weight, config, chosen, options.top_k, h),
+        BLOCK_K=triton.next_power_of_2(options.top_k), RENORMALISE=options.renormalise, SCALING=options.scale,
+        ADDS=residual is not None, **_constants(weight, config, chosen, options.top_k, h),
     )  # fmt: skip
     return out
 
