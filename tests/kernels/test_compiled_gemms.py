@@ -13,7 +13,7 @@ from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4, int4_row, roles, stream
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import packed
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming

@@ -7,7 +7,7 @@ from interpreting import some_nightly
 from packed_experts import E2M1_VALUES, e2m1, e4m3, packed_experts
 
 from nanovllm.kernels.gemm.e2m1 import E2M1, MOST_EXPONENT, quantize, scales_of, words_of
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down,
