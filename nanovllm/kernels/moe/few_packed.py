@@ -29,7 +29,7 @@ def _same(expert):
 @triton.jit
 def _of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
     SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
     return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
 
