@@ -10,9 +10,9 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import gate_mul
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks
+from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks, of_expert
 from nanovllm.kernels.gemm.stream_operands import columns_of, finish, load_parts, load_pieces, right, steps_of
-from nanovllm.kernels.gemm.unpack import SPAN, WORDS
+from nanovllm.kernels.gemm.unpack import SPAN
 from nanovllm.kernels.moe.few_rows import choice_constants, choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -24,14 +24,6 @@ def _same(expert):
     """The number that all warps found, [WARPS, 1], as one: pointers from it take any layout, those from a tensor are
     moved from one to another."""
     return tl.max(tl.max(expert, axis=1), axis=0).to(tl.int64)
-
-
-@triton.jit
-def _of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
-    SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
-    return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
 
 
 @triton.jit
@@ -79,7 +71,7 @@ def _gate_up_kernel(
     for _ in range(slot):
         expert, _, keys = take_best(keys)
     expert = _same(expert)
-    words, scales = _of_expert(W, SCALES, expert, 2 * n_out, BLOCKS, CODE, GROUP)
+    words, scales = of_expert(W, SCALES, expert, 2 * n_out, BLOCKS, CODE, GROUP)
     warp, tiles = tl.arange(0, WARPS)[None, :, None], ()
     for step in tl.static_range(PRELOAD):
         tiles = tiles + load_blocks(words, scales, first, n_out, step * WARPS + warp, BLOCKS - 1, 2 * n_out, 2, CODE,
@@ -167,7 +159,7 @@ def _down_kernel(
         factors = factors + (_of_blocks(weights, block, weights[0] * 0.0, BLOCKS) * _row_factor(FACTORS, at),)
         block = (step * WARPS + warp)[None, :, None]
         expert = _of_blocks(numbers, block, numbers[TOP_K - 1], BLOCKS)
-        pointers = pointers + (_of_expert(W, SCALES, expert, n_out, BLOCKS, CODE, GROUP),)
+        pointers = pointers + (of_expert(W, SCALES, expert, n_out, BLOCKS, CODE, GROUP),)
         blocks = blocks + (block % BLOCKS,)
     for step in tl.static_range(PRELOAD):
         tiles = tiles + load_blocks(pointers[step][0], pointers[step][1], first, n_out, blocks[step], BLOCKS - 1, n_out,
