@@ -11,7 +11,7 @@ from packed_experts import packed_experts
 from test_int4_gemm import made_of
 from test_packed_experts import CLAMPED, CODES
 
-from nanovllm.kernels.gemm import stream
+from nanovllm.kernels.gemm import skinny, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import few_packed
 from nanovllm.kernels.moe.experts import (
@@ -22,6 +22,7 @@ from nanovllm.kernels.moe.experts import (
 from nanovllm.kernels.moe.few_packed import Chosen
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, streaming
+from nanovllm.kernels.plan.rules import FEW_ROUTER
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, norm_reference
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -114,3 +115,21 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(name: str) -> None:
         hidden.copy_(residual)
 
     check_pdl(layer, start)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CODES)
+def test_experts_launched_dependently_in_a_graph_give_the_same_bits(name: str) -> None:
+    """Behind the router, in one chain over layers."""
+    experts, hidden, width, options = 16, 1024, 384, TopK(16, 4)
+    router, norm = randn(experts, hidden, dtype=DTYPE, seed=3), Norm(randn(hidden, dtype=DTYPE).abs() + 0.5, EPS)
+    gate_up, _ = packed_experts(*CODES[name], experts, 2 * width, hidden, DTYPE, DEVICE)
+    down, _ = packed_experts(*CODES[name], experts, hidden, width, DTYPE, DEVICE, seed=1)
+
+    def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
+        chosen, biases = Chosen(logits, options), (None, None)
+        mixed(residual, gate_up, down, chosen, streaming(4, 2), norm, biases, PLAIN, residual)
+        hidden.copy_(residual)
+
+    check_pdl(layer, randn(2, hidden, dtype=DTYPE))
