@@ -12,8 +12,8 @@ from packed_experts import packed_experts
 
 from nanovllm.kernels.gemm import int4, packed
 from nanovllm.kernels.gemm.e2m1 import E2M1
-from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.plan.config import INT4, INT8, Gemm, GemmConfig
+from nanovllm.kernels.gemm.packed import INT8, PackedWeight
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import int4_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 

@@ -44,7 +44,7 @@ def linear_widened(x: Tensor, weight: PackedWeight, delta: Tensor | None = None)
     rows = max(SPAN, scratch.numel() // k // SPAN * SPAN)
     if rows * k > scratch.numel():
         raise ValueError(f"{weight.code} weight [{n}, {k}]: {SPAN} rows of it must fit into {WIDENED_BYTES} bytes")
-    out = x.new_empty(x.shape[0], n) if delta is None else delta.to(x.dtype)
+    out = x.new_empty(x.shape[0], n) if delta is None else delta.to(x.dtype, copy=True)
     for first in range(0, n, rows):
         end = min(n, first + rows)
         part = widen(weight, first, end, scratch[: (end - first) * k].view(end - first, k))

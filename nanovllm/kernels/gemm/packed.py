@@ -13,8 +13,10 @@ from torch import Tensor
 
 from nanovllm.kernels.gemm import e2m1
 from nanovllm.kernels.gemm.e2m1 import E2M1, MX_GROUP, NV_GROUP, SPAN
-from nanovllm.kernels.plan.config import INT4, INT8
+from nanovllm.kernels.plan.config import INT4
 
+INT8 = "bytes"
+"""Code of integers of 8 bits. (Triton, when it compiles ahead, takes "int8" for a type.)"""
 WORDS = {INT4: 32, INT8: 64, E2M1: 32}
 """Words of a block, by code."""
 GROUPS = {INT4: (0, 32, 64, SPAN), INT8: (0, SPAN), E2M1: (NV_GROUP, MX_GROUP)}
@@ -26,8 +28,8 @@ class PackedWeight:
     """A weight [n, k], or those of experts, with one dimension more in front.
 
     words: int16 [ceil(k / 128), n, 32], the columns of a block for each row. code "int4": word i of a block has the
-    columns i, i + 32, i + 64, i + 96, the first in its lowest bits; "int8": of 64 words, i and i + 64; "e2m1": see
-    e2m1.words_of. group: columns of one: 32, 64 or 128, or 0: one for all; of "int8" 0 or 128; of "e2m1" 16 or 32.
+    columns i, i + 32, i + 64, i + 96, the first in its lowest bits; "bytes": of 64 words, i and i + 64; "e2m1": see
+    e2m1.words_of. group: columns of one: 32, 64 or 128, or 0: one for all; of "bytes" 0 or 128; of "e2m1" 16 or 32.
 
     scales: of integers [number of groups, n, 2], scale and zero in the dtype of x, as many groups as the padded columns
     have; of "e2m1" int32 [sets of four groups, n] (e2m1.scales_of). has_zeros: some zero of "int4" may be another than

@@ -25,7 +25,7 @@ def _load_rows(w_ptr, scale_ptr, first, end, block, n, CODE: tl.constexpr, GROUP
     last one again, in the blocks [1, W, 1]. Words are read once, so they go past L1."""
     row = tl.minimum(first + tl.arange(0, 8)[:, None, None], end - 1)
     at, words, scales = block.to(tl.int64) * n + row, (), ()
-    TILES: tl.constexpr = 2 if CODE == "int8" else 1
+    TILES: tl.constexpr = 2 if CODE == "bytes" else 1
     for tile in tl.static_range(TILES):
         word = tl.arange(0, WORDS)[None, None, :] + tile * WORDS
         words = words + (tl.load(w_ptr + at * (TILES * WORDS) + word, cache_modifier=".cg"),)
@@ -59,7 +59,7 @@ def load_blocks(
 @triton.jit
 def of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
     SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
     return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
 
@@ -77,7 +77,7 @@ def _pieces(
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Four pieces of 32 columns, [8, W, 32] in `dtype`: numbers of e2m1 times their scales, integers without."""
-    if CODE == "int8":
+    if CODE == "bytes":
         first, second = int8_planes(words[0], dtype, PTX), int8_planes(words[1], dtype, PTX)
         return first[0], second[0], first[1], second[1]
     elif CODE == "e2m1":

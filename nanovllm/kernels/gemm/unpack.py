@@ -211,7 +211,7 @@ def int8_run(w_ptrs, w_rows, first, block, n, dtype: tl.constexpr, PTX: tl.const
 def words_at(w_ptr, w_rows, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to the words of weight rows that are read at a time, of block 0: all of a block, or of e2m1 those of
     four groups."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
     RUN: tl.constexpr = GROUP if CODE == "e2m1" else OF_ROW
     return w_ptr + w_rows[:, None] * OF_ROW + tl.arange(0, RUN)[None, :]
 
@@ -236,7 +236,7 @@ def run_of(
     else:
         at = (0 if GROUP == 0 else block * (SPAN // SUB) + part) * n + first + w_rows
         scale, zero = scale_and_zero(load_pair(scale_ptr, at), dtype, HAS_ZEROS, PTX)
-        if CODE == "int8":
+        if CODE == "bytes":
             numbers = int8_run(w_ptrs, w_rows, first, block, n, dtype, PTX)
         else:
             numbers = side_by_side(planes, part, SUB, w_rows.shape[0]) - zero[:, None]
