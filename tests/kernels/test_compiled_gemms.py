@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.gemm import int4, int4_row, roles, stream
+from nanovllm.kernels.gemm import int4_row, packed_tile, roles, stream
 from nanovllm.kernels.gemm.packed import INT8, PackedWeight
 from nanovllm.kernels.moe import few_packed, packed
 from nanovllm.kernels.moe.routing import Routing, TopK
@@ -56,12 +56,12 @@ def compile_int4(rows: int, group: int, has_zeros: bool, code: str = INT4) -> No
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "ldmatrix" in ptx and "wgmma" in ptx
 
-    launch_dependently(int4)
+    launch_dependently(packed_tile)
     compile_only(check, PTX=True)
     for kind in ("o", "gate_up"):
         weight = PackedWeight.empty(4096, 4096, group, has_zeros, torch.bfloat16, CPU, code=code)
         config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows, 132)
-        int4.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
+        packed_tile.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
 
 
 @pytest.mark.slow
