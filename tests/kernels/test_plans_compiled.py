@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
-from nanovllm.kernels.gemm import dense, int4, int4_row, stream
+from nanovllm.kernels.gemm import dense, int4_row, packed_tile, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
@@ -69,7 +69,7 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype in PACKED:
         few = int4_row if one.dtype == INT4 else stream
-        (few if config.is_skinny else int4).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
+        (few if config.is_skinny else packed_tile).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
     else:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
