@@ -277,19 +277,28 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
     model, folder, made = qwen
     with LLM(str(folder), **LORA) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        ids = {}
+        ids: dict[int, int] = {}
+        gained: dict[int, list[int]] = {}
+
+        def step() -> None:
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+
         for number, (_, tensors, config) in enumerate(made):
             request = llm.load_adapter("policy", tensors=tensors, config=config)
-            ids[llm.add_request(PROMPTS[1], params, lora_request=request)] = number
+            request_id = llm.add_request(PROMPTS[1], params, lora_request=request)
+            ids[request_id], gained[request_id] = number, []
             if number == 0:
-                llm.step()
+                step()
+        step()
+        stats = llm.stats()
+        assert len(stats.running_adapters) == 2 and stats.waiting_adapters == ("policy",)
+        assert all(len(digest) == 64 for digest in stats.running_adapters), "they have no name any more"
         llm.remove_adapter("policy")
         with pytest.raises(ValueError, match="policy"):
             llm.add_request(PROMPTS[1], params, lora_request=LoRARequest("policy"))
-        gained: dict[int, list[int]] = {number: [] for number in ids}
         while llm.has_unfinished_requests():
-            for output in llm.step():
-                gained[output.request_id] += output.new_token_ids
+            step()
         held = llm.engine.executor.runner.adapters._held  # type: ignore[attr-defined]
         assert len(held) == 3
         llm.load_adapter("other", made[0][0])
