@@ -40,4 +40,4 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()
     """Names of the adapters of running completions; of one that was removed or replaced meanwhile, its digest."""
     waiting_adapters: tuple[str, ...] = ()
-    """Those of completions that wait in an engine's queue."""
+    """Names of the adapters of completions that wait in an engine's queue."""

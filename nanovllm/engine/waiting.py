@@ -34,6 +34,11 @@ class WaitingQueues:
         yield from [*self.short]
         yield from [*self.long]
 
+    def check_integrity(self) -> None:
+        """Asserts that the counts are those of the rows that wait."""
+        assert self.num_tokens == sum(seq.num_tokens for seq in self)
+        assert self.adapters == Counter(adapter for seq in self if (adapter := seq.prompt.adapter))
+
     def is_long(self, num_remaining_tokens: int) -> bool:
         return 0 < self._long_threshold < num_remaining_tokens
 

@@ -62,7 +62,7 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
 
     engine_options: ClassVar[dict[str, Any]] = {}
     policy: LoRARequest | None = None
-    """What completions are sampled with; None: the engine's weights."""
+    """Adapter that completions are sampled with; None: the engine's weights."""
     _num_syncs = 0
 
     def _init_vllm(self) -> None:
