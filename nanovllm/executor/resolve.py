@@ -72,8 +72,6 @@ def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
         refuse("model", config.model, "without experts and recurrent layers with enable_lora: those take no adapters")
     if model.pooling is not None:
         raise ValueError("enable_lora=True: must be False for a model that embeds")
-    if config.speculative_config is not None:
-        refuse("speculative_config", config.speculative_config, "None with enable_lora")
     if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):
         refuse("exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU")
 

@@ -29,7 +29,6 @@ def test_a_gpu_computes_no_exact_bits_with_adapters(folder: Path) -> None:
     ("options", "said"),
     [
         ({"exact_bits": "tp"}, "exact_bits='tp'"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
         ({"model_impl": "transformers"}, "model_impl"),
         ({"max_lora_rank": 512}, "max_lora_rank=512"),
         ({"max_loras": 0}, "max_loras=0"),
