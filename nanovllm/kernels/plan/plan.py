@@ -222,9 +222,9 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     assert product.choice is not None
     (count, top_k, dtype, is_plain), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
-    chained = around.is_chained and rows <= (1 if dtype == FP8 else FEW_TOKENS)
+    chained = around.is_chained and rows <= (1 if dtype == FP8 else FEW_TOKENS) and not product.is_adapted
     few = rules.is_fused and rows <= FEW_TOKENS and dtype in ITEM_SIZES and item_size == 2 and is_plain
-    few &= not one_order
+    few &= not (one_order or product.is_adapted)
     if chained or few:
         of_experts = (FP8_FEW_EXPERTS if dtype == FP8 else FEW_EXPERTS)[0 if is_gated else 1]
         config = of_experts if product.is_of_experts else FEW_ROUTER
