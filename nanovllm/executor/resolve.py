@@ -68,8 +68,6 @@ def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
         return
     if model.implementation == "transformers":
         refuse("model_impl", config.model_impl, "of a model that our layers have with enable_lora")
-    if any(layer.mixer not in ("attention", "none") for layer in model.layers):
-        refuse("model", config.model, "without recurrent layers with enable_lora: those take no adapters")
     if model.pooling is not None:
         raise ValueError("enable_lora=True: must be False for a model that embeds")
     if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):

@@ -64,9 +64,11 @@ class RankAdapters:
     def _halves(self, adapter: Adapter) -> dict[str, Halves]:
         """Raises ValueError where the adapter is not one of this model."""
         made: dict[str, Halves] = {}
-        given = {}
+        given, top = {}, self._names.of("model")
         for module in adapter.modules:
             name = self._names.canonical(f"{module}.weight") or module
+            if name.startswith("model."):  # as transformers has it, whatever files call it
+                name = name.replace("model", top, 1)
             given[name.removesuffix(".weight")] = module
         parts = [(path, *found) for path in self._layers for found in self._parts(path, made)]
         of_model, of_experts = [], set()

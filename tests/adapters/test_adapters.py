@@ -34,8 +34,9 @@ LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2}
 
 
 def linears(model: nn.Module) -> list[str]:
-    named = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    return [name for name in named if ".layers." in name]
+    """Names of those that take adapters."""
+    named = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return [name for name in named if ".layers." in name and not name.endswith((".gate", "expert_gate"))]
 
 
 def make_adapters(model: nn.Module, folder: Path) -> list[tuple[Path, dict[str, torch.Tensor], dict[str, Any]]]:
@@ -77,7 +78,8 @@ def generate(
 
 FAMILIES = [
     "llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron",
-    "gemma4", "gemma4, keys of other layers and inputs of each",
+    "gemma4", "gemma4, keys of other layers and inputs of each", "qwen3_next", "qwen3_5", "lfm2", "granite 4",
+    "nemotron_h",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.gemm.epilogue import normalise
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 PIECE = 512
-MOST_PARTS = 3
+MOST_PARTS = 4
 _NONE: tl.constexpr = tl.constexpr(1 << 30)
 
 
@@ -66,17 +66,19 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows", "pieces"])
 def expand_kernel(
-    H, SLOTS, B, DELTA, rows, n, pieces, second, third,
+    H, SLOTS, B, DELTA, rows, n, pieces, second, third, fourth,
     RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of n). H as shrink_kernel writes it, SLOTS int32 [rows], B [slots, n, RANK] -> DELTA
-    float32 [rows, n]. Part 1 of H is for the columns from `second` on, part 2 for those from `third` on."""
+    float32 [rows, n]. Part 1 of H is for the columns from `second` on, part 2 for those from `third` on, part 3 for
+    those from `fourth` on."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_N
     col, rank = first + tl.arange(0, BLOCK_N), tl.arange(0, RANK)
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
     last_col = tl.minimum(col, n - 1)
     part_of_col = (last_col >= second).to(tl.int32) + (last_col >= third).to(tl.int32)
+    part_of_col += (last_col >= fourth).to(tl.int32)
     first_part, last_part = tl.min(part_of_col, 0), tl.max(part_of_col, 0)
     delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     slot = _next_adapter(slots, -1)
@@ -113,7 +115,7 @@ def adapter_delta(
         BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE, num_warps=num_warps,
     )  # fmt: skip
     expand_kernel[(tiles, triton.cdiv(n, 64))](
-        h, slots, b, delta, rows, n, pieces, *(*starts[1:], n, n)[:2], RANK=rank, PARTS=parts, BLOCK_M=block_m,
+        h, slots, b, delta, rows, n, pieces, *(*starts[1:], n, n, n)[:3], RANK=rank, PARTS=parts, BLOCK_M=block_m,
         BLOCK_N=64, num_warps=num_warps,
     )  # fmt: skip
     return delta
