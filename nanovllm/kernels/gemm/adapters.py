@@ -17,7 +17,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 PIECE = 512
-MOST_PARTS = 3
+MOST_PARTS = 4
 _NONE: tl.constexpr = tl.constexpr(1 << 30)
 
 
@@ -67,13 +67,13 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_kernel(
-    H, SQUARES, SLOTS, B, DELTA, rows, n, k, eps, second, third,
+    H, SQUARES, SLOTS, B, DELTA, rows, n, k, eps, second, third, fourth,
     RANK: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of n). H and SQUARES, which may be None, as shrink_kernel writes them; SLOTS int32
     [rows], B [slots, n, RANK] -> DELTA float32 [rows, n]. Part 1 of H is for the columns from `second` on, part 2 for
-    those from `third` on."""
+    those from `third` on, part 3 for those from `fourth` on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -82,6 +82,7 @@ def expand_kernel(
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
     last_col = tl.minimum(col, n - 1)
     part_of_col = (last_col >= second).to(tl.int32) + (last_col >= third).to(tl.int32)
+    part_of_col += (last_col >= fourth).to(tl.int32)
     first_part, last_part = tl.min(part_of_col, 0), tl.max(part_of_col, 0)
     has_adapter = (slots >= 0)[:, None]
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
@@ -126,7 +127,7 @@ def adapter_delta(
         BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE, num_warps=num_warps, **pdl,
     )  # fmt: skip
     expand_kernel[(tiles, triton.cdiv(n, 64))](
-        h, squares, slots, b, delta, rows, n, k, norm.eps if norm else 0.0, *(*starts[1:], n, n)[:2], RANK=rank,
+        h, squares, slots, b, delta, rows, n, k, norm.eps if norm else 0.0, *(*starts[1:], n, n, n)[:3], RANK=rank,
         PARTS=parts, PIECES=pieces, BLOCK_M=block_m, BLOCK_N=64, num_warps=num_warps, **pdl,
     )  # fmt: skip
     return delta

@@ -17,11 +17,12 @@ from nanovllm.kernels.plan.config import GemmConfig
 
 
 def multiply(
-    x: Tensor, weight: PackedWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
-    gated: bool, activation: tuple[float | None, float | None],
+    x: Tensor, weight: PackedWeight, routing: Routing, config: GemmConfig, bias: Tensor | None,
+    delta: Tensor | None, out: Tensor, gated: bool, activation: tuple[float | None, float | None],
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`: if gated [T * top_k, I], of x [T, H], else [top_k, T, H], of that; see moe/experts.py.
-    activation: alpha and limit."""
+    activation: alpha and limit.
+    delta: see there."""
     if x.shape[1] != weight.k or not x.is_contiguous():
         raise ValueError(f"4-bit experts [{weight.n}, {weight.k}] do not fit x {list(x.shape)}, {x.stride()}")
     grid = (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0])
@@ -37,7 +38,7 @@ def multiply(
         )  # fmt: skip
         return out
     packed_tile_kernel[grid](
-        x, weight.words, weight.scales, weight.factors, bias, routing.tiles, routing.order, routing.weights, out,
+        x, weight.words, weight.scales, weight.factors, bias, delta, routing.tiles, routing.order, routing.weights, out,
         routing.num_tokens, out.shape[-1], weight.k, 1.0, TOP_K=routing.top_k, GATED=gated, ALPHA=activation[0],
         LIMIT=activation[1], CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, STAGES=config.stages, EVEN_K=weight.k % SPAN == 0, PTX=x.is_cuda,

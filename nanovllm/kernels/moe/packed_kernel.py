@@ -9,7 +9,7 @@ from nanovllm.kernels.gemm.unpack import SPAN, WORDS, add_block, words_at
 
 @triton.jit(do_not_specialize=["rows"])
 def packed_tile_kernel(
-    X, W, SCALES, FACTORS, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, n_out, k, factor,
+    X, W, SCALES, FACTORS, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, n_out, k, factor,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CODE: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
@@ -49,7 +49,7 @@ def packed_tile_kernel(
         accs = add_block(accs, w_ptrs, SCALES, w_rows, block, n, n_out, x_ptrs, live, k, factors, X.dtype.element_ty,
                           CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
     acc = result(accs, None, BIAS, expert * n, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N, False,
-                 False, GATED and not PAIRED)  # fmt: skip
+                 False, GATED and not PAIRED, DELTA, position, end_position)  # fmt: skip
     cols_out = first_col + tl.arange(0, BLOCK_N)
     store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, False)
 
