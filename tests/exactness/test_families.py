@@ -124,7 +124,7 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
-    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h",
+    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h",
     "nemotron_h with latent experts", "gemma4", "gemma4, experts",
     "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
