@@ -175,7 +175,8 @@ def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, experts", "olmo3", "cohere2", "nemotron",
                                   "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe",
-                                  "laguna", "lfm2", "qwen3_5", "olmo_hybrid", "granite 4", "gemma4, keys of other layers and inputs of each"])
+                                  "laguna", "lfm2", "qwen3_5", "olmo_hybrid", "granite 4",
+                                  "gemma4, keys of other layers and inputs of each"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")

@@ -109,7 +109,7 @@ def test_nothing_is_found_after_sleep_and_new_weights(served: Served, tmp_path: 
 
 
 def states_of(model: Any, prompt: list[int]) -> list[torch.Tensor]:
-    """What transformers has of a prompt for each recurrent layer, as ours have it: states, then the last inputs of
+    """Memory that transformers has of a prompt in recurrent layers, in the shapes of ours: states, then last inputs of
     convolutions, of which it keeps one more."""
     layers = model(torch.tensor([prompt]), use_cache=True).past_key_values.layers
     kept = [layer for layer in layers if hasattr(layer, "conv_states")]
