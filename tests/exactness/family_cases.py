@@ -121,6 +121,7 @@ CASES = {
     "granite 4": Case(
         "GraniteMoeHybrid", {**GRANITE4, **MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 28,
         "embedding_multiplier": 3.0, "residual_multiplier": 0.6}),
+    "granite 4 without experts": Case("GraniteMoeHybrid", {**GRANITE4, **MAMBA, "shared_intermediate_size": 28}),
     "nemotron_h": Case("NemotronH", NEMOTRON),
     "nemotron_h that ends with experts": Case(
         "NemotronH", {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-*E"},
