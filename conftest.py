@@ -63,9 +63,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import quick_interpreter
 
         quick_interpreter.quicken()
-    if sys.platform == "linux" and not count_gpus():
-        import fork_server
+    import fork_server
 
+    if fork_server.is_fit():
         fork_server.install()
 
 
