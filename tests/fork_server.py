@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 MODULES = {"nanovllm.executor.worker", "nanovllm.host.program", "faulty_worker", "overlapping_worker"}
 """Programs that import torch."""
 NAME = "fork-server"
-"""What /proc calls a process that forks."""
+"""Name of a process that forks, in /proc."""
 MARK = "NANOVLLM_TEST_MARK"
 """An environment variable that workers inherit: finds them whoever their parent is by now."""
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "TRITON_", "LD_", "PYTHON")
@@ -86,7 +86,7 @@ def fork(command: list[str], environment: dict[str, str], files: dict[int, int],
 
 
 def _key(environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """What libraries look at when they are imported."""
+    """Variables that libraries look at when they are imported."""
     names = sorted(name for name in environment if name.startswith(_READ_AT_IMPORT))
     return tuple((name, environment[name]) for name in names if name not in ("PYTHONPATH", "OMP_WAIT_POLICY"))
 

@@ -100,7 +100,7 @@ def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
 
 
 def _type_of_tuple(self: Any) -> Any:
-    """Its name is long, and seldom asked for."""
+    """Type of a tuple, made when it is asked for: its name is long."""
     if (found := self.__dict__["_type"]) is None:
         found = self.__dict__["_type"] = core._type_for_tuple_values(self.values)
     return found
