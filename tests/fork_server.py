@@ -158,7 +158,7 @@ def serve(number: int) -> None:
     from nanovllm.processes.child import freeze_objects
 
     freeze_objects()  # which would be copied where each fork counts their references
-    path = sys.path[len(os.environ["PYTHONPATH"].split(os.pathsep)) :]
+    path = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]  # any interpreter's
     _serve(socket.socket(fileno=_moved(number)), path)
 
 

@@ -143,11 +143,13 @@ class Server(Served):
         first: str = "",
         output: int | None = None,
         simulated: bool = False,
+        executed: bool = False,
     ) -> None:
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
         values, so that a test need not wait as long. `first`: what the process runs before it takes them over.
         `output`: descriptor that it writes to and that is closed here, by default a file. `simulated`: its engine is a
-        process without a model, which is ready at once."""
+        process without a model, which is ready at once. `executed`: it is started as a user starts it, where that is what
+        is tested."""
         if simulated:
             limits = {"nanovllm.host.handle:MODULE": "simulated_engine", **(limits or {})}
             more = {"SIMULATED_ENGINE": json.dumps(simulated_options()), "PYTHONPATH": str(ROOT / "scripts")}
@@ -165,7 +167,7 @@ class Server(Served):
         self.began = time.monotonic()
         command += [*ENGINE, *arguments]
         with open(self.log_file if output is None else output, "wb") as log:
-            if fork_server.is_fit() and not simulated:
+            if fork_server.is_fit() and not (simulated or executed):
                 self.process = fork_server.ForkedCommand(command, log.fileno(), environment, MOST_FILES)
                 return
             self.process = subprocess.Popen(
