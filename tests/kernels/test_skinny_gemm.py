@@ -75,7 +75,7 @@ def test_any_shape_matches_float64_and_so_does_the_twin(
     op: str, dtype: torch.dtype, stream_config: GemmConfig, rows: int, half_n: int, k_over_8: int
 ) -> None:
     """Any number of outputs, and any K that is a multiple of 8, if registers hold all of x that is to be normed."""
-    assume("norm" not in op or not why_not_norm(rows, 8 * k_over_8, "silu" in op, stream_config))
+    assume("norm" not in op or not why_not_norm(rows, 8 * k_over_8, "silu" in op, 64, stream_config))
     t = inputs(rows, 2 * half_n, 8 * k_over_8, dtype)
     found = [run(op, t, config) for config in ((FMA, stream_config) if rows <= SKINNY_ROWS else (stream_config,))]
     found.append(skinny.linear_reference(t["x"], t["weight"], **around(op, t)))

@@ -48,27 +48,17 @@ def stream_kernel(
     groups of columns in a step, one or two a warp. PRELOAD: steps of weights in flight; AHEAD: 8 columns of x. res_ptr:
     None, or [rows, n_out] to be added. DELTA: see add_delta. CODE: "wide", "e4m3", or that of a PackedWeight, whose
     words and scales are w_ptr and PACKED, and then GROUP and HAS_ZEROS are its."""
-    IS_PACKED: tl.constexpr = PACKED is not None
     WIDTH: tl.constexpr = 64 if CODE == "e4m3" else 32
-    PIECES: tl.constexpr = 4 if IS_PACKED else 2
-    RUN: tl.constexpr = 16 if IS_PACKED and GROUP == 16 else None
-    SPAN: tl.constexpr = WARPS * PIECES * WIDTH
+    PIECES: tl.constexpr = 2 if PACKED is None else 4
+    RUN: tl.constexpr = 16 if GROUP == 16 else None
     HALVES: tl.constexpr = 2 if GATED else 1
     EACH: tl.constexpr = 8 // ROWS
     PARTS: tl.constexpr = (STEPS + EACH - 1) // EACH
-    LAST: tl.constexpr = (K - 1) // (PIECES * WIDTH)
     live_rows = rows if ROWS > 1 else None
     first = tl.program_id(0) * 16
-    warp = tl.arange(0, WARPS)[None, :, None]
-    cols = warp * (2 * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
-
     tiles, scales, gains = (), (), ()
     for step in tl.static_range(PRELOAD):
-        if IS_PACKED:
-            tiles = tiles + load_blocks(w_ptr, PACKED, first, n_out, step * WARPS + warp, LAST, n_out * HALVES, HALVES,
-                                        CODE, GROUP)  # fmt: skip
-        else:
-            tiles = tiles + load_step(w_ptr, first, n_out, cols + step * SPAN, K, EVEN_K, HALVES)
+        tiles = tiles + _load(w_ptr, PACKED, first, n_out, step, K, EVEN_K, WARPS, WIDTH, HALVES, CODE, GROUP)
     for part in tl.static_range(PARTS):
         if GAIN is not None:
             gains = gains + (load_pieces(GAIN, part * EACH, K, WARPS, WIDTH, ROWS, None, PIECES, RUN),)
@@ -77,7 +67,6 @@ def stream_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
     col, residual = first + tl.arange(0, 16), None
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
@@ -89,28 +78,39 @@ def stream_kernel(
     for part in tl.static_range(AHEAD):
         both = both + (both_scales(loaded[part], scales, part, HALVES, IN_BLOCKS),)
     for step in tl.static_range(STEPS):
-        if IS_PACKED:
-            accs = add_blocks(accs, tiles, loaded[step // EACH], both[step // EACH], step, ROWS, x_ptr.dtype.element_ty,
-                              CODE, GROUP, HAS_ZEROS, PTX)  # fmt: skip
+        x, factors = loaded[step // EACH], both[step // EACH]  # type: ignore[var-annotated]
+        if PACKED is None:
+            accs = add_halves(accs, tiles, x, factors, step, ROWS)
         else:
-            accs = add_halves(accs, tiles, loaded[step // EACH], both[step // EACH], step, ROWS)
+            accs = add_blocks(accs, tiles, x, factors, step, ROWS, x_ptr.dtype.element_ty, CODE, GROUP, HAS_ZEROS, PTX)
         tiles = tiles[HALVES:]
         if step + PRELOAD < STEPS:
-            if IS_PACKED:
-                tiles = tiles + load_blocks(w_ptr, PACKED, first, n_out, (step + PRELOAD) * WARPS + warp, LAST,
-                                            n_out * HALVES, HALVES, CODE, GROUP)  # fmt: skip
-            else:
-                tiles = tiles + load_step(w_ptr, first, n_out, cols + (step + PRELOAD) * SPAN, K, EVEN_K, HALVES)
+            tiles = tiles + _load(w_ptr, PACKED, first, n_out, step + PRELOAD, K, EVEN_K, WARPS, WIDTH, HALVES, CODE,
+                                  GROUP)  # fmt: skip
         if step % EACH == EACH - 1 and step // EACH + AHEAD < PARTS:
             x = part_of_x(x_ptr, X_SCALE, (), 1.0, step // EACH + AHEAD, scale_stride, K, WARPS, WIDTH, ROWS,
                           live_rows, PIECES, RUN)  # fmt: skip
             loaded = loaded + (x,)
             both = both + (both_scales(x, scales, step // EACH + AHEAD, HALVES, IN_BLOCKS),)
-
-    y = _result(accs, residual, SCALE, DELTA, col, rows, n_out, out_ptr.dtype.element_ty, IN_BLOCKS, ROWS,
-                CODE == "e4m3")  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    y = _result(accs, residual, SCALE, DELTA, col, rows, n_out, dtype, IN_BLOCKS, ROWS, CODE == "e4m3")
     at, live = _places(col, rows, n_out, ROWS)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + at, y.to(dtype), mask=live)
+
+
+@triton.jit
+def _load(
+    w_ptr, PACKED, first, n_out, step, K: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
+    HALVES: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Loads a step of weights, and of the ups that belong to them if HALVES is 2: by load_step or load_blocks."""
+    warp = tl.arange(0, WARPS)[None, :, None]
+    if PACKED is None:
+        cols = (step * WARPS + warp) * (2 * WIDTH) + tl.arange(0, WIDTH)[None, None, :]
+        return load_step(w_ptr, first, n_out, cols, K, EVEN_K, HALVES)
+    else:
+        last: tl.constexpr = (K - 1) // (4 * WIDTH)
+        return load_blocks(w_ptr, PACKED, first, n_out, step * WARPS + warp, last, n_out * HALVES, HALVES, CODE, GROUP)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def load_pair(groups_ptr, at):
 
 @triton.jit
 def scale_and_zero(pair, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
-    """Of a pair of load_pair: scales, and the unpacked numbers that stand for 0."""
+    """Scales, and the unpacked numbers that stand for 0, of a pair of load_pair."""
     if dtype == tl.float32:
         scale, stored = pair[0], pair[1]
     else:

@@ -108,8 +108,8 @@ def _load_step(
 def _load_h(
     h_ptr, begin, K: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, WARPS: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
-    """What load_parts gives of h [TOP_K, K] for 8 columns, from step `begin` on: its rows, of so many blocks, are one
-    after the other."""
+    """Pieces, as load_parts gives them, of h [TOP_K, K] for 8 columns, from step `begin` on: its rows, of so many
+    blocks, are one after the other."""
     block, found = steps_of(begin, 1)[:, None, None] * WARPS + tl.arange(0, WARPS)[None, :, None], ()
     for piece in tl.static_range(4):
         at = block % BLOCKS * SPAN + columns_of(piece, 32, 4, RUN)
@@ -200,7 +200,7 @@ def _down_kernel(
 
 @dataclass(frozen=True)
 class Chosen:
-    """What tokens choose experts by. logits float32 [1, T, experts or more]; bias [experts], on them."""
+    """Logits by which tokens choose experts, float32 [1, T, experts or more], and a bias [experts] on them."""
 
     logits: Tensor
     options: TopK

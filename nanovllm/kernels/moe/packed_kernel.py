@@ -73,7 +73,8 @@ def packed_stream_kernel(
     STEPS: tl.constexpr, PRELOAD: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """packed_tile_kernel for tiles of 8 rows, whose weights pass through registers as those of gemm/stream.py do."""
+    """packed_tile_kernel with grid (tiles of 16 columns, TILES of 8 rows), for X [T, K], or [T * TOP_K, K] where not
+    GATED. Weights pass through registers as those of gemm/stream.py do; STEPS, PRELOAD and WARPS are its."""
     BLOCKS: tl.constexpr = (K + SPAN - 1) // SPAN
     RUN: tl.constexpr = 16 if GROUP == 16 else WORDS
     HALVES: tl.constexpr = 2 if PAIRED else 1
