@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, e2m1, int4, int4_row, skinny, stream, tile
-from nanovllm.kernels.gemm.int4 import PackedWeight
-from nanovllm.kernels.moe import experts, packed
+from nanovllm.kernels.gemm import dense, e2m1, int4_row, packed, packed_tile, skinny, stream, tile
+from nanovllm.kernels.gemm.packed import PackedWeight
+from nanovllm.kernels.moe import experts
+from nanovllm.kernels.moe import packed as packed_experts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, streaming
 
@@ -35,9 +36,9 @@ def weight_of(kind: str, dtype: torch.dtype) -> Any:
         values, scales = quantize_blocks(weight)
         return FP8Weight(values, scales, 128)
     if kind == "int4":
-        codes, scales = int4.quantize(weight, 128, dtype)
+        codes, scales = packed.quantize(weight, 128, dtype)
         found = PackedWeight.empty(N, K, 128, False, dtype, torch.device(DEVICE))
-        found.words.copy_(int4.pack(codes))
+        found.words.copy_(packed.pack(codes))
         found.scales[..., 0] = scales.T
         return found
     if kind == "mxfp4":
@@ -50,7 +51,7 @@ def weight_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 LINEAR: dict[str, Callable[..., Any]] = {
-    "dense": dense.linear, "fp8": gemm.linear, "int4": int4.linear, "mxfp4": int4.linear,
+    "dense": dense.linear, "fp8": gemm.linear, "int4": packed_tile.linear, "mxfp4": packed_tile.linear,
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def test_sums_are_added_before_the_rounding(kind: str, config: GemmConfig, rows:
 
 
 def compile_all() -> None:
-    launch_dependently(skinny, stream, tile, int4, int4_row, experts, packed)
+    launch_dependently(skinny, stream, tile, packed_tile, int4_row, experts, packed_experts)
     compile_only(most_spilled=None)
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
