@@ -59,9 +59,11 @@ def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: in
     x = rand(rows, hidden)
     for activation, biased in ((ExpertActivation(), False), (CLAMPED, True)):
         bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
-        more = [rand(rows * top_k, n, seed=6).float() if biased else None for n in (2 * width, hidden)]
         of_float32 = bias[0] if bias[0] is None else bias[0].float()
-        expected = expert_gate_up_reference(x.float(), wide, routing, config, activation, of_float32, more[0]).to(DTYPE)
+        more = [rand(rows * top_k, n, seed=6).float() if biased else None for n in (2 * width, hidden)]
+        expected = expert_gate_up_reference(
+            x.float(), wide, routing, config, activation, of_float32, more[0]
+        ).to(DTYPE)  # fmt: skip
         twin = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0], more[0])
         torch.testing.assert_close(twin, expected, **TOLERANCE)
         h = expert_gate_up(x, gate_up, routing, config, activation, bias[0], more[0])
