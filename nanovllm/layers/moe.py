@@ -125,7 +125,7 @@ class MoE(WeightedModule):
         )  # fmt: skip
         alpha = config.activation_alpha if config.activation == "silu" else None
         self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
-        is_plain = is_plain_mixture(config, isinstance(of_gate_up, PackedMatrix))
+        is_plain = is_plain_mixture(config, isinstance(base_of(of_gate_up), PackedMatrix))
         choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain)
         if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
             around = around.apart

@@ -46,6 +46,7 @@ def linear(
     of x, for kernels for few rows. delta float32 [T * top_k, rows of an expert], in routing's order: added to the
     products before these are rounded; not by kernels for few rows."""
     assert routed is not None
+    assert delta is None or not config.is_skinny, config
     if config.is_skinny and isinstance(weight, PackedWeight):
         chosen = few_packed.Chosen(routed.logits, routed.options, routed.router_bias)
         if gated:
@@ -53,7 +54,6 @@ def linear(
             return few_packed.gate_up(x, weight, chosen, config, norm, routed.biases[0], limits)
         return few_packed.down(x, weight, chosen, config, residual, routed.biases[1])
     if config.is_skinny:
-        assert delta is None, config
         few: Any = few_experts if isinstance(weight, FP8Weight) else few_rows
         multiply, beside = (few.gate_up, norm) if gated else (few.down, residual)
         return multiply(x, weight, routed.logits, routed.options, config, beside)
