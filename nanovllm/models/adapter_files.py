@@ -158,6 +158,11 @@ def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
     return wrapped[-1 - depth] if depth < len(wrapped) else None
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. (An isfinite of each takes twenty times as long.)"""
+    return not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax())
+
+
 def _modules(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], max_rank: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -167,7 +172,7 @@ def _modules(
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
         if found is None or tensor.dim() not in (2, 3) or not tensor.is_floating_point():
             raise ValueError(f"tensor {name!r}: must be a matrix lora_A.weight or lora_B.weight of a linear layer")
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ValueError(f"tensor {name!r}: holds NaN or infinity")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if not pairs:

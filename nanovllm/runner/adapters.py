@@ -12,7 +12,14 @@ from nanovllm.errors import refuse
 from nanovllm.layers.adapted import AdaptedMatrix, AdapterPart
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.adapter_files import Adapter, check_targets, is_parameter, read_adapter, turns_experts
+from nanovllm.models.adapter_files import (
+    Adapter,
+    check_targets,
+    is_finite,
+    is_parameter,
+    read_adapter,
+    turns_experts,
+)
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import names_of
 from nanovllm.models.renaming import in_checkpoint
@@ -112,7 +119,7 @@ class RankAdapters:
                 raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
             if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
                 raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
-            if not tensor.to(dtype := self._dtype).isfinite().all():
+            if not is_finite(tensor.to(dtype := self._dtype)):
                 raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
         more = of_a.shape[-2] - a.shape[-2]
         for tensor, weight in ((pad(a, (0, 0, 0, more)), of_a), (pad(b, (0, more)), of_b)):
