@@ -238,8 +238,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     sums in the order of fixed_order.py, whose units the chunks are; LSE has a unit's maximum and sum. With PLACES above
     1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
 
-    With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
-    kernel there are ordinary ones (the embedding), so they are complete."""
+    With PDL work list and block table are read before gdc_wait: the plan's, with an ordinary kernel since (the
+    embedding)."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
