@@ -22,9 +22,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "ngram": Method(("prompt_lookup_max", "prompt_lookup_min")),
-    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.6),
+    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.7),
     "dflash": Method(("model",), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
-    "dspark": Method(("model",), layers_by_pass=8.0),
+    "dspark": Method(("model",), layers_by_pass=11.0),
 }
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""

@@ -236,7 +236,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32
     (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED:
     sums in the order of fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum. With PLACES
-    above 1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
+    above 1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for
+    none.
 
     With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
     kernel there are ordinary ones (the embedding), so they are complete."""

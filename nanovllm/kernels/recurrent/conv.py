@@ -45,22 +45,28 @@ def _move_on(
 @triton.jit(do_not_specialize=["first_row", "num_shares"])
 def _conv_kernel(
     X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
-    num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT [T, C] of row first_row + program_id(1), of BLOCK_C channels, from X [T, x_stride]; the programs along axis 2
-    share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on. The first UNIT channels
-    are vectors of DIM, scaled to length 1. GATED: X has three parts of C columns, see causal_conv. With PDL a row's
-    places are read before gdc_wait, as decode attention reads its own."""
+    """OUT [T, C] of row first_row + program_id(1), of BLOCK_C // TILE vectors of DIM channels, from X [T, x_stride];
+    the programs along axis 2 share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on.
+    The first UNIT channels are vectors that are scaled to length 1. TILE: the next power of two from DIM on. GATED: X
+    has three parts of C columns, see causal_conv. With PDL a row's places are read before gdc_wait, as decode attention
+    reads its own."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = first_row + tl.program_id(1)
     share = tl.program_id(2)
     start = tl.load(CU_SEQLENS + row)
     count = tl.load(CU_SEQLENS + row + 1) - start
-    first = tl.program_id(0) * BLOCK_C
-    cols = first + tl.arange(0, BLOCK_C)
-    mask = cols < C
+    first = tl.program_id(0) * (BLOCK_C // TILE * DIM)
+    lanes = tl.arange(0, BLOCK_C)
+    if TILE == DIM:
+        cols = first + lanes
+        mask = cols < C
+    else:
+        cols = first + lanes // TILE * DIM + lanes % TILE
+        mask = (lanes % TILE < DIM) & (cols < C)
     read = tl.load(READ + row)
     last = LAST + tl.maximum(read, 0).to(tl.int64) * last_stride
     if PDL:
@@ -85,7 +91,7 @@ def _conv_kernel(
         else:
             out = silu(sums).to(OUT.dtype.element_ty)
         if first < UNIT:
-            vectors = tl.reshape(out.to(tl.float32), (BLOCK_T, BLOCK_C // DIM, DIM))
+            vectors = tl.reshape(out.to(tl.float32), (BLOCK_T, BLOCK_C // TILE, TILE))
             vectors *= tl.rsqrt(tl.sum(vectors * vectors, 2) + eps)[:, :, None]
             out = tl.reshape(vectors, (BLOCK_T, BLOCK_C)).to(OUT.dtype.element_ty)
         tl.store(OUT + (start + tokens).to(tl.int64)[:, None] * C + cols[None, :], out, mask=live)
@@ -111,15 +117,15 @@ def causal_conv(
     """
     channels, width = weight.shape
     out = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
-    decodes, num_rows, block_c = rows.num_decode_rows, rows.num_rows, math.gcd(_BLOCK_C, unit[0])
-    assert block_c % unit[1] == 0, unit
+    decodes, num_rows, dim, tile = rows.num_decode_rows, rows.num_rows, unit[1], triton.next_power_of_2(unit[1])
+    vectors = math.gcd(_BLOCK_C // tile, unit[0] // dim)
     shares = max(1, min(64, triton.cdiv(rows.num_tokens - decodes, _BLOCK_T)))
     for first, count, share, block_t in ((0, decodes, 1, 1), (decodes, num_rows - decodes, shares, _BLOCK_T)):
         if count:
-            _conv_kernel[(triton.cdiv(channels, block_c), count, share)](
+            _conv_kernel[(triton.cdiv(channels, vectors * dim), count, share)](
                 x, weight, bias, last, out, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
-                share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=unit[1], GATED=gated,
-                BLOCK_T=block_t, BLOCK_C=block_c, num_warps=2 if block_t == 1 else 4,
+                share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=dim, TILE=tile, GATED=gated,
+                BLOCK_T=block_t, BLOCK_C=vectors * tile, num_warps=2 if block_t == 1 else 4,
                 **pdl_options(x.device, block_t == 1),
             )  # fmt: skip
     return out

@@ -1,5 +1,4 @@
-"""y = x @ W^T with weights of 4 and 8 bits, widened in registers: the kernels. int4.py has the layout, and launches
-them.
+"""y = x @ W^T with weights of 4 and 8 bits, widened in registers: the kernels. packed_tile.py launches them.
 
 Programs that run at a time begin at different columns: all would ask for the same lines of x at once, which one slice
 of the L2 cache has. A row's sum over K goes in an order that the shapes and the choice alone decide, and does not
@@ -20,7 +19,7 @@ def _prefetch(
 ):  # fmt: skip
     """Brings words and scales of the first PREFETCH blocks into L2, that a program goes through. A line has 2 rows of
     words (of 8 bits 1), or the scales of 32; past the end, what is there again."""
-    OF_LINE: tl.constexpr = 1 if CODE == "int8" else 2
+    OF_LINE: tl.constexpr = 1 if CODE == "bytes" else 2
     block = (begin + (first_block - begin + tl.arange(0, PREFETCH)) % (end - begin))[:, None]
     index = tl.arange(0, BLOCK_N // OF_LINE)
     lane = (index // 2) * (2 * OF_LINE) + index % 2 if PAIRED else index * OF_LINE
