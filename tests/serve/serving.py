@@ -148,7 +148,7 @@ class Server(Served):
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
         values, so that a test need not wait as long. `first`: what the process runs before it takes them over.
         `output`: descriptor that it writes to and that is closed here, by default a file. `simulated`: its engine is a
-        process without a model, which is ready at once. `executed`: it is started as a user starts it, where that is
+        process without a model, which is ready at once. `executed`: it starts as a user starts it, where that is
         what is tested."""
         if simulated:
             limits = {"nanovllm.host.handle:MODULE": "simulated_engine", **(limits or {})}
