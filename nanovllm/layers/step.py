@@ -34,7 +34,8 @@ class ForwardStep:
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """[T, hidden] by layer: where the residual stream that the layer takes in is written, for a model that drafts."""
+    """[T, hidden] by layer: where the residual stream that the layer takes in is written, for a model that drafts; by
+    the number of layers the final hidden states."""
 
     @property
     def rows(self) -> StepRows:
