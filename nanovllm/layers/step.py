@@ -27,6 +27,8 @@ class ForwardStep:
     """Attends for all layers; it was prepared for `attention`."""
     lines: Lines | None = None
     """Lines of rows with memory of fixed size; None: layers have none."""
+    has_places: bool = field(default=False, kw_only=True)
+    """Whether decodes may have several rows, one for each of their places."""
     adapters: torch.Tensor | None = None
     """int32 [T]: slot of each token's adapter, -1: none; None: no row of the step has one."""
     layer_inputs: torch.Tensor | None = None
@@ -42,7 +44,8 @@ class ForwardStep:
         """The step's rows as layers with memory of fixed size know them."""
         assert self.lines is not None
         attention = self.attention
-        return StepRows(attention.cu_seqlens_q, attention.num_decode_rows, attention.num_tokens, self.lines)
+        sizes = attention.num_decode_rows, attention.num_tokens
+        return StepRows(attention.cu_seqlens_q, *sizes, self.lines, self.has_places)
 
     def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
         """The first `cut` tokens, and the others; see attention_halves."""
@@ -53,7 +56,7 @@ class ForwardStep:
         first, second = (
             ForwardStep(
                 self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own,
-                None if self.adapters is None else self.adapters[part],
+                None if self.adapters is None else self.adapters[part], has_places=self.has_places,
             )
             for part, half, own in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
         )

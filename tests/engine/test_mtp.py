@@ -119,6 +119,9 @@ def saved(name: str, folder: Path) -> Layer:
     [
         ("glm4_moe", "glm4_moe_mtp", {"max_num_batched_tokens": 24}),
         ("glm4_moe", "mtp", {"tensor_parallel_size": 2}),
+        ("qwen3_5", "mtp", {"max_num_batched_tokens": 24}),
+        ("qwen3_next", "qwen3_next_mtp", {"tensor_parallel_size": 2}),
+        ("qwen3_5_moe", "qwen3_5_mtp", {}),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_the_definition_and_texts_those_without(

@@ -21,7 +21,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes, scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
-from nanovllm.kernels.recurrent.states import load_state, store_state
+from nanovllm.kernels.recurrent.states import count_places, load_state, store_state
 
 
 class DeltaWeights(NamedTuple):
@@ -46,39 +46,44 @@ def _gated_norm(out, z, NORM, eps, dims, V: tl.constexpr):
     return (scaled * silu(z.to(tl.float32))).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_kernel(
     X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, scale,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
+    num_rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HAS_PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds. With PDL
-    the state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (As decode attention
-    does, this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
+    """The token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds, and those
+    of the rows that go on from there. With PDL the state is read before gdc_wait: this kernel wrote it, or one of the
+    scan, in a step before. (As decode attention does, this counts on the embedding, an ordinary kernel, for what was
+    prepared in this step.)"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, first = tl.program_id(0), tl.program_id(1)
     keys, dims = tl.arange(0, K), tl.arange(0, V)
-    x = X + row * (2 * HK * K + HV * V)
     key_head = head // (HV // HK)
-    read = tl.load(READ + row)
-    write = tl.load(WRITE + row).to(tl.int64)
+    count = count_places(READ, WRITE, first, num_rows, HAS_PLACES)
+    read = tl.where(count > 0, tl.load(READ + first), -1)
     places = head * K * V + keys[:, None] * V + dims[None, :]
     state = load_state(STATES, read, state_stride, places)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
-    k = tl.load(x + (HK + key_head) * K + keys).to(tl.float32)
-    v = tl.load(x + 2 * HK * K + head * V + dims).to(tl.float32)
-    log_kept = decay(tl.load(A + row * gate_stride + head), A_LOG, DT_BIAS, head)
-    rate = sigmoid(tl.load(B + row * gate_stride + head))
-    state = state.to(tl.float32) * tl.exp(log_kept)
-    change = rate * (v - tl.sum(k[:, None] * state, 0))
-    state += k[:, None] * change[None, :]
-    store_state(STATES, write, state_stride, places, state)
-    out = tl.sum(q[:, None] * state, 0)
-    z = tl.load(Z + row * z_stride + head * V + dims)
-    y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, V)
-    tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V,)))
+    for place in range(count):
+        row = (first + place).to(tl.int64)
+        x = X + row * (2 * HK * K + HV * V)
+        q = tl.load(x + key_head * K + keys).to(tl.float32) * scale
+        k = tl.load(x + (HK + key_head) * K + keys).to(tl.float32)
+        v = tl.load(x + 2 * HK * K + head * V + dims).to(tl.float32)
+        log_kept = decay(tl.load(A + row * gate_stride + head), A_LOG, DT_BIAS, head)
+        rate = sigmoid(tl.load(B + row * gate_stride + head))
+        moved = state.to(tl.float32) * tl.exp(log_kept)
+        change = rate * (v - tl.sum(k[:, None] * moved, 0))
+        moved += k[:, None] * change[None, :]
+        store_state(STATES, tl.load(WRITE + row).to(tl.int64), state_stride, places, moved)
+        state = moved.to(STATES.dtype.element_ty)
+        out = tl.sum(q[:, None] * moved, 0)
+        z = tl.load(Z + row * z_stride + head * V + dims)
+        y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, V)
+        tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V,)))
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])
@@ -109,7 +114,7 @@ def gated_delta_rule(
         read, write, _, _ = rows.lines
         _decode_kernel[(hv, decodes)](
             x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
-            weights.eps, k**-0.5, HK=hk, HV=hv, K=k, V=v, num_warps=4,
+            weights.eps, k**-0.5, decodes, HK=hk, HV=hv, K=k, V=v, HAS_PLACES=rows.has_places, num_warps=4,
             **pdl_options(x.device),
         )  # fmt: skip
     if rows.num_rows > decodes:
