@@ -43,7 +43,7 @@ class EngineLoop:
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
-            PlaceCost.of(model_config, self.config.speculation),
+            PlaceCost.of(model_config, self.config),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
