@@ -178,7 +178,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     reserved = {
         "step": _step_bytes(layers, rules, config.max_num_batched_tokens, places, dtype),
         "graphs": _graph_bytes(layers, rules, config, dtype) if captures else 0,
-        "filters": option_bytes(model, config.tensor_parallel_size, places, dtype),
+        "filters": option_bytes(model, config.tensor_parallel_size, places, dtype, config.tokens_per_step),
     }
     by_layer = zip(layers.mixers(), counts, strict=True)
     mixers = [mixer for mixer, count in by_layer for _ in range(count)]

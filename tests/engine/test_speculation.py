@@ -1,5 +1,6 @@
 """Whatever is drafted, requests get what they get without drafts: ids, texts, endings and log-probabilities."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,15 @@ OPTIONS = [
     params(temperature=0.8, seed=7, top_p=0.8, sampling_mask=True), params(temperature=0.5, seed=15, max_tokens=2),
     params(temperature=0.8, seed=12, structured_outputs={"regex": "[a-c]{3,20}"}),
 ]  # fmt: skip
+OBJECT = {
+    "type": "object", "properties": {"place": {"enum": ["north", "south"]}, "count": {"type": "integer", "maximum": 99},
+    "flag": {"type": "boolean"}}, "required": ["place", "count", "flag"], "additionalProperties": False,
+}  # fmt: skip
+OF_GRAMMARS = [{"json": OBJECT}, {"regex": "(ab|cd){4,12}"}, {"choice": ["one two three", "one two"]}]
+GRAMMARS = [
+    params(temperature=(0.0, 0.9)[i % 2], seed=i, max_tokens=80, ignore_eos=False, structured_outputs=each)
+    for i, each in enumerate(OF_GRAMMARS * 2)
+]
 KINDS = ["full_attention", *["sliding_attention"] * 3]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS}
 TINY_POOL = {"num_kvcache_blocks": 16, "disable": "lookahead", "max_model_len": 96}
@@ -53,6 +63,8 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "tiny pool, not one ahead": (PROMPTS, MIXED, {**TINY_POOL, "disable": "lookahead,async_scheduling"}),
     "chunks": ([LONG + PROMPTS[i] if i % 2 else PROMPTS[i] for i in range(8)], MIXED, {"max_num_batched_tokens": 48}),
     "options": (PROMPTS * 2, OPTIONS, {}),
+    "grammars": (PROMPTS[:6], GRAMMARS, {}),
+    "grammars, padded": (PROMPTS[:6], [replace(one, top_p=0.9) for one in GRAMMARS], {"max_num_batched_tokens": 128}),
     "ends": (PROMPTS, [params(temperature=0.5, seed=i, max_tokens=i + 1) for i in range(8)], {}),
     "the model's end": (PROMPTS[:3], [params(max_tokens=500, seed=i) for i in range(3)], {"max_model_len": 48}),
     "windows": (PROMPTS, MIXED, {"hf_overrides": WINDOWS, **TINY_POOL}),
@@ -167,7 +179,7 @@ CASES = [
     ("tiny pool", "half", 3),
     ("chunks", "half", 3), ("options", "half", 3), ("ends", "right", 3), ("the model's end", "right", 3),
     ("padded", "half", 3), ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3),
-    ("two ranks", "lookup", 3),
+    ("two ranks", "lookup", 3), ("grammars", "right", 3), ("grammars, padded", "half", 3),
 ]  # fmt: skip
 MORE = [
     ("mixed", "random", 3), ("mixed", "half", 1), ("mixed", "half", 3), ("mixed", "right", 15),
@@ -281,6 +293,10 @@ def test_wrong_drafts_leave_states_right(
     assert found[0] == found[1]
     assert stats.spec_decode_num_draft_tokens > 0
     assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
+
+
+def test_texts_of_a_grammar_are_as_valid_with_drafts() -> None:
+    assert [json.loads(one[1]).keys() for one in without("grammars")[0][::3]] == [OBJECT["properties"].keys()] * 2
 
 
 def test_hits_of_a_speculated_text_are_those_of_the_text() -> None:
