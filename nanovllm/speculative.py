@@ -24,9 +24,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "ngram": Method(("prompt_lookup_max", "prompt_lookup_min"), looks_up=True),
-    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.6),
+    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.7),
     "dflash": Method(("model",), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
-    "dspark": Method(("model",), layers_by_pass=8.0),
+    "dspark": Method(("model",), layers_by_pass=11.0),
     "mtp": Method((), reads_pairs=True, layers_by_token=4.2),  # one layer, and a head of the whole vocabulary
 }
 _ALIASES = {f"{family}_mtp": "mtp" for family in ("glm4_moe", "qwen3_next", "qwen3_5")}

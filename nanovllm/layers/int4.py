@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nanovllm.kernels.gemm.int4 import SPAN, PackedWeight
+from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.plan.config import INT4 as CODE
 from nanovllm.layers.weights import PackedPart
 from nanovllm.model_config import Quantization

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.kernels.gemm.int4 import SPAN, PackedWeight, pack_bytes
-from nanovllm.kernels.plan.config import INT8 as CODE
+from nanovllm.kernels.gemm.packed import INT8 as CODE
+from nanovllm.kernels.gemm.packed import SPAN, PackedWeight, pack_bytes
 from nanovllm.layers.weights import PackedPart, Packing
 from nanovllm.model_config import Quantization
 

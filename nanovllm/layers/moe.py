@@ -124,7 +124,8 @@ class MoE(WeightedModule):
         )  # fmt: skip
         alpha = config.activation_alpha if config.activation == "silu" else None
         self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
-        choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain_mixture(config))
+        is_plain = is_plain_mixture(config, isinstance(of_gate_up, PackedMatrix))
+        choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain)
         if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
             around = around.apart
         is_alone = group.size == 1 and not config.shared_size and not config.latent_size and around.adds_parts
@@ -174,7 +175,7 @@ class MoE(WeightedModule):
             of_router = (self.router.bias, self.router.correction, self.router.factors)
             routing = self.kernels.route(logits, self.top_k, config.block_m, *of_router)
         biases = (self.gate_up_bias, self.down_bias if self.adds_bias else None)
-        return Routed(self.kernels, logits, self.top_k, routing, self.activation, biases)
+        return Routed(self.kernels, logits, self.top_k, routing, self.activation, biases, self.router.bias)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.router.checkpoint_weights(prefix)
@@ -192,19 +193,20 @@ class MoE(WeightedModule):
 
 def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
     """Whether kernels for a few tokens compute what is around these experts."""
-    if isinstance(gate_up, DenseMatrix):
+    if isinstance(gate_up, DenseMatrix | PackedMatrix):
         return True
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
         return False
     return device.has_tma and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
 
 
-def is_plain_mixture(config: MoEConfig) -> bool:
-    """Whether the mixture is a softmax, SwiGLU experts without biases and their sum, and nothing else."""
-    if config.activation != "silu" or config.logits_scale != 1.0 or config.expert_scales:
+def is_plain_mixture(config: MoEConfig, is_packed: bool = False) -> bool:
+    """Whether the mixture is a softmax, gated experts and their sum, and nothing else; without biases and by SwiGLU
+    unless kernels for packed weights compute it."""
+    if not config.gated or config.logits_scale != 1.0 or config.expert_scales:
         return False
-    only_experts = not config.bias and config.gated and config.activation_limit is None
-    only_experts &= not config.shared_size and not config.latent_size
+    swiglu = config.activation == "silu" and not config.bias and config.activation_limit is None
+    only_experts = (swiglu or is_packed) and not config.shared_size and not config.latent_size
     return only_experts and config.scoring == "softmax" and config.num_groups == 1
 
 

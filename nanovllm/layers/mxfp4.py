@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.gemm.e2m1 import E2M1 as CODE
 from nanovllm.kernels.gemm.e2m1 import MOST_EXPONENT, MX_GROUP, SPAN, quantize, scales_of, words_of
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.layers.weights import CheckpointWeight, PackedPart, Packing, Rounding, Shard
 from nanovllm.model_config import Quantization
 

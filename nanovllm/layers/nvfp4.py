@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.gemm.e2m1 import E2M1 as CODE
 from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, words_of
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.layers.weights import PackedPart, Packing
 from nanovllm.model_config import Quantization
 

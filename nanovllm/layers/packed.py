@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.gemm import int4 as gemm
-from nanovllm.kernels.gemm import int4_row
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm import int4_row, stream
+from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.moe import linear as experts
+from nanovllm.kernels.plan.config import INT4
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers import int4, int8, mxfp4, nvfp4
 from nanovllm.layers.step import Call
@@ -42,7 +43,7 @@ class PackedMatrix(nn.Module):
         super().__init__()
         self.quantization, self.type_name = quantization, quantization.method
         code, self._parts = FORMATS[quantization.method]
-        group, has_zeros = min(quantization.group, gemm.SPAN), quantization.has_zeros
+        group, has_zeros = min(quantization.group, SPAN), quantization.has_zeros
         held = PackedWeight.empty(rows, columns, group, has_zeros, dtype, device, stack, code)
         self._made = code, group, has_zeros, columns
         self.words = nn.Parameter(held.words, requires_grad=False)
@@ -72,7 +73,8 @@ class PackedMatrix(nn.Module):
         """See Weight."""
         if self.words.dim() == 4:
             return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
-        linear: Any = int4_row.linear if launch.config.is_skinny else gemm.linear
+        few = int4_row if self.type_name == INT4 else stream
+        linear: Any = (few if launch.config.is_skinny else gemm).linear
         return linear(x, self.for_kernel(), launch.config, **call.around(launch))
 
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from nanovllm.kernels.gemm import int4
-from nanovllm.kernels.gemm.int4 import SPAN, ZERO
+from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 from nanovllm.model_config import Quantization
@@ -53,7 +52,7 @@ def _packed_words(packed: TensorSource, layout: str, device: torch.device) -> De
         step = max(8, AT_ONCE // max(1, (stop - begin) * SPAN) // 8 * 8)
         for at in range(first, end, step):
             codes = _codes(packed, layout, device, at, min(end, at + step), begin * SPAN, min(stop * SPAN, columns))
-            out[at - first : at - first + len(codes)] = int4.pack(codes).transpose(0, 1)
+            out[at - first : at - first + len(codes)] = pack(codes).transpose(0, 1)
         return out
 
     return DerivedTensor(torch.Size((rows, blocks, WORDS)), torch.int16, narrow)
@@ -84,11 +83,11 @@ def _quantized(
         """Codes and scales of rows [first, end), a part at a time."""
         step = max(1, AT_ONCE // columns)
         for at in range(first, end, step):
-            yield int4.quantize(_range(wide, 0, at, min(end, at + step)).to(device), group, kind)
+            yield quantize(_range(wide, 0, at, min(end, at + step)).to(device), group, kind)
 
     def narrow(dim: int, start: int, length: int) -> torch.Tensor:
         first, end = (start, start + length) if dim == 0 else (0, rows)
-        out = torch.cat([int4.pack(codes).transpose(0, 1) for codes, _ in parts(first, end)])
+        out = torch.cat([pack(codes).transpose(0, 1) for codes, _ in parts(first, end)])
         return out if dim == 0 else out.narrow(dim, start, length)
 
     words = DerivedTensor(torch.Size((rows, -(-columns // SPAN), WORDS)), torch.int16, narrow)

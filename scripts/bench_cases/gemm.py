@@ -20,8 +20,8 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, int4, int4_row
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm import dense, int4, int4_row, packed
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Rules, choose
@@ -47,9 +47,9 @@ def in_fp8(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
 def in_int4(wide: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """A 4-bit weight with groups of 128 columns, and its values."""
     (n, k), group = wide.shape, min(128, wide.shape[1])
-    codes, scales = int4.quantize(wide, group, wide.dtype)
+    codes, scales = packed.quantize(wide, group, wide.dtype)
     weight = PackedWeight.empty(n, k, group, False, wide.dtype, wide.device)
-    weight.words.copy_(int4.pack(codes))
+    weight.words.copy_(packed.pack(codes))
     weight.scales[..., 0] = scales.T
     return weight, weight.widened().to(wide.dtype)
 

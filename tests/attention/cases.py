@@ -121,8 +121,21 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     sinks = None if sinks is None else sinks.to(DEVICE)
     q = qkv.to(DEVICE)[:, :num_q_heads]
     if scales is not None:
-        k, v, scales = k8, v8, scales.to(DEVICE)
-    return Case(q, k.to(DEVICE), v.to(DEVICE), metadata, expected.to(DEVICE), spec, sinks, scales)
+        k, v = k8, v8
+    cache = [None if part is None else part.to(DEVICE) for part in (k, v, scales)]
+    if window is not None:  # where layers with windows are a group, all that is of a block lies together
+        cache = block_by_block(cache)
+    return Case(q, cache[0], cache[1], metadata, expected.to(DEVICE), spec, sinks, cache[2])
+
+
+def block_by_block(parts: list[torch.Tensor | None]) -> list[Any]:
+    """Tensors [blocks, ..] as views of memory in which each block's parts follow each other."""
+    there = [part for part in parts if part is not None]
+    sizes = [part[0].nbytes for part in there]
+    memory = torch.zeros(len(there[0]), sum(sizes), dtype=torch.uint8, device=there[0].device)
+    views = [each.view(part.dtype).unflatten(1, part.shape[1:]).copy_(part)
+             for each, part in zip(memory.split(sizes, 1), there, strict=True)]
+    return [None if part is None else views.pop(0) for part in parts]
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int], context_lens: list[int],

@@ -19,7 +19,7 @@ from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, 
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
-from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm import packed
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import Quantization
 from nanovllm.models.int4_tensors import Int4Reader
@@ -123,7 +123,7 @@ def test_any_range_of_a_packed_matrix(
 
     start = data.draw(st.integers(0, held.shape[dim] - 1))
     words = found["a.weight"].narrow(dim, start, data.draw(st.integers(1, held.shape[dim] - start)))
-    codes = int4.unpack(words.transpose(0, 1), words.shape[1] * 128).numpy()
+    codes = packed.unpack(words.transpose(0, 1), words.shape[1] * 128).numpy()
     whole = np.pad(matrix.codes, [(0, 0), (0, -columns % 128)])
     first = 128 * start if dim else 0
     assert (codes == (whole[start:] if dim == 0 else whole)[: len(codes), first : first + codes.shape[1]]).all()

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm import packed
 from nanovllm.kernels.gemm.e2m1 import E2M1, NV_FACTOR, scales_of, words_of
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import INT4
 
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -59,6 +59,6 @@ def packed_experts(
     column = torch.arange(k) // (group or padded)
     values = (codes.float() - zeros[..., column]) * scales[..., column]
     groups = torch.stack([scales, zeros], -1).transpose(1, 2).to(dtype).contiguous().to(device)
-    pack = int4.pack if code == INT4 else lambda each: int4.pack_bytes(each.to(torch.int8)).transpose(0, 1)
+    pack = packed.pack if code == INT4 else lambda each: packed.pack_bytes(each.to(torch.int8)).transpose(0, 1)
     words = torch.stack([pack(each) for each in codes]).to(device).contiguous()
     return PackedWeight(words, groups, code, group, has_zeros, k), values.to(device)

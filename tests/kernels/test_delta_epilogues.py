@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, e2m1, int4, int4_row, skinny, stream, tile
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm import dense, e2m1, int4, int4_row, packed, skinny, stream, tile
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, streaming
 
 FMA = GemmConfig("fma", 8, block_k=256, stages=1)
@@ -33,9 +33,9 @@ def weight_of(kind: str, dtype: torch.dtype) -> Any:
         values, scales = quantize_blocks(weight)
         return FP8Weight(values, scales, 128)
     if kind == "int4":
-        codes, scales = int4.quantize(weight, 128, dtype)
+        codes, scales = packed.quantize(weight, 128, dtype)
         found = PackedWeight.empty(N, K, 128, False, dtype, torch.device(DEVICE))
-        found.words.copy_(int4.pack(codes))
+        found.words.copy_(packed.pack(codes))
         found.scales[..., 0] = scales.T
         return found
     if kind == "mxfp4":

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_experts import packed_experts
 
-from nanovllm.kernels.gemm import int4
+from nanovllm.kernels.gemm import int4, packed
 from nanovllm.kernels.gemm.e2m1 import E2M1
-from nanovllm.kernels.gemm.int4 import PackedWeight
-from nanovllm.kernels.plan.config import INT4, INT8, Gemm, GemmConfig
+from nanovllm.kernels.gemm.packed import INT8, PackedWeight
+from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import int4_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms
 
@@ -32,7 +32,7 @@ def made(
     count = weight.scales.shape[0]
     scales = (torch.rand(count, n, generator=make) / k**0.5 + 0.01).to(dtype)
     zeros = torch.randint(0, 16, (count, n), generator=make) if has_zeros else torch.full((count, n), 8)
-    weight.words.copy_(int4.pack(codes.to(torch.uint8)))
+    weight.words.copy_(packed.pack(codes.to(torch.uint8)))
     weight.scales.copy_(torch.stack([scales, zeros.to(dtype)], dim=-1))
     of_column = torch.arange(k) // (group or k)
     values = (codes - zeros.T[:, of_column]).double() * scales.double().T[:, of_column]
@@ -61,13 +61,13 @@ def run(op: str, x: torch.Tensor, weight: PackedWeight, config: GemmConfig) -> t
 
 def test_a_word_has_columns_32_apart() -> None:
     codes = torch.arange(2 * 200, dtype=torch.int64).mul(7).bitwise_and(15).view(2, 200)
-    words = int4.pack(codes.to(torch.uint8))
+    words = packed.pack(codes.to(torch.uint8))
     assert words.shape == (2, 2, 32)
     bits = words.int() & 0xFFFF
     for row, column in ((0, 0), (1, 31), (0, 32), (1, 100), (0, 127), (1, 199)):
         block, inside = divmod(column, 128)
         assert bits[block, row, inside % 32] >> 4 * (inside // 32) & 15 == codes[row, column]
-    assert torch.equal(int4.unpack(words, 200), codes.to(torch.uint8))
+    assert torch.equal(packed.unpack(words, 200), codes.to(torch.uint8))
 
 
 @given(

@@ -8,7 +8,7 @@ from gemm_checks import DEVICE, EPS, TOLERANCE, check_pdl, exact, relative_error
 from test_int4_gemm import inputs, made
 
 from nanovllm.kernels.gemm import int4_row
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
 from nanovllm.kernels.plan.rules import int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm, add_norms

@@ -7,7 +7,7 @@ from interpreting import some_nightly
 from packed_experts import E2M1_VALUES, e2m1, e4m3, packed_experts
 
 from nanovllm.kernels.gemm.e2m1 import E2M1, MOST_EXPONENT, quantize, scales_of, words_of
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import INT8, WORDS, PackedWeight
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down,
@@ -16,7 +16,7 @@ from nanovllm.kernels.moe.experts import (
     expert_gate_up_reference,
 )
 from nanovllm.kernels.moe.routing import TopK, route_reference
-from nanovllm.kernels.plan.config import INT4, INT8, GemmConfig
+from nanovllm.kernels.plan.config import INT4, GemmConfig
 
 CODES = {
     "mxfp4": (E2M1, 32, False), "int4 of 128": (INT4, 128, False), "int4 of 32 with zeros": (INT4, 32, True),
@@ -58,15 +58,23 @@ def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: in
     x = rand(rows, hidden)
     for activation, biased in ((ExpertActivation(), False), (CLAMPED, True)):
         bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
-        expected = expert_gate_up_reference(x, wide.to(DTYPE), routing, config, activation, bias[0])
+        of_float32 = bias[0] if bias[0] is None else bias[0].float()
+        expected = expert_gate_up_reference(x.float(), wide, routing, config, activation, of_float32).to(DTYPE)
         twin = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
         torch.testing.assert_close(twin, expected, **TOLERANCE)
         h = expert_gate_up(x, gate_up, routing, config, activation, bias[0])
         torch.testing.assert_close(h, expected, **TOLERANCE)
-        expected = expert_down_reference(h, of_down.to(DTYPE), routing, config, torch.float32, bias[1])
+        of_float32 = bias[1] if bias[1] is None else bias[1].float()
+        expected = expert_down_reference(h.float(), of_down, routing, config, torch.float32, of_float32)
         for multiply in (expert_down_reference, expert_down):
             parts = multiply(h, down, routing, config, torch.float32, bias[1])
             torch.testing.assert_close(parts, expected, **TOLERANCE)
+
+
+def test_no_code_is_a_type_to_triton() -> None:
+    """Which would take it for one where it compiles kernels ahead."""
+    tl = pytest.importorskip("triton.language")
+    assert not any(map(tl.dtype.is_dtype, WORDS)) and tl.dtype.is_dtype("int8")
 
 
 def test_experts_without_gates_are_those_of_the_twin() -> None:

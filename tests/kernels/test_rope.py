@@ -148,7 +148,7 @@ def test_a_token_does_not_depend_on_its_step(dtype: torch.dtype, device: torch.d
 def with_fp8_cache(case: Case) -> Case:
     k_cache, v_cache = (torch.zeros_like(x, dtype=torch.uint8).view(torch.float8_e4m3fn) for x in (case.k_cache,) * 2)
     blocks, kv_heads, block_size, _ = k_cache.shape
-    scales = torch.zeros(blocks, kv_heads, block_size, 2, dtype=torch.bfloat16, device=case.qkv.device)
+    scales = torch.zeros(blocks, 3 + kv_heads, block_size, 2, dtype=torch.bfloat16, device=case.qkv.device)[:, 3:]
     return replace(case, k_cache=k_cache, v_cache=v_cache, options={**case.options, "kv_scales": scales})
 
 

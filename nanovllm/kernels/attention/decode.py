@@ -223,20 +223,21 @@ def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TABLE, WORK, NUM_WORK, PARTIAL, LSE,
-                            scale_log2, q_strides, k_strides, v_strides, table_stride, out_strides, HKV: tl.constexpr,
-                            G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                            BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr,
-                            WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr, ENDS=None, window=None,
-                            PLACES: tl.constexpr = 1):
+                            scale_log2, q_strides, k_strides, v_strides, scale_stride, table_stride, out_strides,
+                            HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
+                            PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr,
+                            CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+                            ENDS=None, window=None, PLACES: tl.constexpr = 1):
     """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or PARTIAL and LSE as merge_chunks_kernel
     takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK int32 [entries, 4] (work_list.py),
     NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and its G query heads. A
     program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
     result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
-    units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
-    load_scales); then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
-    fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum. With PLACES above 1 a
-    tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
+    units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32
+    (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED:
+    sums in the order of fixed_order.py, whose units the chunks are then; LSE has a unit's maximum and sum. With PLACES
+    above 1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for
+    none.
 
     With PDL work list and block table are read before gdc_wait. The plan wrote them, and between the plan and this
     kernel there are ordinary ones (the embedding), so they are complete."""
@@ -266,7 +267,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
-            scales = load_scales(KV_SCALES, block, kv_head, n, HKV, PAGE, BLOCK_N)
+            scales = load_scales(KV_SCALES, block, kv_head, n, scale_stride, PAGE, BLOCK_N)
             state = attend_e4m3(q, k, v, scales, state, scale_log2, visible, CAP)
         elif FIXED:
             ends = is_last | ends_chunk(n + BLOCK_N)
@@ -330,7 +331,8 @@ class DecodeAttention:
         decode_attention_kernel[(programs,)](
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
-            block_table.stride(0), out.stride()[:2], HKV=spec.num_kv_heads, G=spec.group_size,
+            None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2],
+            HKV=spec.num_kv_heads, G=spec.group_size,
             BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(together * spec.group_size)),
             D=spec.head_dim,
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,

@@ -17,11 +17,11 @@ _LEAST_EXPONENT = tl.constexpr(127 + int(math.log2(LEAST_SCALE)))
 
 
 @triton.jit
-def load_scales(KV_SCALES, block, kv_head, start, HKV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_scales(KV_SCALES, block, kv_head, start, block_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Scales of the keys start .. start + BLOCK_N and of their values, int32 [BLOCK_N], the key's bfloat16 in the lower
-    half. block: one, or one for each token where tiles do not divide pages."""
+    half. block: one, or one for each token where tiles do not divide pages; its scales lie one after another."""
     tokens = tl.arange(0, BLOCK_N)
-    of_head = (block.to(tl.int64) * HKV + kv_head) * PAGE
+    of_head = block.to(tl.int64) * block_stride + kv_head * PAGE
     if PAGE % BLOCK_N == 0:
         return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
     else:

@@ -110,7 +110,7 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
 
 
 @triton.jit
-def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_log2, window, HKV: tl.constexpr,
+def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_log2, window, scale_stride,
             PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
             MASKED: tl.constexpr):
     """One tile of online softmax, of the keys from `start` on, in `block`. state: running maximum and sum [BLOCK_M],
@@ -118,7 +118,7 @@ def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_lo
     m, sums, acc = state
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if KV_SCALES is not None:
-        scales = load_scales(KV_SCALES, block, kv_head, start, HKV, PAGE, BLOCK_N)
+        scales = load_scales(KV_SCALES, block, kv_head, start, scale_stride, PAGE, BLOCK_N)
         exponent, inverse, remainder = value_scales(scales)
         scores *= (key_scales(scales) * scale_log2)[None, :]
         scale_log2 = 1.0
@@ -141,7 +141,7 @@ def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_lo
 
 @triton.jit
 def _walk(q, state, begin, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
-          k_strides, v_strides, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+          k_strides, v_strides, scale_stride, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
           TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr):
     """The tiles from key `begin` to `stop`; the query at `position` sees the keys up to itself, of its window if it has
     one. Keys first .. end are all that any query of the tile sees."""
@@ -154,15 +154,15 @@ def _walk(q, state, begin, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end
             visible = causal_mask(n, position, window, BLOCK_N, WINDOWED) if MASKED else None
             state = attend_in_order(q, k, v, state, scale_log2, visible, CAP, ends_chunk(n + BLOCK_N))
         else:
-            state = _attend(q, k, v, state, KV_SCALES, block, kv_head, n, position, scale_log2, window, HKV, PAGE,
-                            BLOCK_N, CAP, WINDOWED, MASKED)
+            state = _attend(q, k, v, state, KV_SCALES, block, kv_head, n, position, scale_log2, window, scale_stride,
+                            PAGE, BLOCK_N, CAP, WINDOWED, MASKED)
     return state
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride", "window"])
 def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU_SEQLENS, CONTEXT_LENS, TILES,
-                             scale_log2, window, q_strides, k_strides, v_strides, table_stride, out_strides,
-                             HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                             scale_log2, window, q_strides, k_strides, v_strides, scale_stride, table_stride,
+                             out_strides, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
                              TMA: tl.constexpr, FIXED: tl.constexpr):
     """attention_reference of Q [T, HQ, D] into OUT of this shape. K, V [blocks, HQ / G, PAGE, D], tensor descriptors
@@ -192,7 +192,8 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
         start = begin if part == 0 else begin_full if part == 1 else tl.maximum(begin_full, end_full)
         stop = tl.minimum(begin_full, end) if part == 0 else end_full if part == 1 else end
         state = _walk(q, state, start, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2,
-                      window, k_strides, v_strides, HQ // G, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED, part != 1)
+                      window, k_strides, v_strides, scale_stride, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED,
+                      part != 1)
     if FIXED:
         chunk, before = state
         m, sums, acc = fold(chunk[0], chunk[1], chunk[2], before[0], before[1], before[2])
@@ -239,8 +240,9 @@ class PrefillAttention:
         scales = None if kv_scales is None else kv_scales.view(torch.int32)
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
-            spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], block_table.stride(0),
-            out.stride()[:2], HQ=spec.num_heads, G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
+            spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
+            None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2], HQ=spec.num_heads,
+            G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
             WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, num_warps=c.num_warps,
             num_stages=c.num_stages, enable_fp_fusion=not c.fixed_order)

@@ -28,3 +28,16 @@ def silu_mul(gate, up, dtype: tl.constexpr):
     """Sums of gates and ups, float32 of one shape -> silu(gate) * up in float32, with the roundings of a kernel of its
     own (pointwise/activation.py) but the last: sums and SiLU are rounded to dtype."""
     return silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def gate_mul(gate, up, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Sums of an expert's gates and ups -> its activation (ExpertActivation, moe/experts.py), as silu_mul gives it."""
+    if ALPHA is None:
+        return gelu_mul(gate, up, dtype)
+    elif LIMIT is None:
+        return silu_mul(gate, up, dtype)
+    else:
+        gate = tl.minimum(gate.to(dtype).to(tl.float32), LIMIT)
+        up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)

@@ -17,8 +17,8 @@ from nanovllm.kernels.gemm.stream_operands import (
     add_step,
     finish,
     groups_of_steps,
-    load_halves,
     load_parts,
+    load_pieces,
     load_step,
     load_weights,
     load_x,
@@ -43,7 +43,7 @@ def _gate_up_kernel(
     first, slot, row = tl.program_id(0) * 16, tl.program_id(1), tl.program_id(2)
     gains = ()
     for part in tl.static_range(PARTS):
-        gains = gains + (load_halves(GAIN, part * 8, K, WARPS),)
+        gains = gains + (load_pieces(GAIN, part * 8, K, WARPS),)
     if PDL:
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by a later kernel as soon as that starts.

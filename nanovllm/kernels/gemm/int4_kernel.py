@@ -20,7 +20,7 @@ def _prefetch(
 ):  # fmt: skip
     """Brings words and scales of the first PREFETCH blocks into L2, that a program goes through. A line has 2 rows of
     words (of 8 bits 1), or the scales of 32; past the end, what is there again."""
-    OF_LINE: tl.constexpr = 1 if CODE == "int8" else 2
+    OF_LINE: tl.constexpr = 1 if CODE == "bytes" else 2
     block = (begin + (first_block - begin + tl.arange(0, PREFETCH)) % (end - begin))[:, None]
     index = tl.arange(0, BLOCK_N // OF_LINE)
     lane = (index // 2) * (2 * OF_LINE) + index % 2 if PAIRED else index * OF_LINE

@@ -16,7 +16,7 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
-from nanovllm.kernels.gemm.int4 import PackedWeight, check_fits
+from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
 from nanovllm.kernels.gemm.unpack import SPAN, WORDS, unpacked
 from nanovllm.kernels.plan.config import INT4, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm

@@ -25,7 +25,7 @@ def _ordered(tile):
 
 
 @triton.jit
-def _left(first, second):
+def left(first, second):
     """[8, W, half] of 8 weight rows each -> 16 bits [W, 16, half]."""
     both = tl.permute(tl.join(_ordered(first), _ordered(second)), [1, 3, 0, 2])
     return tl.reshape(both, [first.shape[1], 16, first.shape[2]])
@@ -52,7 +52,7 @@ def load_weights(w_ptr, first, end, cols, K: tl.constexpr, EVEN_K: tl.constexpr)
 
 
 @triton.jit
-def _steps_of(begin, ROWS: tl.constexpr):
+def steps_of(begin, ROWS: tl.constexpr):
     """The step of each of the 8 columns from `begin` on: [8]."""
     column = tl.arange(0, 8)
     if ROWS > 1:
@@ -63,30 +63,44 @@ def _steps_of(begin, ROWS: tl.constexpr):
 @triton.jit
 def groups_of_steps(begin, WARPS: tl.constexpr, ROWS: tl.constexpr = 1):
     """Groups of each warp, for the steps of 8 columns from `begin` on: [W, 1, 8]."""
-    return _steps_of(begin, ROWS)[None, None, :] * WARPS + tl.arange(0, WARPS)[:, None, None]
+    return steps_of(begin, ROWS)[None, None, :] * WARPS + tl.arange(0, WARPS)[:, None, None]
 
 
 @triton.jit
-def load_halves(
-    ptr, begin, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None
+def columns_of(piece: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, RUN: tl.constexpr):
+    """Columns of a group that a piece has, [1, 1, WIDTH]: RUN neighbours of each PIECES * RUN."""
+    index = tl.arange(0, WIDTH)
+    if RUN < WIDTH:
+        index = index // RUN * (PIECES * RUN) + index % RUN
+    return (index + piece * RUN)[None, None, :]
+
+
+@triton.jit
+def load_pieces(
+    ptr, begin, K: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None,
+    PIECES: tl.constexpr = 2, RUN: tl.constexpr = None,
 ):  # fmt: skip
-    """Both halves, [8, W, HALF], of the groups of 8 columns in the steps from `begin` on. rows: of ROWS those that are
-    there; None: each is the first."""
-    step, warp = _steps_of(begin, ROWS)[:, None, None], tl.arange(0, WARPS)[None, :, None]
-    at = (step * WARPS + warp) * (2 * HALF) + tl.arange(0, HALF)[None, None, :]
-    if rows is None:
-        return tl.load(ptr + at, mask=at < K, other=0.0), tl.load(ptr + at + HALF, mask=at < K - HALF, other=0.0)
-    else:
-        row = (tl.arange(0, 8) % ROWS)[:, None, None]
-        ptrs, live = ptr + row * K + at, row < rows
-        low = tl.load(ptrs, mask=live & (at < K), other=0.0)
-        return low, tl.load(ptrs + HALF, mask=live & (at < K - HALF), other=0.0)
+    """The PIECES, [8, W, WIDTH], of the groups of 8 columns in the steps from `begin` on. rows: of ROWS those that are
+    there; None: each is the first. RUN: columns of a piece that are neighbours; None: all."""
+    EACH: tl.constexpr = WIDTH if RUN is None else RUN
+    step, warp = steps_of(begin, ROWS)[:, None, None], tl.arange(0, WARPS)[None, :, None]
+    row, found = (tl.arange(0, 8) % ROWS)[:, None, None], ()
+    for piece in tl.static_range(PIECES):
+        at = (step * WARPS + warp) * (PIECES * WIDTH) + columns_of(piece, WIDTH, PIECES, EACH)
+        if rows is None:
+            found = found + (tl.load(ptr + at, mask=at < K, other=0.0),)
+        else:
+            found = found + (tl.load(ptr + row * K + at, mask=(row < rows) & (at < K), other=0.0),)
+    return found
 
 
 @triton.jit
-def _right(low, high):
-    """Halves of what is multiplied -> 16 bits [W, half, 8]."""
-    return tl.permute(_ordered(low), [1, 2, 0]), tl.permute(_ordered(high), [1, 2, 0])
+def right(pieces):
+    """Pieces of what is multiplied -> 16 bits [W, width, 8]."""
+    turned = ()
+    for piece in tl.static_range(len(pieces)):
+        turned = turned + (tl.permute(_ordered(pieces[piece]), [1, 2, 0]),)
+    return turned
 
 
 @triton.jit
@@ -95,15 +109,14 @@ def load_x(
 ):  # fmt: skip
     """Loads x in e4m3 for 8 columns, from step `begin` on: both halves of the groups [W, 64, 8], and scales [W, 1, 8].
     """
-    halves = load_halves(x_ptr, begin, K, WARPS, 64, ROWS, rows)
+    halves = load_pieces(x_ptr, begin, K, WARPS, 64, ROWS, rows)
     group = groups_of_steps(begin, WARPS, ROWS)
     live, at = group < tl.cdiv(K, 128), X_SCALE + group * scale_stride
     if rows is not None:
         row = (tl.arange(0, 8) % ROWS)[None, None, :]
         at, live = at + row, live & (row < rows)
     scale = tl.load(at, mask=live, other=0.0)
-    low, high = _right(halves[0], halves[1])
-    return low, high, scale
+    return right(halves) + (scale,)
 
 
 @triton.jit
@@ -111,16 +124,15 @@ def _round_x(low, high):
     """Halves that are not rounded -> what load_x gives."""
     low, high = low.to(tl.float32), high.to(tl.float32)
     scale = scales_of(tl.maximum(magnitude(low), magnitude(high)))[:, :, None]
-    low, high = _right(rounded(low, scale), rounded(high, scale))
-    return low, high, tl.permute(scale, [1, 2, 0])
+    return right((rounded(low, scale), rounded(high, scale))) + (tl.permute(scale, [1, 2, 0]),)
 
 
 @triton.jit
 def add_step(acc, tile, x, scale, step, ROWS: tl.constexpr = 1):
     """acc [W, 16, 8] plus, in the columns of this step, the products of load_weights' tile and x times `scale`."""
-    products = tl.dot(_left(tile[0], tile[1]), x[0], input_precision="ieee")
-    products = tl.dot(_left(tile[2], tile[3]), x[1], products, input_precision="ieee")
-    return acc + products * tl.where(_steps_of(0, ROWS)[None, None, :] == step % (8 // ROWS), scale, 0.0)
+    products = tl.dot(left(tile[0], tile[1]), x[0], input_precision="ieee")
+    products = tl.dot(left(tile[2], tile[3]), x[1], products, input_precision="ieee")
+    return acc + products * tl.where(steps_of(0, ROWS)[None, None, :] == step % (8 // ROWS), scale, 0.0)
 
 
 @triton.jit
@@ -134,15 +146,17 @@ def finish(acc, ROWS: tl.constexpr = 1):
 
 @triton.jit
 def _factors(
-    x_ptr, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, rows
-):
+    x_ptr, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    rows, PIECES: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """1 / rms of x: of one row a scalar, of more [8, 1, 1]."""
-    total = tl.zeros([8, WARPS, HALF], tl.float32)
+    total = tl.zeros([8, WARPS, WIDTH], tl.float32)
     for part in tl.static_range(PARTS):
-        low, high = load_halves(x_ptr, part * (8 // ROWS), K, WARPS, HALF, ROWS, rows)
-        total += low.to(tl.float32) * low.to(tl.float32) + high.to(tl.float32) * high.to(tl.float32)
+        x = load_pieces(x_ptr, part * (8 // ROWS), K, WARPS, WIDTH, ROWS, rows, PIECES, RUN)
+        for piece in tl.static_range(PIECES):
+            total += x[piece].to(tl.float32) * x[piece].to(tl.float32)
     if ROWS == 1:
-        return tl.rsqrt(tl.sum(tl.reshape(total, [8 * WARPS * HALF])) / K + eps)
+        return tl.rsqrt(tl.sum(tl.reshape(total, [8 * WARPS * WIDTH])) / K + eps)
     else:
         of_rows = tl.sum(tl.reshape(tl.sum(tl.sum(total, axis=2), axis=1), [8 // ROWS, ROWS]), axis=0)
         columns = tl.broadcast_to(tl.rsqrt(of_rows / K + eps)[None, :], [8 // ROWS, ROWS])
@@ -151,39 +165,42 @@ def _factors(
 
 @triton.jit
 def part_of_x(
-    x_ptr, X_SCALE, gain, factor, part, scale_stride, K: tl.constexpr, WARPS: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, rows,
+    x_ptr, X_SCALE, gain, factor, part, scale_stride, K: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, rows, PIECES: tl.constexpr = 2, RUN: tl.constexpr = None,
 ):  # fmt: skip
-    """Loads x for 8 columns as load_x does, without scales for weights of 16 bits. Without X_SCALE x is normalised here
-    if there is a gain, and then rounded if weights are in e4m3."""
+    """Loads x for 8 columns as load_x does, without scales for weights that are not in e4m3. Without X_SCALE x is
+    normalised here if there is a gain, and then rounded if weights are in e4m3."""
     begin = part * (8 // ROWS)
     if X_SCALE is not None:
         return load_x(x_ptr, X_SCALE, begin, scale_stride, K, WARPS, ROWS, rows)
     else:
-        low, high = load_halves(x_ptr, begin, K, WARPS, HALF, ROWS, rows)
+        x = load_pieces(x_ptr, begin, K, WARPS, WIDTH, ROWS, rows, PIECES, RUN)
         if len(gain) > 0:
-            low, high = normalise(low, gain[0], factor), normalise(high, gain[1], factor)
-        if HALF == 64:
-            return _round_x(low, high)
+            normed = ()
+            for piece in tl.static_range(PIECES):
+                normed = normed + (normalise(x[piece], gain[piece], factor),)
+            x = normed
+        if WIDTH == 64:
+            return _round_x(x[0], x[1])
         else:
-            low, high = _right(low, high)
-            return low, high, 1.0
+            return right(x) + (1.0,)
 
 
 @triton.jit
 def load_parts(
     x_ptr, X_SCALE, gains, scale_stride, eps, K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
-    HALF: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None,
+    WIDTH: tl.constexpr = 64, ROWS: tl.constexpr = 1, rows=None, PIECES: tl.constexpr = 2, RUN: tl.constexpr = None,
 ):  # fmt: skip
     """Loads the first PARTS parts of x, each 8 columns. With gains they must be all, which are normalised."""
     loaded, factor = (), 1.0
     if len(gains) > 0:
-        factor = _factors(x_ptr, eps, K, PARTS, WARPS, HALF, ROWS, rows)
+        factor = _factors(x_ptr, eps, K, PARTS, WARPS, WIDTH, ROWS, rows, PIECES, RUN)
     for part in tl.static_range(PARTS):
         gain = ()
         if len(gains) > 0:
             gain = gains[part]
-        loaded = loaded + (part_of_x(x_ptr, X_SCALE, gain, factor, part, scale_stride, K, WARPS, HALF, ROWS, rows),)
+        loaded = loaded + (part_of_x(x_ptr, X_SCALE, gain, factor, part, scale_stride, K, WARPS, WIDTH, ROWS, rows,
+                                     PIECES, RUN),)  # fmt: skip
     return loaded
 
 
@@ -211,7 +228,7 @@ def both_scales(x, scales, part: tl.constexpr, HALVES: tl.constexpr, IN_BLOCKS: 
     """Multiplies the scales of x by those of a part's blocks of weights, for each half."""
     both = ()
     for half in tl.static_range(HALVES):
-        both = both + (x[2] * (scales[part * HALVES + half] if IN_BLOCKS else 1.0),)
+        both = both + (x[len(x) - 1] * (scales[part * HALVES + half] if IN_BLOCKS else 1.0),)
     return both
 
 

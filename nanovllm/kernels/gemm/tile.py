@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.activations import gelu_mul, silu_mul
+from nanovllm.kernels.base.activations import gate_mul
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -190,14 +190,7 @@ def result(
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, DELTA, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, row,
                      rows, n, BLOCK_N, IN_BLOCKS, X_LEFT)  # fmt: skip
-        if ALPHA is None:
-            acc = gelu_mul(acc, up, dtype)
-        elif LIMIT is None:
-            acc = silu_mul(acc, up, dtype)
-        else:
-            gate = tl.minimum(acc.to(dtype).to(tl.float32), LIMIT)
-            up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -LIMIT), LIMIT)
-            acc = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+        acc = gate_mul(acc, up, dtype, ALPHA, LIMIT)
     elif SQUARED:
         acc = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
         acc *= acc

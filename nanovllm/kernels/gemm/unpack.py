@@ -71,21 +71,28 @@ def side_by_side(planes, part: tl.constexpr, SUB: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def scale_and_zero(groups_ptr, at, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
-    """Scale of one group of the weight rows at `at`, and the unpacked number that stands for 0. A pair of 16 bits each
-    is read as one number of 32, the least that a pipelined copy takes."""
-    if dtype == tl.float32:
-        scale = tl.load(groups_ptr + 2 * at)
-        stored = tl.load(groups_ptr + 2 * at + 1)
+def load_pair(groups_ptr, at):
+    """Scale and zero at each of `at`, as they lie there: a pair of 16 bits each is read as one number of 32, the least
+    that a pipelined copy takes."""
+    if groups_ptr.dtype.element_ty == tl.float32:
+        return tl.load(groups_ptr + 2 * at), tl.load(groups_ptr + 2 * at + 1)
     else:
-        pair = tl.load(groups_ptr.to(tl.pointer_type(tl.int32)) + at)
-        scale = pair.to(tl.int16).to(dtype, bitcast=True)
-        stored = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+        return (tl.load(groups_ptr.to(tl.pointer_type(tl.int32)) + at),)
+
+
+@triton.jit
+def scale_and_zero(pair, dtype: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr):
+    """Of a pair of load_pair: scales, and the unpacked numbers that stand for 0."""
+    if dtype == tl.float32:
+        scale, stored = pair[0], pair[1]
+    else:
+        scale = pair[0].to(tl.int16).to(dtype, bitcast=True)
+        stored = (pair[0] >> 16).to(tl.int16).to(dtype, bitcast=True)
     if HAS_ZEROS:
         zero = (stored + _offset(dtype, PTX)).to(dtype)
     else:
-        zero = tl.full(at.shape, 8 + _offset(dtype, PTX), dtype)
-    return scale[:, None], zero[:, None]
+        zero = tl.full(scale.shape, 8 + _offset(dtype, PTX), dtype)
+    return scale, zero
 
 
 # Two words at a time; see e2m1.arranged.
@@ -124,18 +131,18 @@ def e2m1_planes(words, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(four, plane: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The scale of a plane, byte `plane` of `four`: of 32 columns 2^126 times it, which makes numbers of e2m1_planes
-    exact; of 16, which is e4m3, 2^-1 times it."""
+def scale_of_plane(four, plane: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The scales of a plane, byte `plane` of `four`, which make numbers of e2m1_planes exact: of 32 columns 2^126 times
+    them; of 16, which are e4m3, 2^118 times."""
     if GROUP == 32:
         bits = ((four << 7) if plane == 0 else (four >> (8 * plane - 7))) & 0x7F80
     else:
         bits = ((four << 4) if plane == 0 else (four >> (8 * plane - 4))) & 0x07F0
     if PTX and dtype == tl.bfloat16:
-        scale = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+        scale = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        scale = (bits << 16).to(tl.float32, bitcast=True)[:, None]
-    return scale if GROUP == 32 else scale * _LIFT
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+    return scale if GROUP == 32 else scale * _LIFT * _LIFT
 
 
 @triton.jit
@@ -150,24 +157,61 @@ def e2m1_run(
     four = tl.load(scale_ptr + (block * PARTS + part) * n + first + w_rows)
     planes, scaled = e2m1_planes(words, dtype, PTX), ()
     for plane in tl.static_range(4):
-        number = planes[plane] if GROUP == 32 else planes[plane] * _LIFT
-        scaled = scaled + ((number * _scale_of(four, plane, GROUP, dtype, PTX)).to(dtype),)
+        scaled = scaled + ((planes[plane] * scale_of_plane(four, plane, GROUP, dtype, PTX)[:, None]).to(dtype),)
     return side_by_side(scaled, 0, 4 * GROUP, w_rows.shape[0])
 
 
+# Two words at a time. A byte's lower 7 bits and its sign, each put into the low bits of 128, or all of them into those
+# of 1024: what is added takes 128, or 256, or 1152 off.
+_INT8_BF16: tl.constexpr = tl.constexpr("""{
+.reg .b32 t, u, one;
+mov.b32 one, 0x3f803f80;
+lop3.b32 t, $2, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 u, $2, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $0, t, one, u;
+shr.u32 u, $2, 8;
+lop3.b32 t, u, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 u, u, 0x00800080, 0xc300c300, 0xea;
+fma.rn.bf16x2 $1, t, one, u;
+}""")
+_INT8_FP16: tl.constexpr = tl.constexpr("""{
+.reg .b32 t, zero;
+mov.b32 zero, 0xe480e480;
+lop3.b32 t, $2, 0x00ff00ff, 0x64806480, 0x6a;
+add.rn.f16x2 $0, t, zero;
+shr.u32 t, $2, 8;
+lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6a;
+add.rn.f16x2 $1, t, zero;
+}""")
+
+
 @triton.jit
-def int8_run(w_ptrs, w_rows, first, block, n, dtype: tl.constexpr):
+def int8_planes(words, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The two columns of each word."""
+    if PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _INT8_BF16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif PTX and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _INT8_FP16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
+
+
+@triton.jit
+def int8_run(w_ptrs, w_rows, first, block, n, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of a block, of the weight rows `first` + `w_rows`."""
     words = tl.load(w_ptrs + (block * n + first) * (2 * WORDS))
-    planes = ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
-    return side_by_side(planes, 0, SPAN, w_rows.shape[0])
+    return side_by_side(int8_planes(words, dtype, PTX), 0, SPAN, w_rows.shape[0])
 
 
 @triton.jit
 def words_at(w_ptr, w_rows, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to the words of weight rows that are read at a time, of block 0: all of a block, or of e2m1 those of
     four groups."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
     RUN: tl.constexpr = GROUP if CODE == "e2m1" else OF_ROW
     return w_ptr + w_rows[:, None] * OF_ROW + tl.arange(0, RUN)[None, :]
 
@@ -191,12 +235,12 @@ def run_of(
         return e2m1_run(w_ptrs, scale_ptr, w_rows, first, block, part, n, GROUP, dtype, PTX), factor
     else:
         at = (0 if GROUP == 0 else block * (SPAN // SUB) + part) * n + first + w_rows
-        scale, zero = scale_and_zero(scale_ptr, at, dtype, HAS_ZEROS, PTX)
-        if CODE == "int8":
-            numbers = int8_run(w_ptrs, w_rows, first, block, n, dtype)
+        scale, zero = scale_and_zero(load_pair(scale_ptr, at), dtype, HAS_ZEROS, PTX)
+        if CODE == "bytes":
+            numbers = int8_run(w_ptrs, w_rows, first, block, n, dtype, PTX)
         else:
-            numbers = side_by_side(planes, part, SUB, w_rows.shape[0]) - zero
-        return numbers, scale.to(tl.float32)
+            numbers = side_by_side(planes, part, SUB, w_rows.shape[0]) - zero[:, None]
+        return numbers, scale.to(tl.float32)[:, None]
 
 
 @triton.jit

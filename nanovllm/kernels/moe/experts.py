@@ -20,7 +20,7 @@ from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm import tile
-from nanovllm.kernels.gemm.int4 import PackedWeight
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import packed
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GemmConfig

@@ -24,10 +24,15 @@ _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 @triton.jit
-def load_scores(LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """A token's logits as integers of the same order, a copy for each warp: int32 [WARPS, BLOCK]."""
+def load_scores(
+    LOGITS, row, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, BIAS=None
+):  # fmt: skip
+    """A token's logits, plus the router's BIAS, as integers of the same order, a copy for each warp: int32 [WARPS,
+    BLOCK]."""
     expert = tl.arange(0, BLOCK)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     score = tl.load(LOGITS + row * WIDTH + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+    if BIAS is not None:
+        score += tl.load(BIAS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
     score = tl.where(score == score, tl.maximum(score, _LOWEST), _LOWEST)
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 is no less
     return tl.where(expert < EXPERTS, to_ordered(score), _TAKEN)

@@ -8,7 +8,8 @@ from torch import Tensor
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.operands import FP8Weight
-from nanovllm.kernels.moe import few_rows
+from nanovllm.kernels.gemm.packed import PackedWeight
+from nanovllm.kernels.moe import few_packed, few_rows
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -27,6 +28,8 @@ class Routed(NamedTuple):
     activation: ExpertActivation = ExpertActivation()
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     """[E, 2 I] of gate and up, and [E, H] of down."""
+    router_bias: Tensor | None = None
+    """[experts], on the logits; tiles have it in `routing`."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +45,12 @@ def linear(
     config.round_sums; by kernels for few rows their sum [T, H], which is added to `residual`, where there is one. norm:
     of x, for kernels for few rows."""
     assert routed is not None
+    if config.is_skinny and isinstance(weight, PackedWeight):
+        chosen = few_packed.Chosen(routed.logits, routed.options, routed.router_bias)
+        if gated:
+            limits = (routed.activation.alpha, routed.activation.limit)
+            return few_packed.gate_up(x, weight, chosen, config, norm, routed.biases[0], limits)
+        return few_packed.down(x, weight, chosen, config, residual, routed.biases[1])
     if config.is_skinny:
         few: Any = few_experts if isinstance(weight, FP8Weight) else few_rows
         multiply, beside = (few.gate_up, norm) if gated else (few.down, residual)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.gemm.int4 import SPAN, PackedWeight
+from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.moe.packed_kernel import packed_tile_kernel
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GemmConfig

@@ -21,7 +21,7 @@ def packed_tile_kernel(
     if expert < 0:
         return
     first_col = tl.program_id(0) * BLOCK_N
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "int8" else WORDS
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
     W += expert.to(tl.int64) * blocks * n * OF_ROW
     if CODE == "e2m1":
         SCALES += expert.to(tl.int64) * blocks * (SPAN // (4 * GROUP)) * n

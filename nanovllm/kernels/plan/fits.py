@@ -16,8 +16,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
     if product.dtype == FP8 and device.is_cuda and not device.has_tma and config != LIBRARY:
         return f"e4m3 is multiplied on compute capability 9.x and 10.x alone, not {device.capability}"
     if config.kernel == "stream":
-        if product.dtype == INT4 and product.x_dtype == "float32":
-            return "4-bit weights of one row take 16-bit numbers, not float32"
+        if product.dtype in PACKED and product.x_dtype == "float32":
+            return "weights of 4 and 8 bits for few rows take 16-bit numbers, not float32"
         whole = 32 if product.around.after == "gate" else 16
         if product.scale_rows is not None and (product.scale_rows % 16 or product.n % whole):
             return f"{product.n} weight rows, {product.scale_rows} of which share scales, are no whole 16s that do"
@@ -62,9 +62,10 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
     if kernel == "stream":
         if gemm.dtype == INT4:
             return why_not_row(k, paired, config)
-        reason = why_not_stream(gemm.dtype == FP8, config)
+        columns = stream_columns(gemm.dtype)
+        reason = why_not_stream(columns, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
-        return why_not_norm(normed_rows, k, paired, config) if is_wide_norm and not reason else reason
+        return why_not_norm(normed_rows, k, paired, columns, config) if is_wide_norm and not reason else reason
     if kernel == "fma":
         if config.split_k > 1:
             return "it takes no parts of K"
@@ -77,30 +78,30 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
     return _why_not_roles(paired, config) if kernel == "roles" else ""
 
 
-def stream_columns(is_fp8: bool) -> int:
-    """Columns of a group of weights in 8 or 16 bits, of which a warp of "stream" takes one or two in a step."""
-    return 128 if is_fp8 else 64
+def stream_columns(dtype: str) -> int:
+    """Columns of a group of weights of this type, of which a warp of "stream" takes one or two in a step."""
+    return 128 if dtype == FP8 or dtype in PACKED else 64
 
 
-def why_not_stream(is_fp8: bool, config: GemmConfig) -> str:
-    """Reason why "stream" cannot multiply by weights in 8 or 16 bits with these numbers; "" where it can."""
-    columns = stream_columns(is_fp8)
+def why_not_stream(columns: int, config: GemmConfig) -> str:
+    """Reason why "stream" cannot multiply by weights in groups of so many columns with these numbers; "" where it can.
+    """
     widths = (columns * config.num_warps, 2 * columns * config.num_warps)
     fits = config.block_n == 16 and config.block_k in widths and config.split_k == 1
     reason = f"must have 16 weight rows, a warp for each {columns} or {2 * columns} columns of a step, no parts of K"
     return "" if fits else f"{config}: {reason}"
 
 
-def why_not_norm(rows: int, k: int, paired: bool, config: GemmConfig) -> str:
-    """Reason why "stream" cannot norm so many rows itself before it multiplies by weights of 16 bits; "" where it can.
-    paired: with SiLU(gate) * up. Registers hold all of x, its gain, and the weights in flight: past these limits the
-    compiler spills them, up to 9 KB a thread."""
-    steps, wide = -(-k // config.block_k), config.block_k // (64 * config.num_warps)  # of 64 columns a warp
-    columns = steps * wide << (rows - 1).bit_length()
+def why_not_norm(rows: int, k: int, paired: bool, columns: int, config: GemmConfig) -> str:
+    """Reason why "stream" cannot norm so many rows itself before it multiplies by weights in groups of so many columns;
+    "" where it can. paired: with SiLU(gate) * up. Registers hold all of x, its gain, and the weights in flight: past
+    these limits the compiler spills them, up to 9 KB a thread."""
+    steps, wide = -(-k // config.block_k), config.block_k // (columns * config.num_warps)
+    held = steps * wide * (columns // 64) << (rows - 1).bit_length()
     flying = min(config.stages, steps) * wide * (2 if paired else 1)
-    if columns <= NORM_COLUMNS and flying <= 8 and config.num_warps <= 8:
+    if held <= NORM_COLUMNS and flying <= 8 and config.num_warps <= 8:
         return ""
-    needs = f"{columns} columns of x and {flying} steps of weights in {config.num_warps} warps"
+    needs = f"{held} columns of x and {flying} steps of weights in {config.num_warps} warps"
     return f"K={k}: registers do not hold {needs}, at most {NORM_COLUMNS}, 8 and 8 with the norm of {rows} rows"
 
 

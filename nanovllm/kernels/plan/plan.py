@@ -41,6 +41,7 @@ from nanovllm.kernels.plan.rules import (
     FEW_TOKENS,
     FP8_FEW_EXPERTS,
     FP8_MANY_ROWS,
+    PACKED_FEW_EXPERTS,
     RULES_END_AT,
     choice_ends,
     expert_tiles,
@@ -48,6 +49,7 @@ from nanovllm.kernels.plan.rules import (
     int4_config,
     int4_row_config,
     merges_before,
+    packed_row_config,
     router_config,
 )
 from nanovllm.kernels.plan.table import EMPTY, GemmTable, at
@@ -185,8 +187,9 @@ def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
 def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     """Kernel of a rule that goes before the nearest shape, if there is one."""
     if gemm.dtype in PACKED:
-        is_row = rows == 1 and gemm.dtype == INT4
-        return int4_row_config(gemm) if is_row else int4_config(gemm, rows, device.processors)
+        if rows > 1:
+            return int4_config(gemm, rows, device.processors)
+        return int4_row_config(gemm) if gemm.dtype == INT4 else packed_row_config(gemm)
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 
@@ -222,12 +225,13 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     assert product.choice is not None
     (count, top_k, dtype, is_plain), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
-    chained = around.is_chained and rows <= (1 if dtype == FP8 else FEW_TOKENS)
-    few = rules.is_fused and rows <= FEW_TOKENS and dtype in ITEM_SIZES and item_size == 2 and is_plain
+    few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
+    chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1)
+    chained &= item_size == 2 or dtype not in PACKED
+    few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain
     few &= not one_order
     if chained or few:
-        of_experts = (FP8_FEW_EXPERTS if dtype == FP8 else FEW_EXPERTS)[0 if is_gated else 1]
-        config = of_experts if product.is_of_experts else FEW_ROUTER
+        config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
         return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")

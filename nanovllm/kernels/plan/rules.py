@@ -59,6 +59,12 @@ def int4_row_config(gemm: Gemm) -> GemmConfig:
     return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
+def packed_row_config(gemm: Gemm) -> GemmConfig:
+    """Kernel for one row and weights of 4 and 8 bits that have none of their own."""
+    warps, stages = {"gate_up": (4, 2), "o": (8, 4), "down": (8, 4)}.get(gemm.kind, (8, 3))
+    return streaming(warps if gemm.k > 1024 else 4, stages)
+
+
 def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """Kernel for 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more
     programs on each processor; more than four pay where the sums are short.
@@ -178,6 +184,7 @@ tiles of an expert's rows read less."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8, block_k=256, stages=8)
 FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
+PACKED_FEW_EXPERTS = streaming(8, 2), streaming(8, 3, max_registers=128)
 """Kernels for a few tokens: the router's, and experts' gate and up, and down."""
 _ROUTER_ROWS = 2048
 _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))

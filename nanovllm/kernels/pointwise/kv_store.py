@@ -2,7 +2,9 @@
 
 A head of a token is stored as e4m3(x / scale), scale = bfloat16(largest |x| / 448): what attention reads is e4m3 times
 scale, which float32 holds exactly. The scale depends on nothing but the vector, so a token's cache does not depend on
-its step. e4m3 has a sign, 4 bits of exponent and 3 of mantissa, no infinity, and 448 as its largest value.
+its step. e4m3 has a sign, 4 bits of exponent and 3 of mantissa, no infinity, and 448 as its largest value. No byte of a
+scale is a NaN of e4m3, and no two numbers are an infinity or NaN of bfloat16: memory of scales may have numbers later,
+and the other way round, and attention loads whole blocks before it masks them.
 """
 
 import torch
@@ -42,6 +44,8 @@ def store_cached(ROW, head_stride, SCALE_ROW, scale_stride, parts, heads, count,
             rest = rest.to(tl.float32)
             largest = tl.maximum(largest, tl.max(magnitude(rest), 1))
         scale = (largest.to(tl.float32, bitcast=True) * (1.0 / _E4M3_MAX)).to(tl.bfloat16).to(tl.float32)
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (bits + tl.where((bits & 0x7F0000) == 0x7F0000, 0x10000, 0)).to(tl.float32, bitcast=True)
         scale = tl.where(largest < _INFINITY, scale, float("nan"))
         scale = tl.where(scale < _LEAST_SCALE, 0.0, scale)
         tl.store(SCALE_ROW + heads * scale_stride, scale.to(tl.bfloat16), mask=heads < count)
@@ -54,7 +58,8 @@ def quantised_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] as e4m3 [..., D] and its scale, bfloat16 [...]: NaN where x has a value that is not finite."""
     x = x.float()
     largest = x.abs().amax(-1)
-    scale = (largest * (1 / E4M3_MAX)).bfloat16().float()
+    bits = (largest * (1 / E4M3_MAX)).bfloat16().view(torch.int16)
+    scale = (bits + (bits & 0x7F == 0x7F)).view(torch.bfloat16).float()
     scale = scale.masked_fill(scale < LEAST_SCALE, 0.0).masked_fill(~largest.isfinite(), float("nan"))
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     return (x * inverse.unsqueeze(-1)).to(torch.float8_e4m3fn), scale.bfloat16()

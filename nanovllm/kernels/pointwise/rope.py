@@ -224,10 +224,10 @@ def _load_keys_values(
 @triton.jit
 def _qk_norm_rope_store_kernel(
     QKV, QUERIES, BIAS, Q_WEIGHT, K_WEIGHT, MEAN_SQUARES, COS_SIN, QUERY_SCALE, POSITIONS, K_CACHE, V_CACHE, KV_SCALES,
-    SLOT_MAPPING, qkv_stride, k_strides, v_strides, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr, NORM_FLOAT32: tl.constexpr,
-    ROPE_FLOAT32: tl.constexpr, VALUE_NORM: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    SLOT_MAPPING, qkv_stride, k_strides, v_strides, scale_stride, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, AFTER: tl.constexpr,
+    NORM_FLOAT32: tl.constexpr, ROPE_FLOAT32: tl.constexpr, VALUE_NORM: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """qk_norm_rope_store, which has the shapes: QKV [T, (Q_HEADS + 2 KV_HEADS) * D], caches [blocks, KV_HEADS,
     BLOCK_SIZE, D]. Token `program_id(0)`; `program_id(1)` counts Q_GROUPS groups of HEADS query heads, then groups of
@@ -273,7 +273,7 @@ def _qk_norm_rope_store_kernel(
             parts, v_parts = _load_keys_values(row, BIAS, heads, Q_HEADS, KV_HEADS, D, HALF, VALUES_ARE_KEYS,
                                                VALUE_NORM, EPS)
             block, offset = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-            K_SCALES = None if KV_SCALES is None else KV_SCALES + (block * KV_HEADS * BLOCK_SIZE + offset) * 2
+            K_SCALES = None if KV_SCALES is None else KV_SCALES + block * scale_stride + offset * 2
             V_SCALES = None if K_SCALES is None else K_SCALES + 1
             v_parts, spoil = _finite_values(v_parts, D, HALF)
             v_row = V_CACHE + block * v_strides[0] + offset * v_strides[2]
@@ -313,7 +313,8 @@ def qk_norm_rope_store(
         _qk_norm_rope_store_kernel[(num_tokens, q_groups + triton.cdiv(how.num_kv_heads, each))](
             qkv, queries, bias, q_norm_weight, k_norm_weight, mean_squares, cos_sin if how.rotary_dim else None,
             query_scale, positions, k_cache, v_cache, kv_scales, slot_mapping, qkv.stride(0), k_cache.stride()[:3],
-            v_cache.stride()[:3], Q_HEADS=how.num_heads, KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
+            v_cache.stride()[:3], None if kv_scales is None else kv_scales.stride(0), Q_HEADS=how.num_heads,
+            KV_HEADS=how.num_kv_heads, D=how.head_dim, HALF=half,
             NORM=how.norm, EPS=how.eps, AFTER=how.norm_after_rope, NORM_FLOAT32=how.norm_in_float32,
             ROPE_FLOAT32=how.rope_in_float32, VALUE_NORM=how.value_norm, VALUES_ARE_KEYS=how.values_are_keys,
             BLOCK_SIZE=k_cache.shape[2], Q_GROUPS=q_groups, HEADS=each, num_warps=4, **pdl,
