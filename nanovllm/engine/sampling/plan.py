@@ -39,7 +39,7 @@ class Constrained(NamedTuple):
 
     seq: Row
     place: int
-    """Its place among those of the sequence in the step."""
+    """Place among those of the sequence in the step."""
     sampling: SamplingRow
 
 
