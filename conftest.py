@@ -56,6 +56,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--quick"):
+        return
+    if "triton.runtime.interpreter" in sys.modules:  # chosen before the kernels were imported
+        import quick_interpreter
+
+        quick_interpreter.quicken()
+    import fork_server
+
+    if fork_server.is_fit():
+        fork_server.install()
+
+
 class Quick:
     """Refuses what takes long, in any thread, and skips the tests that need it."""
 

@@ -121,8 +121,13 @@ def _save(folder: Path, tensors: "Mapping[str, torch.Tensor]", config: Mapping[s
 
     from nanovllm.models.adapter_files import CONFIG, TENSORS
 
-    (folder / CONFIG).write_text(json.dumps(dict(config), default=_plain), encoding="utf-8")
+    (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """The entries of adapter_config.json as its text."""
+    return json.dumps(dict(config), default=_plain)
 
 
 def _plain(value: Any) -> Any:

@@ -89,6 +89,8 @@ class LayerSpec:
     """Width of a dense MLP; None: ModelConfig.intermediate_size."""
     values_are_keys: bool = False
     """Values are what the projection of keys gives, before the keys' norm and rotation."""
+    norm_placement: str | None = None
+    """Places of the norms in this layer; None: ModelConfig.norm_placement."""
     quantization: Quantization | None = None
     wide: frozenset[str] = frozenset()
     """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up", "shared_down" and
@@ -107,7 +109,8 @@ class LayerSpec:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
         keys = (self.values_are_keys, self.shares_keys, self.has_sinks)
         kinds = (self.mixer, self.mlp, self.intermediate_size, self.options, self.quantization, self.wide, *keys)
-        return (self.head_dim, self.num_kv_heads, self.num_heads, self.window, self.rope is None, *kinds)
+        heads = (self.head_dim, self.num_kv_heads, self.num_heads)
+        return (*heads, self.window, self.rope is None, self.norm_placement, *kinds)
 
     def precision(self, part: str) -> Quantization | None:
         """Quantisation of a part that `wide` may name; None: the part is in the model's dtype."""

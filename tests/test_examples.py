@@ -12,6 +12,7 @@ SAYS = {
     "chat_streaming": "second: enough",
     "custom_model": "tokens: [",
     "fastapi_server": "temperature=-1",
+    "grpo_adapter": "policy@2: reward",
     "grpo_trl": "[-",
     "logprobs": "per token",
     "notebook": "num_running=0",
@@ -21,7 +22,10 @@ SAYS = {
     "weight_updates": "weights are version 3",
 }
 """A part of what each prints."""
-NEEDS = {"pydantic_extraction": ("pydantic",), "fastapi_server": ("fastapi", "httpx"), "grpo_trl": ("trl", "datasets")}
+NEEDS = {
+    "pydantic_extraction": ("pydantic",), "fastapi_server": ("fastapi", "httpx"), "grpo_adapter": ("peft",),
+    "grpo_trl": ("trl", "datasets"),
+}  # fmt: skip
 
 
 def source(name: str) -> str:

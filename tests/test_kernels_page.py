@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli.main import main
+from nanovllm.config import EngineConfig
+from nanovllm.kernels.plan.plan import Rules
+from nanovllm.layers.linear import Operation
+from nanovllm.models.planned import one_of_each
 from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import read_model_config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 SECTION = re.compile(r"^    nanovllm (kernels [^\n]+)\n\n?(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -38,6 +43,13 @@ def test_every_published_model_has_a_plan_on_every_device(device: str) -> None:
         assert "output head" in text and text.count("layers:") >= 1
         if device == "cpu":
             assert set(re.findall(r"fma|tile|roles", text)) == set()
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
+def test_each_product_of_a_layer_is_in_its_plan(name: str) -> None:
+    config = read_model_config(EngineConfig(name, load_format="dummy"))
+    for layer in one_of_each(config, Rules(), "bfloat16")[0].layers:
+        assert {part.product for part in layer.modules() if isinstance(part, Operation)} == {*layer.operations}
 
 
 def test_a_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

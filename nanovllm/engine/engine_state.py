@@ -1,6 +1,6 @@
 """State of an engine that calls change, and the kinds of its memory that can sleep."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -40,6 +40,13 @@ class EngineState(msgspec.Struct, array_like=True):
         """Raises ValueError where a request has an adapter that is not loaded."""
         if digest is not None and all(one.digest != digest for one in self.adapters.values()):
             raise ValueError("lora_request: its adapter is not loaded; it was removed or replaced meanwhile")
+
+    def adapter_names(self, digests: Collection[str]) -> tuple[str, ...]:
+        """Names of these adapters, sorted; of one that has none any more, its digest."""
+        if not digests:
+            return ()
+        named = [(one.digest, name) for name, one in self.adapters.items() if one.digest in digests]
+        return tuple(sorted({name for _, name in named} | ({*digests} - {digest for digest, _ in named})))
 
     @property
     def is_paused(self) -> bool:

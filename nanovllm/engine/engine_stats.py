@@ -37,3 +37,7 @@ class EngineStats:
     """Drafted tokens that were right."""
     spec_decode_accepted_per_pos: tuple[int, ...] = ()
     """Right ones by their place after the last token."""
+    running_adapters: tuple[str, ...] = ()
+    """Names of the adapters of running completions; of one that was removed or replaced meanwhile, its digest."""
+    waiting_adapters: tuple[str, ...] = ()
+    """Names of the adapters of completions that wait in an engine's queue."""

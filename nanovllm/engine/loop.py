@@ -276,4 +276,6 @@ class EngineLoop:
             spec_decode_num_drafts=drafting.num_drafts, spec_decode_num_draft_tokens=drafting.num_draft_tokens,
             spec_decode_num_accepted_tokens=sum(drafting.accepted),
             spec_decode_accepted_per_pos=tuple(drafting.accepted),
+            running_adapters=self._state.adapter_names(scheduler.slots.adapters.running),
+            waiting_adapters=self._state.adapter_names([*scheduler.waiting.adapters]),
         )  # fmt: skip

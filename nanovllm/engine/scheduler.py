@@ -263,7 +263,7 @@ class Scheduler:
                 chunks.append((seq, count))
                 num_partial += count < remaining
         waiting.put_back_held()
-        self.slots.end_admissions(waiting)
+        self.slots.end_admissions(waiting.adapters.keys())
 
     def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives a waiting row a slot and memory. `count`: number of tokens that it computes first."""
@@ -394,7 +394,7 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.RUNNING and seq.slot >= 0 for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING and not seq.memory.pages for seq in waiting)
         self.slots.check_integrity(self.running)
-        assert self.waiting.num_tokens == sum(seq.num_tokens for seq in waiting)
+        self.waiting.check_integrity()
         assert len({seq.number for seq in [*self.running, *waiting]}) == len(self.running) + len(waiting)
         self.lookahead.check_integrity(self.running)
         self.memory.check_integrity(self.running)

@@ -38,10 +38,10 @@ class RowSlots:
         self.passed.add(adapter)
         return True
 
-    def end_admissions(self, waiting: Iterable[Sequence]) -> None:
+    def end_admissions(self, waiting: Set[str]) -> None:
+        """waiting: adapters of all rows that wait."""
         if self.passed:
-            wanted = {adapter for seq in waiting if (adapter := seq.prompt.adapter) is not None}
-            self.adapters.note_passed(self.passed, wanted)
+            self.adapters.note_passed(self.passed, waiting)
             self.passed = set()
 
     def take(self, seq: Sequence, plan: StepPlan) -> None:

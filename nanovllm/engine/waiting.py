@@ -1,7 +1,7 @@
 """Requests that have not begun, or were preempted: those with short prompts, and those with long ones."""
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
@@ -21,6 +21,8 @@ class WaitingQueues:
         self.long: deque[Sequence] = deque()
         self.num_tokens = 0
         """Number of known tokens of all rows that wait."""
+        self.adapters: Counter[str] = Counter()
+        """Rows that wait, by the digest of their adapter; those without one are not counted."""
         self.held: list[Sequence] = []
         """Rows that were taken out until the end of a step's admissions, so that others pass."""
 
@@ -32,6 +34,11 @@ class WaitingQueues:
         yield from [*self.short]
         yield from [*self.long]
 
+    def check_integrity(self) -> None:
+        """Asserts that the counts are those of the rows that wait."""
+        assert self.num_tokens == sum(seq.num_tokens for seq in self)
+        assert self.adapters == Counter(adapter for seq in self if (adapter := seq.prompt.adapter))
+
     def is_long(self, num_remaining_tokens: int) -> bool:
         return 0 < self._long_threshold < num_remaining_tokens
 
@@ -41,12 +48,12 @@ class WaitingQueues:
 
     def append(self, seq: Sequence) -> None:
         self._queue_of(seq).append(seq)
-        self.num_tokens += seq.num_tokens
+        self._count(seq, 1)
 
     def put_back(self, seq: Sequence) -> None:
         """Puts a row back at its place in the order of arrival."""
         insort(self._queue_of(seq), seq, key=attrgetter("arrival"))
-        self.num_tokens += seq.num_tokens
+        self._count(seq, 1)
 
     def remove(self, seq: Sequence) -> None:
         queue = self._queue_of(seq)
@@ -54,7 +61,14 @@ class WaitingQueues:
             queue.popleft()
         else:
             queue.remove(seq)
-        self.num_tokens -= seq.num_tokens
+        self._count(seq, -1)
+
+    def _count(self, seq: Sequence, more: int) -> None:
+        self.num_tokens += more * seq.num_tokens
+        if (adapter := seq.prompt.adapter) is not None:
+            self.adapters[adapter] += more
+            if not self.adapters[adapter]:
+                del self.adapters[adapter]
 
     def hold(self, seq: Sequence) -> bool:
         """Takes `seq` out until put_back_held. Returns False, with nothing changed, where too many are held already."""

@@ -68,12 +68,8 @@ def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
         return
     if model.implementation == "transformers":
         refuse("model_impl", config.model_impl, "of a model that our layers have with enable_lora")
-    if any(layer.mixer != "attention" or layer.mlp != "dense" for layer in model.layers):
-        refuse("model", config.model, "without experts and recurrent layers with enable_lora: those take no adapters")
     if model.pooling is not None:
         raise ValueError("enable_lora=True: must be False for a model that embeds")
-    if config.speculative_config is not None:
-        refuse("speculative_config", config.speculative_config, "None with enable_lora")
     if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):
         refuse("exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU")
 

@@ -24,8 +24,8 @@ class FleetStats:
         self._stats[number].append(_NOTHING)
 
     def total(self, numbers: Sequence[int], num_waiting: int) -> EngineStats:
-        """Sums over engines; kv_cache_usage is a mean. `numbers`: engines that are there now. `num_waiting`: requests
-        that wait for an engine."""
+        """Sums over engines; kv_cache_usage is a mean, and adapters are those of any. `numbers`: engines that are there
+        now. `num_waiting`: requests that wait for an engine."""
         every = [stats for counted in self._stats for stats, _ in counted]
         there = [self._stats[number][-1][0] for number in numbers]
         if len(every) == len(there) == 1 and not num_waiting:
@@ -43,6 +43,8 @@ class FleetStats:
             "finished": {
                 reason: sum(one.finished.get(reason, 0) for one in every) for reason in ("stop", "length", "abort")
             },
+            "running_adapters": tuple(sorted({name for one in there for name in one.running_adapters})),
+            "waiting_adapters": tuple(sorted({name for one in there for name in one.waiting_adapters})),
             "iteration_tokens": tuple(map(sum, zip(*buckets, strict=True))),
             "spec_decode_accepted_per_pos": tuple(map(sum, zip(*accepted, strict=True))),
         })  # fmt: skip

@@ -129,6 +129,7 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "logprobs_mode": config.logprobs_mode,
         "prefix_caching": config.enable_prefix_caching,
+        "max_loras": config.max_loras if config.enable_lora else 0,
         "runner": config.runner,
         "pooling": None if model.pooling is None else vars(model.pooling),
         "hidden_size": model.hidden_size,

@@ -26,8 +26,8 @@ def row_by_row(kernels: Kernels) -> Kernels:
         qk_mean_squares=_each_row(kernels.qk_mean_squares, qkv=0),
         token_logprobs=_each_row(kernels.token_logprobs, scored=0),
         route=_each_row(kernels.route, joined=None, logits=1),
-        expert_gate_up=_each_row(kernels.expert_gate_up, x=0, routing=0),
-        expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0),
+        expert_gate_up=_each_row(kernels.expert_gate_up, x=0, routing=0, delta=0),
+        expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0, delta=0),
         adapter_delta=_each_row(kernels.adapter_delta, x=0, slots=0),
         combine=_each_row(kernels.combine, parts=1, shared=0, logits=1),
     )

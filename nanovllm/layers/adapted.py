@@ -10,6 +10,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.adapters import MOST_PARTS
+from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers.matrix import Weight
 from nanovllm.layers.step import Call
@@ -42,7 +43,7 @@ class AdapterPart(NamedTuple):
 
 class AdaptedMatrix(nn.Module):
     """A Weight [rows, columns], and the A and B of all slots, of the parts that it is made of side by side: `a` [slots,
-    parts * rank, columns], `b` [slots, rows, rank].
+    parts * rank, columns], `b` [slots, rows, rank]; of experts [slots, experts, ...] both.
 
     Over ranks A is cut as the weight's columns are and B as its rows are: where columns are split, each rank adds its
     part of the delta to its partial sum.
@@ -50,14 +51,14 @@ class AdaptedMatrix(nn.Module):
 
     def __init__(
         self, base: Weight, kernels: Kernels, room: AdapterRoom, shape: tuple[int, int], pieces: tuple[Piece, ...],
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, stack: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        """shape: [rows, columns] of `base`. dtype: of x."""
+        """shape: [rows, columns] of `base`. dtype: of x. stack: (number of experts,) where each has one."""
         super().__init__()
-        self.base, self.kernels, self.pieces, self.rank = base, kernels, pieces, room.rank
+        self.base, self.kernels, self.pieces, self.rank, self.stack = base, kernels, pieces, room.rank, stack
         rows, columns = shape
-        self.a = torch.zeros(room.slots, len(pieces) * room.rank, columns, dtype=dtype, device=device)
-        self.b = torch.zeros(room.slots, rows, room.rank, dtype=dtype, device=device)
+        self.a = torch.zeros(room.slots, *stack, len(pieces) * room.rank, columns, dtype=dtype, device=device)
+        self.b = torch.zeros(room.slots, *stack, rows, room.rank, dtype=dtype, device=device)
         self.starts = tuple(min((cut.place for cut in piece.cuts if cut.dim == 0), default=0) for piece in pieces)
         """First row of each part."""
         self._paths: dict[int, str] = {}
@@ -83,6 +84,10 @@ class AdaptedMatrix(nn.Module):
     def has_static_inputs(self) -> bool:
         return self.base.has_static_inputs
 
+    def note_experts(self, path: str) -> None:
+        """Tells the path of the module of experts, as checkpoint_weights tells those of others."""
+        self._paths = {number: piece.path(path) for number, piece in enumerate(self.pieces)}
+
     def checkpoint_weights(
         self, path: str, shape: tuple[int, int], cuts: tuple[Cut, ...], input_index: int = 0
     ) -> Iterator[CheckpointWeight]:
@@ -93,17 +98,31 @@ class AdaptedMatrix(nn.Module):
         """See Weight; rows of a step with adapters must come unrounded."""
         if (slots := call.adapters) is not None:
             norm = call.norm if launch.norm else None
-            delta = self.kernels.adapter_delta(x, slots, self.a, self.b, self.starts, norm)
+            rows, a, b = x, self.a, self.b
+            if self.stack:
+                assert call.routing is not None
+                token, expert = choices_of(call.routing.routing)
+                rows, slots = x[token] if launch.gate else x, slots[token]
+                slots = torch.where(slots < 0, -1, slots * self.stack[0] + expert)
+                a, b = a.flatten(0, 1), b.flatten(0, 1)
+            delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, norm)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
 
     def parts(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
-        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part."""
+        """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part; of all experts, where
+        it is of such."""
+        lead = len(self.stack)
         for number, piece in enumerate(self.pieces):
-            own = a[number * self.rank : (number + 1) * self.rank]
+            own = a.narrow(lead, number * self.rank, self.rank)
             is_split = any(cut.dim for cut in piece.cuts)  # along columns
-            cuts = tuple(cut.shard(own if is_split else b) for cut in piece.cuts)
+            cuts = tuple(cut.shard(own if is_split else b, lead=lead) for cut in piece.cuts)
             of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(own, 0, 0),), cuts)
             name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
-            of_rank = CheckpointWeight(name, (self.rank, columns), of_a)
-            yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (out, self.rank), of_b))
+            of_rank = CheckpointWeight(name, (*self.stack, self.rank, columns), of_a)
+            yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (*self.stack, out, self.rank), of_b))
+
+
+def base_of(weight: Weight) -> Weight:
+    """The weight itself, where adapters may add to it."""
+    return weight.base if isinstance(weight, AdaptedMatrix) else weight

@@ -123,10 +123,11 @@ class Attention(WeightedModule, PagedAttention):
             context, heads.num_heads * head_dim, hidden_size, name="o", bias=config.o_bias, pads=False,
             precision=layer.precision("o"), around=around.last(before),
         )  # fmt: skip
-        self.operations = (self.qkv_proj.product, self.o_proj.product)
         self.g_proj = None
         if gate is not None:
             self.g_proj = GateParallelLinear(context, gate, heads, head_dim, layer.precision("qkv"))
+        between = () if self.g_proj is None else (self.g_proj.product,)
+        self.operations = (self.qkv_proj.product, *between, self.o_proj.product)
         self.q_norm_weight = self.k_norm_weight = self.sinks = None
         self._norm_offset = float(config.norm_adds_one)
         """Number that the checkpoint's norm weights lack: 1 where a model multiplies by 1 + weight. The sum is kept in

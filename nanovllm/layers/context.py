@@ -36,14 +36,15 @@ class LayerContext:
     """Memory for adapters of the linear layers; None: they take none."""
 
     def linear_matrix(
-        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...]
-    ) -> Weight:
+        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
+        stack: tuple[int, ...] = (),
+    ) -> Weight:  # fmt: skip
         """A `matrix` that rows may have adapters for."""
-        found = self.matrix(precision, rows, columns, pieces)
+        found = self.matrix(precision, rows, columns, pieces, stack)
         if self.adapters is None:
             return found
         sizes, types = (rows, columns), (self.dtype, self.device)
-        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, sizes, pieces, *types)
+        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, sizes, pieces, *types, stack)
         return adapted  # type: ignore[no-any-return]  # its properties are those of a Weight, and cannot be set
 
     def matrix(

@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv 2412.06464), the recurrent layer of Qwen3-Next and Qwen3.5."""
+"""Gated delta net (arXiv 2412.06464), the recurrent layer of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,9 +27,14 @@ class DeltaNet(NamedTuple):
     value_dim: int
     width: int
     """Tokens that the convolution sees, its own among them."""
-    by_key_head: bool = False
-    """The checkpoint has one projection whose rows are those of one key head after the other: its query, its key, its
-    values, their z; and another one alike with b and a."""
+    layout: str = "joint"
+    """Projections in the checkpoint. "joint": of q, k and v together, of z, of b and of a. "by key head": one whose
+    rows are those of one key head after the other: its query, its key, its values, their z; and another one alike with
+    b and a. "apart": six, and three convolutions."""
+    most: float = 1.0
+    """See DeltaWeights."""
+    eps: float | None = None
+    """Epsilon of the norm behind the rule; None: the model's."""
 
 
 class GatedDeltaNet(WeightedModule):
@@ -54,10 +59,11 @@ class GatedDeltaNet(WeightedModule):
         joined = precision is None
         self.in_proj = ParallelLinear(
             context, "in", aligned(sum(self.rows)) if joined else sum(self.rows[:2]), hidden,
-            pieces=of_values + of_gates if joined else of_values, precision=precision, around=Around(around.before),
+            pieces=of_values + of_gates if joined else of_values, precision=precision,
+            around=Around(around.before) if joined else Around(),
         )  # fmt: skip
         self.gate_proj = None
-        if not joined:  # rows as few as those of the gates would lower the rows that share a scale
+        if not joined:  # few rows would lower the rows that share a scale; nobody rounds what gates take too
             first = sizes.channels + values
             at_first = (piece._replace(cuts=tuple(moved(piece.cuts, -first, 0))) for piece in of_gates)
             self.gate_proj = ParallelLinear(context, "gates", aligned(sum(self.rows[2:])), hidden, pieces=at_first)
@@ -70,7 +76,8 @@ class GatedDeltaNet(WeightedModule):
         dtype, device = context.dtype, context.device
         self.conv = parameter(sizes.channels, 1, net.width, dtype=dtype, device=device)
         self.A_log, self.dt_bias = (parameter(heads.local_heads, dtype=torch.float32, device=device) for _ in range(2))
-        self.norm, self.eps = parameter(net.value_dim, dtype=dtype, device=device), context.config.norm_eps
+        self.norm = parameter(net.value_dim, dtype=dtype, device=device)
+        self.eps = context.config.norm_eps if net.eps is None else net.eps
         self.memory = (
             Slot((heads.local_heads, net.key_dim, net.value_dim), getattr(torch, context.config.state_dtype)),
             Slot((net.width - 1, sizes.channels), dtype),
@@ -89,31 +96,35 @@ class GatedDeltaNet(WeightedModule):
             mixed, z = projected.split(self.rows[:2], 1)
             b, a, *_ = self.gate_proj(x, call).split(self.heads.local_heads, 1)
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, None, self.sizes.unit)
-        weights = DeltaWeights(self.A_log, self.dt_bias, self.norm, self.eps)
+        weights = DeltaWeights(self.A_log, self.dt_bias, self.norm, self.eps, self.whole.most)
         y = self.kernels.gated_delta_rule(mixed, a, b, z, weights, self.sizes, self.states, rows)
         return self.out_proj.of_wanted(y, call)
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def _channel_cuts(self) -> tuple[Cut, ...]:
-        """This rank's q, k and v, of rows that are all q, then all k, then all v."""
+    def _channels(self) -> Iterator[tuple[str, int, tuple[Cut, ...]]]:
+        """Tensors that the checkpoint has for the channels, which are all q, then all k, then all v: name, rows, and
+        this rank's cuts."""
         net, heads, keys = self.whole, self.heads, self.sizes.key_heads * self.whole.key_dim
-        of_keys = heads.kv_cuts(net.key_dim)
-        all_keys = net.key_heads * net.key_dim
-        return (
-            *of_keys, *moved(of_keys, keys, all_keys),
-            *moved(heads.query_cuts(net.value_dim), 2 * keys, 2 * all_keys),
-        )  # fmt: skip
+        all_keys, of_keys, of_values = net.key_heads * net.key_dim, heads.kv_cuts(net.key_dim), net.value_dim
+        sizes = (all_keys, all_keys, net.value_heads * net.value_dim)
+        cuts = (of_keys, moved(of_keys, keys, 0), moved(heads.query_cuts(of_values), 2 * keys, 0))
+        if net.layout == "apart":
+            yield from zip("qkv", sizes, map(tuple, cuts), strict=True)
+        else:
+            starts = (0, all_keys, 2 * all_keys)
+            joint = (cut for part, start in zip(cuts, starts, strict=True) for cut in moved(part, 0, start))
+            yield "qkv", sum(sizes), tuple(joint)
 
     def _pieces(self, hidden: int) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """Pieces of q, k, v and z, and of b and a, at their places among all of these."""
         net, heads = self.whole, self.heads
         z, b, a = (sum(self.rows[:end]) for end in (1, 2, 3))
         keys, values = net.key_heads * net.key_dim, net.value_heads * net.value_dim
-        if not net.by_key_head:
+        if net.layout != "by key head":
             of_heads = heads.query_cuts(1)
             return (
-                Piece("in_proj_qkv", (2 * keys + values, hidden), self._channel_cuts()),
+                *(Piece(f"in_proj_{name}", (rows, hidden), cuts) for name, rows, cuts in self._channels()),
                 Piece("in_proj_z", (values, hidden), tuple(moved(heads.query_cuts(net.value_dim), z, 0))),
             ), (
                 Piece("in_proj_b", (net.value_heads, hidden), tuple(moved(of_heads, b, 0))),
@@ -145,10 +156,10 @@ class GatedDeltaNet(WeightedModule):
         if self.gate_proj is not None:
             yield from self.gate_proj.checkpoint_weights(prefix)
         yield from self.out_proj.checkpoint_weights(f"{prefix}.out_proj")
-        net = self.whole
-        channels = 2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim
-        shards = tuple(cut.shard(self.conv) for cut in self._channel_cuts())
-        yield CheckpointWeight(f"{prefix}.conv1d.weight", (channels, 1, net.width), shards)
+        for name, rows, cuts in self._channels():
+            path = f"{prefix}.conv1d" if self.whole.layout != "apart" else f"{prefix}.{name}_conv1d"
+            shards = tuple(cut.shard(self.conv) for cut in cuts)
+            yield CheckpointWeight(f"{path}.weight", (rows, 1, self.whole.width), shards)
         yield self.heads.query_weight(f"{prefix}.A_log", self.A_log)
         yield self.heads.query_weight(f"{prefix}.dt_bias", self.dt_bias)
         yield whole(f"{prefix}.norm.weight", self.norm)

@@ -17,7 +17,6 @@ from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.kernels.plan.product import ANYTHING, SUMMED_AFTER, Around, Choice, Product
 from nanovllm.kernels.pointwise.norm import add_up
-from nanovllm.layers.adapted import AdaptedMatrix
 from nanovllm.layers.context import LayerContext
 from nanovllm.layers.heads import HeadSplit
 from nanovllm.layers.matrix import Weight
@@ -37,7 +36,7 @@ class Operation(WeightedModule):
         self.product, self.matrix = product, matrix
         launches = context.planner.launches
         self._chained, self._apart = map(launches, (product, product.apart))
-        adapted = product.adapted if isinstance(matrix, AdaptedMatrix) else product
+        adapted = product if context.adapters is None else product.adapted
         self._adapted = tuple(map(launches, (adapted, adapted.apart)))
 
     def launch(self, rows: int, call: Call) -> Launch:

@@ -21,6 +21,7 @@ from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.kernels.plan.product import Around, Choice
 from nanovllm.kernels.pointwise.norm import MOST_PARTS
+from nanovllm.layers.adapted import AdaptedMatrix, base_of
 from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import Operation, ParallelLinear, part_of, product_of
 from nanovllm.layers.matrix import DenseMatrix, Weight
@@ -94,8 +95,8 @@ class MoE(WeightedModule):
         count = config.num_experts
         *gate_up, down = self.pieces
         rows = len(gate_up) * self.size
-        of_gate_up = context.matrix(how, rows, row_size, tuple(gate_up), (count,))
-        of_down = context.matrix(how, row_size, self.size, (down,), (count,))
+        of_gate_up = context.linear_matrix(how, rows, row_size, tuple(gate_up), (count,))
+        of_down = context.linear_matrix(how, row_size, self.size, (down,), (count,))
         self.gate_up_bias = self.down_bias = None
         if config.bias:
             make = partial(parameter, dtype=context.dtype, device=context.device)
@@ -179,6 +180,9 @@ class MoE(WeightedModule):
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.router.checkpoint_weights(prefix)
+        for matrix in (self.gate_up.matrix, self.down.matrix):
+            if isinstance(matrix, AdaptedMatrix):
+                matrix.note_experts(f"{prefix}.experts")
         yield from _LAYOUTS[self.config.layout](self, prefix)
         for latent in (self.to_latent, self.from_latent):
             yield from () if latent is None else latent.checkpoint_weights(prefix)
@@ -193,6 +197,7 @@ class MoE(WeightedModule):
 
 def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
     """Whether kernels for a few tokens compute what is around these experts."""
+    gate_up, down = base_of(gate_up), base_of(down)
     if isinstance(gate_up, DenseMatrix | PackedMatrix):
         return True
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
@@ -212,8 +217,8 @@ def is_plain_mixture(config: MoEConfig, is_packed: bool = False) -> bool:
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """A tensor for each expert and projection: "experts.7.gate_proj.weight"."""
-    gate_up: Any = moe.gate_up.matrix
-    down: Any = moe.down.matrix
+    gate_up: Any = base_of(moe.gate_up.matrix)
+    down: Any = base_of(moe.down.matrix)
     for index in range(moe.config.num_experts):
         for piece in moe.pieces:
             path = piece.path(f"{prefix}.experts.{index}")
@@ -244,8 +249,8 @@ def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """"experts.gate_up_proj" [experts, hidden, 2 I], whose columns are gate, up, gate, up, ..., "experts.down_proj"
     [experts, I, hidden], or what layers/mxfp4.py has of them, and their biases."""
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.row_size
-    gate_up: Any = moe.gate_up.matrix
-    down: Any = moe.down.matrix
+    gate_up: Any = base_of(moe.gate_up.matrix)
+    down: Any = base_of(moe.down.matrix)
     if isinstance(gate_up, PackedMatrix):
         path, held = f"{prefix}.experts.gate_up_proj", gate_up.rows_of_blocks()
         yield from stacked_weights(path, 2 * size, hidden, 1, 2 * moe.begin, [*map(_pairs_of(moe), held)])

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.gemm import int4 as gemm
 from nanovllm.kernels.gemm import int4_row, stream
+from nanovllm.kernels.gemm import packed_tile as gemm
 from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.plan.config import INT4
@@ -29,7 +29,7 @@ FORMATS: dict[str, tuple[str, Callable[[PackedWeight, Quantization, int], Iterat
 
 
 class PackedMatrix(nn.Module):
-    """A weight [rows, columns], or [experts, rows, columns]; x @ weight^T is what kernels/gemm/int4.py says. Where
+    """A weight [rows, columns], or [experts, rows, columns]; x @ weight^T is what kernels/gemm/packed.py says. Where
     nothing is loaded the weight is zero."""
 
     scale_rows: int | None = None

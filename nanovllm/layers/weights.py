@@ -98,9 +98,10 @@ class Cut(NamedTuple):
     """First row or column of the range in the whole matrix."""
     length: int
 
-    def shard(self, matrix: torch.Tensor, scales: "Scales | None" = None) -> "Shard":
-        """The shard that loads this range of the rank's `matrix`."""
-        return Shard(matrix.narrow(self.dim, self.place, self.length), self.dim, self.start, scales)
+    def shard(self, matrix: torch.Tensor, scales: "Scales | None" = None, lead: int = 0) -> "Shard":
+        """The shard that loads this range of the rank's `matrix`, behind so many leading dimensions."""
+        dim = lead + self.dim
+        return Shard(matrix.narrow(dim, self.place, self.length), dim, self.start, scales)
 
 
 def moved(cuts: Iterable[Cut], place: int, start: int) -> Iterator[Cut]:

@@ -3,6 +3,12 @@
 A module of the model computes W x + s B (A x): A [r, in] and B [out, r] are "lora_A" and "lora_B" of its name, s is
 alpha / r, or alpha / sqrt(r) where use_rslora is set. rank_pattern and alpha_pattern give modules a rank and an alpha
 of their own.
+
+Experts that are modules of their own have each an A and a B. Of those that are one parameter [E, out, in], which
+target_parameters names, PEFT's ParamWrapper has A [E r, in], expert by expert, and B [out, r E], whose columns are
+those of all experts for one rank after the other; before 0.19 "in" was the parameter's second dimension and "out" its
+third. Where a module has two such parameters, the wrapper of the first is "base_layer" of the other's. "Shared outer"
+adapters have [E, r, in] and [E, out, r] under the parameter's name, with 1 for E where all experts share one.
 """
 
 import json
@@ -23,10 +29,11 @@ from nanovllm.errors import is_integer, is_number, refuse, shown
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "peft_type", "init_lora_weights", "bias",
+    "target_parameters", "peft_version", "layers_to_transform", "layers_pattern", "peft_type", "init_lora_weights",
+    "bias",
 }  # fmt: skip
 _IDLE = {
-    "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping", "peft_version",
+    "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping",
     "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
     "corda_config", "runtime_config",
 }  # fmt: skip
@@ -34,8 +41,10 @@ _IDLE = {
 _KINDS: dict[str, tuple[type, ...]] = {
     "target_modules": (str, list), "exclude_modules": (str, list, NoneType), "rank_pattern": (dict, NoneType),
     "alpha_pattern": (dict, NoneType), "layers_to_transform": (int, list, NoneType),
-    "layers_pattern": (str, list, NoneType),
+    "layers_pattern": (str, list, NoneType), "target_parameters": (list, NoneType), "peft_version": (str, NoneType),
 }  # fmt: skip
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
 
@@ -47,7 +56,8 @@ class Adapter(NamedTuple):
     """Digest of the bytes of its files: two adapters with one digest compute the same."""
     config: Mapping[str, Any]
     modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """A [r, in] as it was trained, and s B [out, r] float32."""
+    """A [r, in] as it was trained, and s B [out, r] float32; of a parameter of experts [E, r, in] and [E, out, r], 1
+    for E where all share one."""
 
 
 def read_adapter(folder: Path, max_rank: int) -> Adapter:
@@ -127,6 +137,27 @@ def check_targets(config: Mapping[str, Any], given: Iterable[str], of_model: Ite
             raise ValueError(f"target_modules={shown(config.get('target_modules'))}: {module} {said}, against {names}")
 
 
+def is_parameter(config: Mapping[str, Any], name: str) -> bool:
+    """Whether PEFT puts an adapter on this parameter of a module of experts."""
+    return _names(config.get("target_parameters") or [], name)
+
+
+def turns_experts(config: Mapping[str, Any]) -> bool:
+    """Whether A is of a parameter's second dimension, as PEFT had it before 0.19."""
+    numbers = re.findall(r"\d+", config.get("peft_version") or "0")
+    return [*map(int, numbers[:2])] < [0, 19]
+
+
+def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
+    """The parameter of experts that PEFT has wrapped in `module`; None: there is none."""
+    own = module
+    while own.endswith(".base_layer"):
+        own = own.removesuffix(".base_layer")
+    names = [f"{own}.{name}" for name in _STACKS if own.endswith(".experts") and is_parameter(config, f"{own}.{name}")]
+    depth, wrapped = module.count(".base_layer"), [*names[:1], *(one for one in names[1:] if one.endswith("down_proj"))]
+    return wrapped[-1 - depth] if depth < len(wrapped) else None
+
+
 def _modules(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], max_rank: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -134,7 +165,7 @@ def _modules(
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
+        if found is None or tensor.dim() not in (2, 3) or not tensor.is_floating_point():
             raise ValueError(f"tensor {name!r}: must be a matrix lora_A.weight or lora_B.weight of a linear layer")
         if not tensor.isfinite().all():
             raise ValueError(f"tensor {name!r}: holds NaN or infinity")
@@ -146,10 +177,14 @@ def _modules(
         if len(pair) < 2:
             raise ValueError(f"{module}: has no lora_{'B' if 'A' in pair else 'A'}")
         a, b = pair["A"], pair["B"]
+        parameter = _wrapped(config, module)
+        module = parameter or module
         rank, alpha = _own(config, "rank_pattern", module, "r"), _own(config, "alpha_pattern", module, "lora_alpha")
         if rank > max_rank:
             raise ValueError(f"max_lora_rank={max_rank}: {module} has rank {rank}")
-        if a.shape[0] != rank or b.shape[1] != rank:
+        if parameter and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] and a.shape[0] % rank == 0:
+            a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        if a.dim() != b.dim() or a.shape[-2] != rank or b.shape[-1] != rank:
             found_ranks = f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}"
             raise ValueError(f"{module}: {found_ranks}, the configuration says rank {rank}")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

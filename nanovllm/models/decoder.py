@@ -48,18 +48,25 @@ def make_norm(context: ModelContext, is_after: bool = False, is_last: bool = Fal
     )
 
 
+def placement_of(config: ModelConfig, spec: LayerSpec) -> str:
+    """Places of the norms in a layer; see ModelConfig.norm_placement."""
+    return spec.norm_placement or config.norm_placement
+
+
 def has_plain_joints(config: ModelConfig) -> bool:
     """Whether an addition and an RMSNorm, and nothing else, stand between two blocks."""
-    return config.norm_placement == "pre" and config.norm_kind == "rms" and config.residual_multiplier == 1.0
+    has_pre = all(placement_of(config, spec) == "pre" for spec in config.layers)
+    return has_pre and config.norm_kind == "rms" and config.residual_multiplier == 1.0
 
 
 def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:
     """Surroundings of a layer's mixer, and of its MLP."""
-    if config.norm_placement == "parallel":
+    placement = placement_of(config, spec)
+    if placement == "parallel":
         return Around()  # one sum takes both
     if has_plain_joints(config) and can_fuse(config, spec):
         return Around("rms", "residual", adds_parts=True)
-    return Around("norm" if config.norm_placement != "post" else "", adds_parts=True)
+    return Around("norm" if placement != "post" else "", adds_parts=True)
 
 
 def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
@@ -153,7 +160,7 @@ class DecoderLayer(WeightedModule):
         """before: the layer whose result this one takes in; None: there is none."""
         super().__init__()
         config = context.config
-        placement, factor = config.norm_placement, config.residual_multiplier
+        placement, factor = placement_of(config, spec), config.residual_multiplier
         self.signature: Hashable = spec.signature
         self.norms: dict[str, RowNorm] = {}
         if placement != "post" and spec.mixer != "none":

@@ -126,12 +126,17 @@ def _number(content: dict[str, Any]) -> Any:
     return _NUMBERS.get(tag, content) if isinstance(tag, str) else content
 
 
+def parse_json(text: str) -> Any:
+    """Value of a JSON text, with transformers' spelling of numbers that JSON does not have."""
+    return json.loads(text, object_hook=_number)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a file. Raises FileNotFoundError, or ValueError with its path where there is something else."""
     if not path.is_file():
         raise FileNotFoundError(f"model={str(path.parent)!r}: {path.name} is missing")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):

@@ -6,7 +6,6 @@ weights that are kept as 1 + weight, what is kept in a wider type, rows in anoth
 widths) is copied, and copied again after a change.
 """
 
-import json
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from nanovllm.errors import refuse
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import EMBEDDING, HEAD, check_names
+from nanovllm.models.files import parse_json
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.registry import parse_config
 
@@ -47,10 +47,10 @@ def config_of(module: nn.Module, overrides: dict[str, Any]) -> ModelConfig:
     generation: Any = getattr(module, "generation_config", None)
     if not hasattr(config, "to_json_string"):
         refuse("module", type(module).__name__, "a transformers model with its config")
-    raw = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
+    raw = {**parse_json(config.to_json_string()), "architectures": [type(module).__name__]}
     if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         raw["quantization_config"] = None  # the module's experts were widened; packed ones have other names
-    generation = json.loads(generation.to_json_string()) if generation else {}
+    generation = parse_json(generation.to_json_string()) if generation else {}
     found = parse_config(raw, generation, overrides=overrides)
     if any(layer.quantization is not None for layer in found.layers):
         refuse("module", type(module).__name__, "a module whose weights are not quantised")

@@ -46,6 +46,8 @@ class CheckpointNames:
     """Canonical parts that follow each other -> the checkpoint's, before `parts`."""
     may_lack: str = ""
     """Beginning that the checkpoint's names have or lack, all of them."""
+    read_as: Mapping[str, str] = field(default_factory=dict)
+    """Part that some checkpoints have -> the one that others have in its place."""
 
     def of(self, name: str) -> str:
         """The checkpoint's name of the tensor that our layers call `name`, without what is stripped."""
@@ -78,6 +80,7 @@ class CheckpointNames:
         if name.startswith(self.unused):
             return None
         name = name if name.startswith(self.may_lack) else self.may_lack + name
+        name = ".".join(self.read_as.get(part, part) for part in name.split("."))
         module, _, last = name.rpartition(".")
         name = f"{module}.{_SCALES[last]}" if last in _SCALES else name
         return name if name.startswith(self.only) else None

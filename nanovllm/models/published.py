@@ -86,6 +86,7 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 6144, 768, 32),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 12288, 1536, 64),
+    "Olmo-Hybrid-7B": _shape("OlmoHybrid", 32, 3840, 11008, 30, 30, 100352, 65536, 100257, rope_theta=None),
     "LFM2-1.2B": _shape(
         "Lfm2", 16, 2048, 12288, 32, 8, 65536, 128000, 7, norm_eps=1e-5, full_attn_idxs=[2, 5, 8, 10, 12, 14],
         tie_embedding=True, rope_theta=1e6,

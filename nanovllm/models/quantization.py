@@ -22,7 +22,7 @@ PARTS = {
 }
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
 _RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
-    "delta": {"qkv": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "o": ("linear_attn.out_proj",)},
+    "delta": {"qkv": tuple(f"linear_attn.in_proj_{name}" for name in "qkvz"), "o": ("linear_attn.out_proj",)},
     "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
 }

@@ -1,14 +1,18 @@
 """One rank's adapters: all that were loaded, in host memory by digest, and the slots that hold some on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from nanovllm.errors import refuse
 from nanovllm.layers.adapted import AdaptedMatrix, AdapterPart
+from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.adapter_files import Adapter, check_targets, read_adapter
+from nanovllm.models.adapter_files import Adapter, check_targets, is_parameter, read_adapter, turns_experts
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import names_of
 from nanovllm.models.renaming import in_checkpoint
@@ -23,6 +27,7 @@ class RankAdapters:
         self._config, self._max_rank, self._io = config, max_rank, io
         self._names = names_of(config)
         self._layers = {name: part for name, part in model.named_modules() if isinstance(part, AdaptedMatrix)}
+        self._dtype = next(iter(self._layers.values())).a.dtype
         self._held: dict[str, dict[str, Halves]] = {}
         """Halves of each layer that an adapter has, by the adapter's digest and the layer's name."""
 
@@ -59,27 +64,59 @@ class RankAdapters:
     def _halves(self, adapter: Adapter) -> dict[str, Halves]:
         """Raises ValueError where the adapter is not one of this model."""
         made: dict[str, Halves] = {}
-        given, dtype = {}, next(iter(self._layers.values())).a.dtype
+        given, top = {}, self._names.of("model")
         for module in adapter.modules:
             name = self._names.canonical(f"{module}.weight") or module
+            if name.startswith("model."):  # as transformers has it, whatever files call it
+                name = name.replace("model", top, 1)
             given[name.removesuffix(".weight")] = module
         parts = [(path, *found) for path in self._layers for found in self._parts(path, made)]
-        of_model = {given.get(module, module) for _, module, _ in parts}
-        check_targets(adapter.config, given.values(), of_model)
-        for _, module, part in parts:
-            if module in given:
-                name = given[module]
-                a, b = adapter.modules[name]
-                for half, tensor, weight, dim in (("lora_A", a, part.a, 1), ("lora_B", b, part.b, 0)):
-                    if tensor.shape[dim] != weight.shape[dim]:
-                        bound = f"must be {weight.shape[dim]} of {name}"
-                        raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
-                    if not tensor.to(dtype).isfinite().all():
-                        raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
-                part.a.load(pad(a, (0, 0, 0, part.a.shape[0] - len(a))))
-                part.b.load(pad(b, (0, part.b.shape[1] - b.shape[1])))
-        used = {path for path, module, _ in parts if module in given}
+        of_model, of_experts = [], set()
+        for path, module, part in parts:
+            if stack := self._layers[path].stack:
+                names = names_of_experts(module, part.path, *stack)
+                of_model += names[0] if given.keys() & {*names[0]} else []
+                of_experts |= {*names[1]}
+            else:
+                of_model.append(module)
+        checked = [given[name] for name in given if name not in of_experts]
+        check_targets(adapter.config, checked, [given.get(name, name) for name in of_model])
+        used = set()
+        for path, module, part in parts:
+            stack, found = self._layers[path].stack, [given[module]] if module in given else []
+            if stack:
+                found = given_of_experts(adapter.config, given, *names_of_experts(module, part.path, *stack))
+            for name in found:
+                used.add(path)
+                self._load(name, adapter, part)
         return {path: halves for path, halves in made.items() if path in used}
+
+    def _load(self, name: str, adapter: Adapter, part: AdapterPart) -> None:
+        """Loads what an adapter has under this name into a part of a layer, or into one of its experts."""
+        a, b = adapter.modules[name]
+        of_a, of_b, kind = part.a, part.b, part.path.rpartition(".")[2]
+        if len(of_a.shape) > a.dim():
+            of_a, of_b = (_of_expert(weight, int(name.split(".")[-2])) for weight in (of_a, of_b))
+        elif a.dim() == 3:
+            interleaves = self._config.moe is not None and self._config.moe.layout == "transposed"
+            columns, is_square = of_a.shape[2], a.shape[2] == b.shape[1]
+            turns = turns_experts(adapter.config) if is_square else b.shape[1] == columns != a.shape[2]
+            if turns and not interleaves and is_parameter(adapter.config, name):
+                a, b = b.transpose(1, 2), a.transpose(1, 2)
+            if name.endswith("gate_up_proj"):
+                second = int(kind == "up_proj")
+                b = b[:, second::2] if interleaves else b.chunk(2, 1)[second]
+        for half, tensor, weight, dim in (("lora_A", a, of_a, -1), ("lora_B", b, of_b, -2)):
+            if tensor.shape[dim] != weight.shape[dim] or tensor.dim() != len(weight.shape):
+                bound = f"must be {weight.shape[dim]} of {name}"
+                raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
+            if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
+                raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
+            if not tensor.to(dtype := self._dtype).isfinite().all():
+                raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
+        more = of_a.shape[-2] - a.shape[-2]
+        for tensor, weight in ((pad(a, (0, 0, 0, more)), of_a), (pad(b, (0, more)), of_b)):
+            weight.load(tensor.expand(weight.shape))
 
     def _parts(self, path: str, made: dict[str, Halves]) -> Iterator[tuple[str, AdapterPart]]:
         """The parts of a layer with their modules in the checkpoint, in host memory that `made` gets. A module that the
@@ -91,5 +128,36 @@ class RankAdapters:
         parts = list(layer.parts(a, b))
         of_b = {weight.name: weight for weight in in_checkpoint((part.b for part in parts), self._config)}
         for part in parts:
-            module = self._names.module(part.path)
-            yield module, part._replace(b=of_b[f"{module}.weight"])
+            module = self._names.of(f"{part.path}.weight").removesuffix(".weight")
+            if not layer.stack:
+                module = self._names.module(part.path)
+                part = part._replace(b=of_b[f"{module}.weight"])
+            yield module, part
+
+
+def names_of_experts(module: str, path: str, count: int) -> tuple[list[str], list[str]]:
+    """Names that an adapter of so many experts' gates, ups or downs can have: those of each expert, and of a parameter
+    that holds all. module, path: of all experts, by the checkpoint's name and by ours."""
+    (parent, _, last), (own_parent, _, own) = module.rpartition("."), path.rpartition(".")
+    each = [f"{parent}.{number}.{last}" for number in range(count)]
+    parameters = ("down_proj",) if own == "down_proj" else (own, "gate_up_proj")
+    return each, [f"{place}.{name}" for place in (parent, own_parent) for name in parameters]
+
+
+def given_of_experts(
+    config: Mapping[str, Any], given: Mapping[str, str], each: list[str], whole: list[str]
+) -> list[str]:
+    """Modules of an adapter that are of these experts. given: modules by their names here. Raises ValueError where it
+    has both forms, or lacks the one that its configuration names."""
+    found, stacked = ([given[name] for name in dict.fromkeys(names) if name in given] for names in (each, whole))
+    if len(stacked) > 1 or (found and stacked):
+        raise ValueError(f"{stacked[0]}: has an adapter, and so has {[*found, *stacked[1:]][0]}")
+    if not stacked and (wanted := [name for name in whole if is_parameter(config, name)]):
+        refuse("target_parameters", config["target_parameters"], f"without {wanted[0]}, which has no lora_A and lora_B")
+    return [*found, *stacked]
+
+
+def _of_expert(weight: CheckpointWeight, number: int) -> CheckpointWeight:
+    """One expert's part of a weight of all."""
+    shards = (replace(shard, target=shard.target[number], dim=max(0, shard.dim - 1)) for shard in weight.shards)
+    return replace(weight, shape=weight.shape[1:], shards=tuple(shards))

@@ -1,5 +1,6 @@
 """Memory that the layers of one rank need for rows: its size, and its life from the first step to the last."""
 
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -141,10 +142,12 @@ class StateMemory:
         """
         self.num_lines = size.num_lines
         nbytes = self.fixed_bytes + size.num_blocks * self.block_bytes
-        if self._sleepable is None:
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        else:
+        if self._sleepable is not None:
             memory = self._sleepable.take(_KV_CACHE, nbytes)
+        elif self._device.type == "cpu":  # private pages are zero, and there once they are written
+            memory = torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE), dtype=torch.uint8)
+        else:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         self._bind(memory, size.num_blocks, size.num_lines + 1 + self._num_spare)
 
     def release(self) -> None:

@@ -38,7 +38,7 @@ class Front:
     ) -> None:
         """`path`: of the model, as the command names it. `on_progress`: gets stage and percent of the start."""
         self.options = options
-        self.model = model = ServedModel(path, options)
+        self.model = model = ServedModel(path, options, lambda: self.engines.state.adapters)
         self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
         self.pool = TextPool(metrics, len(options.api_keys))
         self.book = Book(metrics, self.pool, lambda request_id: self.engines.abort(request_id))
@@ -46,7 +46,6 @@ class Front:
         self.engines = Driver(engines, self.book, self.on_frame, self.on_engine_end)
         self.log = RequestLog(model, metrics)
         self.output_items = OutputItems()
-        model.adapters = lambda: self.engines.state.adapters
         self._on_progress = on_progress
         self._text: asyncio.Task[None] | None = None
         """Reads the tokenizer and what belongs to it."""

@@ -1,6 +1,7 @@
 """Limits on what a client may send. Bounds of sampling options are in SamplingParams, those of grammars in the
 engine."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -32,6 +33,8 @@ JSON_ITEMS = 250_000
 """Lists and objects of one body, and texts of one body, names among them."""
 JSON_COMMAS = 1_500_000
 """Outside of texts: as many token ids as all prompts of one request may have."""
+JSON_MIXED = 300_000
+"""Commas outside of texts and of lists of numbers."""
 SMALL_BODY = 32 << 10
 """Bytes that are read in less than a millisecond, whatever they are."""
 TEXT_BYTES, TEXT_BYTES_PER_TOKEN = 256 << 10, 16
@@ -79,20 +82,34 @@ response's status."""
 def parse_json(body: bytes) -> dict[str, Any]:
     """The object in a request's body. Raises ApiError (400): no NaN or Infinity, no deep nesting, nothing that takes
     seconds to read."""
-    structure = b""
     if len(body) > _PIECE or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
-        structure = _structure(body)
+        _check_structure(body)
     try:
-        value = msgspec.json.decode(body)
+        value = _decoded(msgspec.json.decode(body, type=msgspec.Raw) if len(body) > _PIECE else body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    for _ in range(JSON_DEPTH if structure else 0):
-        structure = structure.replace(b"[]", b"")  # what holds no list or object any more
-    if structure:
-        raise bad_request(f"the body nests deeper than {JSON_DEPTH} levels", code="invalid_json")
     return value
+
+
+def _decoded(raw: bytes | msgspec.Raw) -> Any:
+    """The value of valid JSON; a large one is made piece by piece, between which other threads may run."""
+    text = bytes(raw).strip()
+    if len(text) <= _PIECE or text[:1] not in b"[{":
+        return msgspec.json.decode(text)
+    if text[:1] == b"{":
+        return {name: _decoded(one) for name, one in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items()}
+    if any(mark in text[1:] for mark in b'[{"'):
+        return [_decoded(one) for one in msgspec.json.decode(text, type=list[msgspec.Raw])]
+    found: list[Any] = []
+    begin, last = 1, len(text) - 1
+    while begin < last:
+        comma = text.find(b",", begin + _PIECE, last)
+        end = last if comma < 0 else comma
+        found += msgspec.json.decode(b"[" + text[begin:end] + b"]")
+        begin = end + 1
+    return found
 
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -101,23 +118,32 @@ _PIECE = 1 << 20
 """Bytes that are looked at in one go, between which the interpreter lets other threads run."""
 
 
-def _structure(body: bytes) -> bytes:
-    """A bracket for each end of a list or object; those in texts are left out. Raises ApiError where there are too many
-    of either, or of commas outside of texts."""
-    brackets, cut, in_text = bytearray(), b"", False
-    num_quotes = num_commas = 0
+def _check_structure(body: bytes) -> None:
+    """Raises ApiError where lists and objects nest too deep, or there are too many of them, of texts, or of commas
+    outside of texts."""
+    structure, cut, in_text = bytearray(), b"", False
+    num_quotes = num_commas = num_brackets = 0
     for begin in range(0, len(body), _PIECE):
         piece = cut + body[begin : begin + _PIECE]
         cut = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         piece = piece.removesuffix(cut).replace(b"\\\\", b"").replace(b'\\"', b"")
         marks = piece.translate(_ONE_KIND, _NO_MARKS).split(b'"')
-        outside = b"".join(marks[in_text::2])
+        outside = b'"'.join(marks[in_text::2])
+        structure += (b'"' if in_text else b"") + outside
         in_text ^= len(marks) % 2 == 0
-        brackets += outside.translate(None, b",")
         num_quotes += len(marks) - 1
         num_commas += outside.count(b",")
-        if max(num_quotes, len(brackets)) > 2 * JSON_ITEMS:
+        num_brackets += outside.count(b"[") + outside.count(b"]")
+        if max(num_quotes, num_brackets) > 2 * JSON_ITEMS:
             raise bad_request(f"the body has more than {JSON_ITEMS:,} lists, objects or texts", code="invalid_json")
         if num_commas > JSON_COMMAS:
             raise bad_request(f"the body has more than {JSON_COMMAS:,} values", code="invalid_json")
-    return bytes(brackets)
+    if re.sub(rb"\[,*\]", b"", structure).count(b",") > JSON_MIXED:
+        raise bad_request(f"the body has more than {JSON_MIXED:,} values beside lists of numbers", code="invalid_json")
+    brackets = bytes(structure.translate(None, b',"'))
+    for _ in range(JSON_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # what holds no list or object any more
+    if brackets.startswith(b"[") and brackets.count(b"[") == brackets.count(b"]"):
+        raise bad_request(f"the body nests deeper than {JSON_DEPTH} levels", code="invalid_json")
+    if brackets:
+        raise bad_request("the body is not valid JSON: brackets do not match", code="invalid_json")

@@ -1,5 +1,6 @@
 """Counters of the front, as plain numbers; made into Prometheus' text when asked for. Names are vLLM's."""
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ _PER_TOKEN = (
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
+_LORA_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Names of the sleep states by level."""
 _SHOWN_INFO = (
@@ -161,6 +163,11 @@ class Metrics:
                 yield self._family(CounterMetricFamily, f"spec_decode_{name}", {"": number})
             by_place = {str(place): number for place, number in enumerate(accepted)}
             yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", by_place, "position")
+        if most := self.info.get("max_loras"):
+            adapters = GaugeMetricFamily("vllm:lora_requests_info", "lora requests info", labels=_LORA_LABELS)
+            names = (",".join(each) for each in (engine.waiting_adapters, engine.running_adapters))
+            adapters.add_metric([str(most), *names], time.time())
+            yield adapters
         yield self._family(CounterMetricFamily, "request_success", self.finished, "finished_reason")
         yield self._family(CounterMetricFamily, "admission_rejections", self.rejected, "reason")
         state = self._state()

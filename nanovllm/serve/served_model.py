@@ -30,9 +30,12 @@ class ServedModel:
     tokenizer: CheckpointTokenizer
     parser: OutputParser
 
-    def __init__(self, path: str, options: ServeOptions) -> None:
-        """`path`: as the command names it. `tokenizer` and `parser` come with `read_text`."""
-        self.path, self.options = path, options
+    def __init__(
+        self, path: str, options: ServeOptions, adapters: Callable[[], Mapping[str, LoadedAdapter]] = dict
+    ) -> None:
+        """`path`: as the command names it. `adapters`: those that requests may name now, by name, which goes before
+        the model's own. `tokenizer` and `parser` come with `read_text`."""
+        self.path, self.options, self.adapters = path, options, adapters
         self.names = tuple(name for name in options.served_model_name if name != ANY_NAME) or (path,)
         self.name = self.names[0]
         self.created = int(time.time())
@@ -42,8 +45,6 @@ class ServedModel:
         self.defaults: dict[str, Any] = {}
         """Sampling defaults for what requests leave open."""
         self.default_max_tokens: int | None = None
-        self.adapters: Callable[[], Mapping[str, LoadedAdapter]] = dict
-        """Adapters that requests may name, by name, which goes before the model's own."""
 
     @property
     def public_name(self) -> str:

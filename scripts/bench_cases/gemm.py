@@ -20,7 +20,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, int4, int4_row, packed
+from nanovllm.kernels.gemm import dense, int4_row, packed, packed_tile
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -80,7 +80,7 @@ class Projection:
         return self._followed(F.linear(self.x, self.wide[index]))
 
     def widened(self, index: int) -> torch.Tensor:
-        return self._followed(int4.linear_widened(self.x, self.weights[index]))
+        return self._followed(packed_tile.linear_widened(self.x, self.weights[index]))
 
     def run(self, config: GemmConfig, index: int) -> torch.Tensor:
         weight, gated = self.weights[index], self.gemm.kind == "gate_up"
@@ -91,7 +91,7 @@ class Projection:
         if isinstance(weight, FP8Weight):
             call: Callable[..., torch.Tensor] = fp8.linear
         elif isinstance(weight, PackedWeight):
-            call = int4_row.linear if config.kernel == "stream" else int4.linear
+            call = int4_row.linear if config.kernel == "stream" else packed_tile.linear
         else:
             call = dense.linear
         if gated and config.is_our_kernel:

@@ -55,7 +55,7 @@ def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": "experts.gate_up_proj"}, "target_parameters"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),

@@ -29,7 +29,6 @@ def test_a_gpu_computes_no_exact_bits_with_adapters(folder: Path) -> None:
     ("options", "said"),
     [
         ({"exact_bits": "tp"}, "exact_bits='tp'"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
         ({"model_impl": "transformers"}, "model_impl"),
         ({"max_lora_rank": 512}, "max_lora_rank=512"),
         ({"max_loras": 0}, "max_loras=0"),
@@ -39,10 +38,3 @@ def test_a_gpu_computes_no_exact_bits_with_adapters(folder: Path) -> None:
 def test_options_that_do_not_go_with_adapters(options: dict[str, Any], said: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=said):
         LLM(str(folder), **{**LORA, **options})
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "lfm2"])
-def test_models_that_take_none(family: str, tmp_path: Path) -> None:
-    folder = family_cases.save(make_model(CASES[family]), CASES[family], tmp_path)
-    with pytest.raises(ValueError, match="without experts and recurrent layers"):
-        LLM(str(folder), **LORA)

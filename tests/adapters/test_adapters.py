@@ -34,8 +34,9 @@ LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2}
 
 
 def linears(model: nn.Module) -> list[str]:
-    named = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    return [name for name in named if ".layers." in name]
+    """Names of those that take adapters."""
+    named = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return [name for name in named if ".layers." in name and not name.endswith((".gate", "expert_gate"))]
 
 
 def make_adapters(model: nn.Module, folder: Path) -> list[tuple[Path, dict[str, torch.Tensor], dict[str, Any]]]:
@@ -77,7 +78,8 @@ def generate(
 
 FAMILIES = [
     "llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron",
-    "gemma4", "gemma4, keys of other layers and inputs of each",
+    "gemma4", "gemma4, keys of other layers and inputs of each", "qwen3_next", "qwen3_5", "lfm2", "granite 4",
+    "nemotron_h",
 ]  # fmt: skip
 
 
@@ -219,34 +221,46 @@ def test_of_a_young_adapter_most_survives_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_nobody_runs_with_anothers(qwen: Any) -> None:
-    """Each adapter writes its own tokens, while requests come at random, and adapters go and come back."""
+    """Each adapter writes its own tokens, while requests come at random, adapters go and come back, and names get other
+    adapters: each request has what its name meant when it came, and shares prefixes with no other adapter."""
     model, folder, _ = qwen
     draw = random.Random(3)
     given = [(random_tensors(model, linears(model), CONFIG, seed), {**CONFIG, "target_modules": "all-linear"})
              for seed in range(6)]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(folder), **LORA, exact_bits="batch", max_num_seqs=5) as llm:
-        for number, (tensors, config) in enumerate(given):
-            llm.load_adapter(str(number), tensors=tensors, config=config)
+
+        def load(name: str, number: int) -> None:
+            llm.load_adapter(name, tensors=given[number][0], config=given[number][1])
+
+        for number in range(6):
+            load(str(number), number)
         names = [None, *map(str, range(6))]
-        own = [generate(llm, [PROMPTS[1]], LoRARequest(name) if name else None, params)[0] for name in names]
-        expected = dict(zip(names, (output.outputs[0].token_ids for output in own), strict=True))
-        assert len({*map(tuple, expected.values())}) == 7
-        asked: dict[int, str | None] = {}
+        own = [generate(llm, [PROMPTS[2]], LoRARequest(name) if name else None, params)[0] for name in names]
+        expected = [output.outputs[0].token_ids for output in own]
+        assert len({*map(tuple, expected)}) == 7
+        llm.reset_prefix_cache()
+        meant: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+        asked: dict[int, int] = {}
         gained: dict[int, list[int]] = {}
         for step in range(150):
             if step < 100 and draw.random() < 0.6:
-                name = draw.choice(names)
-                request_id = llm.add_request(PROMPTS[1], params, lora_request=LoRARequest(name) if name else None)
-                asked[request_id], gained[request_id] = name, []
-            if step % 7 == 0:
-                number = draw.randrange(6)
-                llm.remove_adapter(str(number))
-                llm.load_adapter(str(number), tensors=given[number][0], config=given[number][1])
+                name = draw.choice([None, *(name for name in meant if name)])
+                request_id = llm.add_request(PROMPTS[2], params, lora_request=LoRARequest(name) if name else None)
+                asked[request_id], gained[request_id] = meant[name], []
+            if step % 7 == 0 and len(meant) > 2:
+                llm.remove_adapter(name := draw.choice([name for name in meant if name]))
+                del meant[name]
+            if step % 5 == 0:
+                name, number = draw.choice(names[1:]), draw.randrange(6)
+                assert name is not None
+                load(name, number)
+                meant[name] = number + 1
             for output in llm.step():
                 gained[output.request_id] += output.new_token_ids
         assert not llm.has_unfinished_requests() and len(asked) > 40
-    assert all(gained[request_id] == expected[name] for request_id, name in asked.items())
+        assert llm.stats().prefix_cache_hits > 20 * 16
+    assert all(gained[request_id] == expected[number] for request_id, number in asked.items())
 
 
 def test_prefixes_are_keyed_by_the_adapters_bytes(qwen: Any, tmp_path: Path) -> None:
@@ -277,19 +291,28 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
     model, folder, made = qwen
     with LLM(str(folder), **LORA) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        ids = {}
+        ids: dict[int, int] = {}
+        gained: dict[int, list[int]] = {}
+
+        def step() -> None:
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+
         for number, (_, tensors, config) in enumerate(made):
             request = llm.load_adapter("policy", tensors=tensors, config=config)
-            ids[llm.add_request(PROMPTS[1], params, lora_request=request)] = number
+            request_id = llm.add_request(PROMPTS[1], params, lora_request=request)
+            ids[request_id], gained[request_id] = number, []
             if number == 0:
-                llm.step()
+                step()
+        step()
+        stats = llm.stats()
+        assert len(stats.running_adapters) == 2 and stats.waiting_adapters == ("policy",)
+        assert all(len(digest) == 64 for digest in stats.running_adapters), "they have no name any more"
         llm.remove_adapter("policy")
         with pytest.raises(ValueError, match="policy"):
             llm.add_request(PROMPTS[1], params, lora_request=LoRARequest("policy"))
-        gained: dict[int, list[int]] = {number: [] for number in ids}
         while llm.has_unfinished_requests():
-            for output in llm.step():
-                gained[output.request_id] += output.new_token_ids
+            step()
         held = llm.engine.executor.runner.adapters._held  # type: ignore[attr-defined]
         assert len(held) == 3
         llm.load_adapter("other", made[0][0])

@@ -7,7 +7,7 @@ import httpx
 import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors, save
-from serve.serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, Server, ready_server
+from serve.serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, Server, ready_server, wait_for
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -40,6 +40,10 @@ def test_models_by_adapter(folders: list[Path], tmp_path: Path) -> None:
             assert answer.status_code == 404 or found["model"] == model
             return found["choices"][0]["message"]["content"] if answer.status_code == 200 else None
 
+        body = ASK | {"model": "first", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        labels = {"max_lora": "1", "running_lora_adapters": "first", "waiting_lora_adapters": ""}
+        with client.stream("POST", CHAT, json=body):
+            wait_for(lambda: server.metric("vllm:lora_requests_info", **labels), "the adapter's name")
         first = text("first")
         assert text("demo") == ANSWER != first and text("second") is None
         assert client.post(LOAD, json={"lora_name": "second", "lora_path": str(folders[1])}).status_code == 200

@@ -71,12 +71,13 @@ def check(seen: list[Seen], texts: dict[int, list[int]], folder: Path, method: s
     else:
         layers = [layer + 1 for layer in changed.get("target_layer_ids", block_head.TAPS)]
         block = block_head.Twin(target(), tensors, method, **changed)
-    num_full = 0
+    num_full, streams = 0, {}
+    for seed, text in texts.items():
+        found = target()(torch.tensor([text]), output_hidden_states=True).hidden_states
+        streams[seed] = torch.cat([found[layer][0] for layer in layers], -1)
     for seed, length, last, drafts, taken in seen:
-        text = texts[seed][: length + 1]
+        text, taps = texts[seed][: length + 1], streams[seed][:length]
         assert text[length:] == [last]
-        found = target()(torch.tensor([text[:length]]), output_hidden_states=True).hidden_states
-        taps = torch.cat([found[layer][0] for layer in layers], -1)
         # Where the next block begins there is no place yet for entries, or for tokens of a pass.
         left = -length % 16 + (1 if is_eagle else -block_head.SKIPPED[method])
         count = K - drafts.count(-1)

@@ -22,7 +22,6 @@ UNSERVED = {
         {"kv_lora_rank": 512, "index_topk": 2048},
         "has latent attention and sparse attention",
     ),
-    "OlmoHybridForCausalLM": ({"layer_types": ["linear_attention", "full_attention"]}, "has recurrent layers"),
     "KimiLinearForCausalLM": (
         {"kv_lora_rank": 512, "linear_attn_config": {"kda_layers": [1]}},
         "has latent attention and recurrent layers",

@@ -12,9 +12,12 @@ import block_head
 import eagle_head
 import pytest
 import torch
+from adapters.peft_files import CONFIG, random_tensors
 from padding import PaddedSteps
+from torch import nn
+from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine import drafting
 from nanovllm.kernels.step.drafts import look_up_drafts_reference
@@ -72,6 +75,7 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "padded": (PROMPTS, MIXED, {"max_num_batched_tokens": 64}),
     "padded options": (PROMPTS * 2, OPTIONS, {"max_num_batched_tokens": 128}),
     "two ranks": (PROMPTS[:4], MIXED[:4], {"tensor_parallel_size": 2}),
+    "padded adapters": (PROMPTS, [replace(one, logprobs=0) for one in MIXED], {"enable_lora": True, "max_loras": 2}),
 }
 
 
@@ -86,7 +90,7 @@ def start(k: int, options: dict[str, Any], head: tuple[str, Path] | None = None)
 
 def outputs(llm: LLM, prompts: list[Any], given: list[SamplingParams], is_exact: bool) -> list[Any]:
     found = []
-    for result in llm.generate(prompts, given, use_tqdm=False):
+    for result in llm.generate(prompts, given, use_tqdm=False, lora_request=adapters_of(llm, len(prompts))):
         for one in result.outputs:
             scores = [
                 sorted((key, round(value.logprob, 17 if is_exact else 3)) for key, value in (at or {}).items())
@@ -95,6 +99,21 @@ def outputs(llm: LLM, prompts: list[Any], given: list[SamplingParams], is_exact:
             mask = None if one.sampling_mask is None else [list(at) for at in one.sampling_mask]
             found.append((list(one.token_ids), one.text, one.finish_reason, one.stop_reason, mask, scores))
     return found
+
+
+def adapters_of(llm: LLM, count: int) -> list[LoRARequest | None] | None:
+    """Three adapters or none for each of `count` rows, where the engine takes them."""
+    if not llm.config.enable_lora:
+        return None
+    modules = [name for name, part in demo().named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
+    made = [random_tensors(demo(), modules, CONFIG, seed) for seed in range(3)]
+    loaded = [llm.load_adapter(str(n), tensors=tensors, config=CONFIG) for n, tensors in enumerate(made)]
+    return [[None, *loaded][number % 4] for number in range(count)]
+
+
+@cache
+def demo() -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(EngineConfig("demo").model, dtype=torch.float32)
 
 
 @cache
@@ -180,6 +199,7 @@ CASES = [
     ("chunks", "half", 3), ("options", "half", 3), ("ends", "right", 3), ("the model's end", "right", 3),
     ("padded", "half", 3), ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3),
     ("two ranks", "lookup", 3), ("grammars", "right", 3), ("grammars, padded", "half", 3),
+    ("padded adapters", "half", 3),
 ]  # fmt: skip
 MORE = [
     ("mixed", "random", 3), ("mixed", "half", 1), ("mixed", "half", 3), ("mixed", "right", 15),
@@ -192,7 +212,7 @@ MORE = [
 OF_A_HEAD = [
     ("eagle3", "tiny pool", "half", 3), ("eagle3", "chunks", "head", 3), ("eagle3", "options", "right", 3),
     ("eagle3", "padded options", "half", 2), ("eagle3", "windows", "wrong", 3), ("eagle3", "exact", "half", 3),
-    ("eagle3", "two ranks", "head", 3),
+    ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3),
     ("dspark", "tiny pool", "half", 3), ("dflash", "chunks", "head", 7), ("dspark", "padded options", "head", 2),
     ("dspark", "windows", "right", 3), ("dspark", "two ranks", "head", 3), ("dflash", "exact", "half", 3),
 ]  # fmt: skip
@@ -202,7 +222,7 @@ MORE_OF_A_HEAD = [
     ("eagle3", "options", "head", 3), ("eagle3", "tiny pool, not one ahead", "head", 3),
     ("dspark", "mixed", "head", 8), ("dflash", "options", "half", 3), ("dspark", "the model's end", "right", 3),
     ("dflash", "ends", "right", 7), ("dflash", "padded options", "right", 3), ("dspark", "options", "half", 15),
-    ("dspark", "tiny pool, not one ahead", "head", 3),
+    ("dspark", "tiny pool, not one ahead", "head", 3), ("dspark", "padded adapters", "half", 3),
 ]  # fmt: skip
 
 

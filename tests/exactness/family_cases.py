@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 
@@ -56,6 +57,10 @@ DELTA = {
     "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
     "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, LINEAR_ATTENTION],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+OLMO_HYBRID = {
+    **DELTA, "num_key_value_heads": 6, "linear_key_head_dim": 48, "linear_value_head_dim": 80,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }  # fmt: skip
 MAMBA = {
     "layer_types": [LINEAR_ATTENTION, FULL, LINEAR_ATTENTION, LINEAR_ATTENTION], "mamba_n_heads": 6,
@@ -116,6 +121,7 @@ CASES = {
     "granite 4": Case(
         "GraniteMoeHybrid", {**GRANITE4, **MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 28,
         "embedding_multiplier": 3.0, "residual_multiplier": 0.6}),
+    "granite 4 without experts": Case("GraniteMoeHybrid", {**GRANITE4, **MAMBA, "shared_intermediate_size": 28}),
     "nemotron_h": Case("NemotronH", NEMOTRON),
     "nemotron_h that ends with experts": Case(
         "NemotronH", {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-*E"},
@@ -130,6 +136,9 @@ CASES = {
     "qwen3_next": Case("Qwen3Next", {**DELTA, **EXPERTS, **SHARED}),
     "qwen3_5": Case("Qwen3_5Text", DELTA),
     "qwen3_5_moe": Case("Qwen3_5MoeText", {**DELTA, **EXPERTS, **SHARED}),
+    "olmo_hybrid": Case("OlmoHybrid", OLMO_HYBRID),
+    "olmo_hybrid with rope": Case(
+        "OlmoHybrid", {**OLMO_HYBRID, "rope_parameters": LINEAR, "linear_allow_neg_eigval": False}),
     "lfm2": Case("Lfm2", {**CONV, "block_multiple_of": 8}),
     "lfm2_moe": Case("Lfm2Moe", {**CONV, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
     "qwen2": Case("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -262,10 +271,25 @@ def save(model: Any, case: Case, folder: Path) -> Path:
         parameter.data = parameter.data.to(case.dtype)
     model.save_pretrained(folder)
     model.float()
+    if case.config == "OlmoHybrid":
+        _cut_convolutions(folder / "model.safetensors", model.config)
     path = folder / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), **(case.written or {})}
     path.write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def _cut_convolutions(file: Path, config: Any) -> None:
+    """Cuts each convolution into those of queries, keys and values, as published files have it: transformers writes
+    three equal parts."""
+    tensors, keys = load_file(file), config.linear_num_key_heads * config.linear_key_head_dim
+    for index in range(config.num_hidden_layers):
+        names = [f"model.layers.{index}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        if names[0] in tensors:
+            joint = torch.cat([tensors[name] for name in names])
+            parts = joint.split([keys, keys, len(joint) - 2 * keys])
+            tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @torch.inference_mode()

@@ -54,8 +54,8 @@ def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
     """Whether the tensor of this name is quantised."""
     config = config or {}
     wide = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
-    is_matrix = name.endswith("proj.weight") or ".experts." in name
-    return is_matrix and not any(re.match(one.removeprefix("re:"), name) for one in wide)
+    is_matrix = re.search(r"(proj|in_proj_qkv|in_proj_z)\.weight$", name) or ".experts." in name
+    return bool(is_matrix) and not any(re.match(one.removeprefix("re:"), name) for one in wide)
 
 
 def quantized(weight: torch.Tensor, config: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,7 +124,7 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
-    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h",
+    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h",
     "nemotron_h with latent experts", "gemma4", "gemma4, experts",
     "gemma4, keys of other layers and inputs of each",
 )  # fmt: skip
@@ -175,7 +175,8 @@ def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, experts", "olmo3", "cohere2", "nemotron",
                                   "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe",
-                                  "laguna", "lfm2", "gemma4, keys of other layers and inputs of each"])
+                                  "laguna", "lfm2", "qwen3_5", "olmo_hybrid", "granite 4",
+                                  "gemma4, keys of other layers and inputs of each"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")

@@ -53,8 +53,21 @@ def save_gemma4(folder: Path) -> None:
     transformers.Gemma4ForCausalLM(config).save_pretrained(folder)
 
 
+def make_hybrid() -> Any:
+    """A model with a gated delta net, whose gates stay wide, beside attention."""
+    shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    shape |= {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.15}
+    shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+    torch.manual_seed(1)
+    config = transformers.Qwen3_5TextConfig(**shape, linear_value_head_dim=64, bos_token_id=None, eos_token_id=None)
+    return transformers.Qwen3_5ForCausalLM(config)
+
+
 def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
-    """Options of an engine that serves one of MODELS or CONFIGS."""
+    """Options of an engine that serves one of MODELS or CONFIGS, or make_hybrid()."""
+    if kind == "hybrid":
+        make_hybrid().save_pretrained(folder)
+        return {"model": str(folder), "quantization": "fp8"}
     if kind.startswith("experts"):
         save_experts("Qwen3Moe" if kind == "experts in blocks" else "MiniMaxM2", folder)
         return {"model": str(quantize(folder, BLOCKS))}
@@ -106,11 +119,12 @@ def error_of_logits(llm: LLM, wide: torch.nn.Module, *lengths: int) -> torch.Ten
     return torch.cat(errors)
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, "while loading"])
+@pytest.mark.parametrize("kind", [*CONFIGS, "while loading", "hybrid"])
 def test_logits_are_those_of_the_definition_in_float64(kind: str, tmp_path: Path) -> None:
     """Up to roundings to e4m3 that go the other way, which are rare."""
     options = checkpoint(kind, tmp_path)
-    wide = by_definition(make_model(seed=3, **SHAPE).double(), CONFIGS.get(kind))
+    model = make_hybrid() if kind == "hybrid" else make_model(seed=3, **SHAPE)
+    wide = by_definition(model.double(), CONFIGS.get(kind))
     with LLM(**options, **ROOMY) as llm:
         error = error_of_logits(llm, wide, 1, 15, 40)
     assert error.median() < 1e-4 and error.max() < 0.1, error

@@ -131,9 +131,14 @@ def test_where_a_step_is_cut() -> None:
     assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
 
 
-def test_partial_sums_with_norms_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of an MLP and of the experts beside it."""
+OTHERS = ("gemma4, experts", "qwen3_5", "nemotron_h", "lfm2", "olmo_hybrid", "gemma4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OTHERS[:2])) for n in OTHERS])
+def test_cuts_of_other_layers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums with norms of their own, of an MLP and of the experts beside it; states, of which the second half
+    reads what the first one wrote."""
     lower_thresholds(monkeypatch, 6, 2)
     cuts = watch_cuts(monkeypatch)
-    expect_tokens_of_transformers(CASES["gemma4, experts"], tmp_path, tensor_parallel_size=2)
-    assert cuts
+    expect_tokens_of_transformers(CASES[name], tmp_path, tensor_parallel_size=2)
+    assert any(cut.goes_through_a_row for cut in cuts)

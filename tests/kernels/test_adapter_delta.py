@@ -26,7 +26,7 @@ def operands(
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize(("k", "n", "starts"), [(72, 40, (0,)), (640, 200, (0, 100)), (96, 136, (0, 72, 104))])
+@pytest.mark.parametrize(("k", "n", "starts"), [(72, 40, (0,)), (640, 200, (0, 100)), (96, 136, (0, 72, 104, 120))])
 def test_the_kernels_compute_what_their_twin_does(k: int, n: int, starts: tuple[int, ...], with_norm: bool) -> None:
     slots = torch.tensor([*MIXED, *[1] * 15], dtype=torch.int32, device=DEVICE)
     x, a, b = operands(len(slots), k, n, len(starts))

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.gemm import int4, int4_row, roles, stream
-from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.moe import packed
-from nanovllm.kernels.moe.routing import Routing
+from nanovllm.kernels.gemm import int4_row, packed_tile, roles, stream
+from nanovllm.kernels.gemm.packed import INT8, PackedWeight
+from nanovllm.kernels.moe import few_packed, packed
+from nanovllm.kernels.moe.routing import Routing, TopK
 from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming
-from nanovllm.kernels.plan.rules import expert_tiles, int4_config, int4_row_config
+from nanovllm.kernels.plan.rules import PACKED_FEW_EXPERTS, expert_tiles, int4_config, int4_row_config
 from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
@@ -56,12 +56,12 @@ def compile_int4(rows: int, group: int, has_zeros: bool, code: str = INT4) -> No
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "ldmatrix" in ptx and "wgmma" in ptx
 
-    launch_dependently(int4)
+    launch_dependently(packed_tile)
     compile_only(check, PTX=True)
     for kind in ("o", "gate_up"):
         weight = PackedWeight.empty(4096, 4096, group, has_zeros, torch.bfloat16, CPU, code=code)
         config = int4_config(Gemm(kind, 4096, 4096, INT4, False), rows, 132)
-        int4.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
+        packed_tile.linear(empty(rows, 4096), weight, config, gated=kind == "gate_up")
 
 
 @pytest.mark.slow
@@ -117,6 +117,48 @@ def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:
 def test_a_row_by_4_bits(case: tuple[int, int, bool]) -> None:
     """No weight moves between threads, which the kernel asserts where it changes layouts."""
     run_alone(compile_int4_row, *case)
+
+
+def compile_few_packed(name: str, dtype_name: str) -> None:
+    def check(ptx: str, options: dict[str, Any]) -> None:
+        assert "mma.sync" in ptx and ptx.count("bar.sync") <= 12, ptx.count("bar.sync")
+
+    launch_dependently(stream, few_packed, packed)
+    compile_only(check, PTX=True)
+    (code, group, has_zeros), dtype = PACKED_CODES[name], getattr(torch, dtype_name)
+    weight = PackedWeight.empty(96, 2000, group, has_zeros, dtype, CPU, code=code)
+    residual = empty(1, 96, dtype=dtype)
+    stream.linear(empty(1, 2000, dtype=dtype), weight, streaming(8, 4), residual=residual)
+    stream.linear(empty(6, 2000, dtype=dtype), weight, streaming(4, 2), gated=True)
+    norm, router_bias = Norm(empty(1024, dtype=dtype), 1e-6), empty(16, dtype=dtype)
+    chosen = few_packed.Chosen(empty(1, 3, 16, dtype=torch.float32), TopK(16, 6), router_bias)
+    weight = PackedWeight.empty(96, 1024, group, has_zeros, dtype, CPU, (16,), code)
+    bias = empty(16, 96, dtype=dtype)
+    for activation in ((1.0, None), (1.702, 7.0), (None, None)):
+        first = PACKED_FEW_EXPERTS[0]
+        few_packed.gate_up(empty(3, 1024, dtype=dtype), weight, chosen, first, norm, bias, activation)
+    weight = PackedWeight.empty(96, 400, group, has_zeros, dtype, CPU, (16,), code)
+    h, residual = empty(3, 6, 400, dtype=dtype), empty(3, 96, dtype=dtype)
+    few_packed.down(h, weight, chosen, PACKED_FEW_EXPERTS[1], residual, bias)
+    routing = Routing(empty(9, 1, dtype=torch.float32), *(torch.zeros(9, 3, dtype=torch.int32),) * 2, 1)
+    tiles, out = GemmConfig("tile", 16, 8, 512, 2), empty(1, 9, 96, dtype=dtype)
+    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, out, False, (1.0, None))
+    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, out[0, :, :48], True, (1.702, 7.0))
+
+
+PACKED_CODES = {
+    "mxfp4": ("e2m1", 32, False), "nvfp4": ("e2m1", 16, False), "int4 of 128": ("int4", 128, False),
+    "int4 of 64 with zeros": ("int4", 64, True), "int4 of rows with zeros": ("int4", 0, True),
+    "int8 of 128": (INT8, 128, False), "int8 of rows": (INT8, 0, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    "mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in PACKED_CODES if name != "mxfp4")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_few_rows_by_packed_weights(name: str, dtype: torch.dtype) -> None:
+    """No weight moves between threads: warps meet to choose experts, and for the last sums."""
+    run_alone(compile_few_packed, name, str(dtype).removeprefix("torch."))
 
 
 def compile_stream(rows: int, k: int, normed: int) -> None:

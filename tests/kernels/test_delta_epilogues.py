@@ -14,8 +14,11 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, e2m1, int4, int4_row, packed, skinny, stream, tile
+from nanovllm.kernels.gemm import dense, e2m1, int4_row, packed, packed_tile, skinny, stream, tile
 from nanovllm.kernels.gemm.packed import PackedWeight
+from nanovllm.kernels.moe import experts
+from nanovllm.kernels.moe import packed as packed_experts
+from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, streaming
 
 FMA = GemmConfig("fma", 8, block_k=256, stages=1)
@@ -48,7 +51,7 @@ def weight_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 LINEAR: dict[str, Callable[..., Any]] = {
-    "dense": dense.linear, "fp8": gemm.linear, "int4": int4.linear, "mxfp4": int4.linear,
+    "dense": dense.linear, "fp8": gemm.linear, "int4": packed_tile.linear, "mxfp4": packed_tile.linear,
 }  # fmt: skip
 
 
@@ -87,7 +90,7 @@ def test_sums_are_added_before_the_rounding(kind: str, config: GemmConfig, rows:
 
 
 def compile_all() -> None:
-    launch_dependently(skinny, stream, tile, int4, int4_row)
+    launch_dependently(skinny, stream, tile, packed_tile, int4_row, experts, packed_experts)
     compile_only(most_spilled=None)
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
@@ -98,8 +101,14 @@ def compile_all() -> None:
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
         int4_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=delta)
         gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), streaming(4, 2, columns=128), gated=gated, delta=delta)
+    routing = Routing(empty(8, 2, dtype=torch.float32), *(empty(*n, dtype=torch.int32) for n in ((16,), (8, 3))), 2)
+    in_mxfp4 = PackedWeight.empty(2048, 1024, 32, False, torch.bfloat16, torch.device("meta"), (4,), e2m1.E2M1)
+    config, delta = GemmConfig("tile", 64, 16, 128, 3), empty(16, 2048, dtype=torch.float32)
+    for weight in (empty(4, 2048, 1024), empty_fp8(4, 2048, 1024), in_mxfp4):
+        experts.expert_gate_up(empty(8, 1024), weight, routing, config, experts.ExpertActivation(), None, delta)
+        experts.expert_down(empty(16, 1024), weight, routing, config, torch.float32, None, delta)
 
 
 def test_compiled() -> None:
-    """Every kernel of few rows, as GPUs launch it."""
+    """Every kernel of few rows, and those of experts, as GPUs launch it."""
     run_alone(compile_all)

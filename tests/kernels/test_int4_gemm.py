@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_experts import packed_experts
 
-from nanovllm.kernels.gemm import int4, packed
+from nanovllm.kernels.gemm import packed, packed_tile
 from nanovllm.kernels.gemm.e2m1 import E2M1
 from nanovllm.kernels.gemm.packed import INT8, PackedWeight
 from nanovllm.kernels.plan.config import INT4, Gemm, GemmConfig
@@ -55,7 +55,7 @@ def inputs(rows: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor
 
 def run(op: str, x: torch.Tensor, weight: PackedWeight, config: GemmConfig) -> torch.Tensor:
     config = replace(config, kernel="int4" if op == "parts" else "int4_whole")
-    y = int4.linear(x, weight, config, gated=op == "gated")
+    y = packed_tile.linear(x, weight, config, gated=op == "gated")
     return y.sum(0) if y.dim() == 3 else y
 
 
@@ -144,7 +144,7 @@ def test_widening_gives_the_twin_to_the_bit(dtype: torch.dtype, group: int, has_
         pytest.skip("the other device's")
     weight, values = made(72, 520, group, has_zeros, dtype)
     out = torch.empty(50, 520, dtype=dtype, device=DEVICE)
-    assert torch.equal(int4.widen(weight, 10, 60, out), values[10:60].to(dtype))
+    assert torch.equal(packed_tile.widen(weight, 10, 60, out), values[10:60].to(dtype))
 
 
 @pytest.mark.parametrize("of", CODES)
@@ -153,17 +153,17 @@ def test_widening_other_codes_gives_the_twin_to_the_bit(of: tuple[str, int]) -> 
     weight, values = made_of(*of, 72, 544, dtype)
     assert torch.allclose(weight.widened().double(), values, rtol=1e-6, atol=0)
     out = torch.empty(50, 544, dtype=dtype, device=DEVICE)
-    assert torch.equal(int4.widen(weight, 10, 60, out), weight.widened()[10:60].to(dtype))
+    assert torch.equal(packed_tile.widen(weight, 10, 60, out), weight.widened()[10:60].to(dtype))
 
 
 @pytest.mark.gpu
 def test_widened_ranges_make_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, values = made(1000, 512, 128, True, torch.bfloat16)
-    monkeypatch.setattr(int4, "WIDENED_BYTES", 512 * 300 * 2)
-    int4._widened.cache_clear()
+    monkeypatch.setattr(packed_tile, "WIDENED_BYTES", 512 * 300 * 2)
+    packed_tile._widened.cache_clear()
     x = inputs(77, 512, torch.bfloat16)
-    assert relative_error(int4.linear_widened(x, weight), exact(x, values)) < TOLERANCE[torch.bfloat16]
-    int4._widened.cache_clear()
+    assert relative_error(packed_tile.linear_widened(x, weight), exact(x, values)) < TOLERANCE[torch.bfloat16]
+    packed_tile._widened.cache_clear()
 
 
 @pytest.mark.parametrize("of", CODES)
@@ -190,8 +190,8 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
     gain = torch.ones_like(start[0])
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        x = int4.linear(hidden, gate_up, replace(config, kernel="int4_whole", split_k=2), gated=True)
-        x = int4.linear(x, down, replace(config, kernel="int4", split_k=2))
+        x = packed_tile.linear(hidden, gate_up, replace(config, kernel="int4_whole", split_k=2), gated=True)
+        x = packed_tile.linear(x, down, replace(config, kernel="int4", split_k=2))
         hidden.copy_(add_norms(x, residual, Norm(gain, EPS))[0])
 
     check_pdl(layer, start)
@@ -206,6 +206,6 @@ def test_other_groups_are_refused(group: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     weight, _ = made(8, 256, 128, False, torch.float32)
     with pytest.raises(ValueError, match=r"int4 weight \[8, 256\] of torch.float32 does not fit x \[3, 128\]"):
-        int4.linear(torch.zeros(3, 128, device=DEVICE), weight, SMALL)
+        packed_tile.linear(torch.zeros(3, 128, device=DEVICE), weight, SMALL)
     with pytest.raises(ValueError, match="without columns"):
-        int4.linear(torch.zeros(3, 256, device=DEVICE), weight, replace(SMALL, split_k=3))
+        packed_tile.linear(torch.zeros(3, 256, device=DEVICE), weight, replace(SMALL, split_k=3))

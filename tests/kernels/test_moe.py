@@ -18,9 +18,10 @@ from nanovllm.kernels.moe.experts import (
     expert_down_reference,
     expert_gate_up,
     expert_gate_up_reference,
+    experts_of,
 )
 from nanovllm.kernels.moe.router import router_logits
-from nanovllm.kernels.moe.routing import Routing, TopK, max_tiles, route, route_reference
+from nanovllm.kernels.moe.routing import Routing, TopK, choices_of, max_tiles, route, route_reference
 from nanovllm.kernels.plan.config import FP8, INT4, MXFP4, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.rules import expert_tiles
@@ -120,7 +121,7 @@ GROUPED = product([(SMALL, True), (X_LEFT, False), (TALL, False), (TALL, True)],
 def test_grouped_gemms_are_those_of_their_twins(
     how: tuple[GemmConfig, bool], rows: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Widths that no tile divides, with biases and all activations; weights by descriptors or not."""
+    """Widths that no tile divides, with biases, sums of adapters and all activations; weights by descriptors or not."""
     config, tma = how
     monkeypatch.setattr(Device, "has_tma", tma)
     experts, hidden, width, top_k = 7, 72, 40, 3
@@ -131,12 +132,26 @@ def test_grouped_gemms_are_those_of_their_twins(
         ups = (1 + activation.gated) * width
         gate_up = rand(experts, ups, hidden, seed=1) / hidden**0.5
         bias = (rand(experts, ups, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
-        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0])
-        expected = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
+        delta = [rand(rows * top_k, n, seed=6).float() if biased else None for n in (ups, hidden)]
+        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0], delta[0])
+        expected = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0], delta[0])
         torch.testing.assert_close(h, expected, **TOLERANCE)
-        parts = expert_down(expected, down, routing, config, torch.float32, bias[1])
-        expected = expert_down_reference(expected, down, routing, config, torch.float32, bias[1])
+        parts = expert_down(expected, down, routing, config, torch.float32, bias[1], delta[1])
+        expected = expert_down_reference(expected, down, routing, config, torch.float32, bias[1], delta[1])
         torch.testing.assert_close(parts, expected, **TOLERANCE)
+
+
+def test_choices_are_those_of_the_tiles() -> None:
+    options = TopK(7, 3)
+    routing = route_reference(logits_of("crowded", 36, 7), options, 16)
+    token, expert = choices_of(routing)
+    for number, first, end in experts_of(routing):
+        assert (expert[first:end] == number).all()
+    assert torch.equal(token, routing.order.long() // 3)
+    each = [route_reference(logits, options, 16) for logits in logits_of("spread", 5, 7).split(1, 1)]
+    token, expert = choices_of(each)
+    assert token.tolist() == [number for number in range(5) for _ in range(3)]
+    assert torch.equal(expert, torch.cat([choices_of(one)[1] for one in each]))
 
 
 def mixture(

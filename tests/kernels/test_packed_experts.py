@@ -27,6 +27,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if torch.cuda.is_available() else {"rtol": 1e-5, "atol": 1e-5}
 WIDE, NARROW = GemmConfig("tile", 128, 16, 128, 2), GemmConfig("tile", 64, 32, 128, 2)
+STREAMED = GemmConfig("tile", 16, 8, 256, 2, num_warps=2)
 CLAMPED = ExpertActivation(limit=0.7, alpha=1.7)
 
 
@@ -44,12 +45,12 @@ def test_the_twins_weights_are_those_of_the_definition(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "rows"),
     some_nightly(
-        [(name, config, rows) for name in CODES for config in (WIDE, NARROW) for rows in (1, 40)],
-        always=[(name, NARROW if "int4" in name else WIDE, 7) for name in CODES],
+        [(name, config, rows) for name in CODES for config in (WIDE, NARROW, STREAMED) for rows in (1, 7, 40)],
+        always=[(name, config, 7) for name in CODES for config in (NARROW if "int4" in name else WIDE, STREAMED)],
     ),
 )
 def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: int) -> None:
-    """Widths that no tile divides, with biases and both activations."""
+    """Widths that no tile divides, with biases, sums of adapters and both activations."""
     experts, hidden, width, top_k = 5, 96, 160, 3
     logits = rand(1, rows, experts, seed=3).float()
     routing = route_reference(logits, TopK(experts, top_k), config.block_m)
@@ -59,15 +60,18 @@ def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: in
     for activation, biased in ((ExpertActivation(), False), (CLAMPED, True)):
         bias = (rand(experts, 2 * width, seed=4), rand(experts, hidden, seed=5)) if biased else (None, None)
         of_float32 = bias[0] if bias[0] is None else bias[0].float()
-        expected = expert_gate_up_reference(x.float(), wide, routing, config, activation, of_float32).to(DTYPE)
-        twin = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0])
+        more = [rand(rows * top_k, n, seed=6).float() if biased else None for n in (2 * width, hidden)]
+        expected = expert_gate_up_reference(
+            x.float(), wide, routing, config, activation, of_float32, more[0]
+        ).to(DTYPE)  # fmt: skip
+        twin = expert_gate_up_reference(x, gate_up, routing, config, activation, bias[0], more[0])
         torch.testing.assert_close(twin, expected, **TOLERANCE)
-        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0])
+        h = expert_gate_up(x, gate_up, routing, config, activation, bias[0], more[0])
         torch.testing.assert_close(h, expected, **TOLERANCE)
         of_float32 = bias[1] if bias[1] is None else bias[1].float()
-        expected = expert_down_reference(h.float(), of_down, routing, config, torch.float32, of_float32)
+        expected = expert_down_reference(h.float(), of_down, routing, config, torch.float32, of_float32, more[1])
         for multiply in (expert_down_reference, expert_down):
-            parts = multiply(h, down, routing, config, torch.float32, bias[1])
+            parts = multiply(h, down, routing, config, torch.float32, bias[1], more[1])
             torch.testing.assert_close(parts, expected, **TOLERANCE)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from compiling import compile_only, empty, empty_fp8, run_alone
+from test_recurrent import NUM_LINES, step_rows
 
 pytest.importorskip("triton")
 
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
-from nanovllm.kernels.gemm import dense, int4, int4_row, stream
+from nanovllm.kernels.gemm import dense, int4_row, packed_tile, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
@@ -27,6 +28,10 @@ from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.recurrent.conv import causal_conv
+from nanovllm.kernels.recurrent.delta import DeltaWeights, gated_delta_rule
+from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
+from nanovllm.kernels.recurrent.mamba import MambaSizes, MambaWeights, mamba
 from nanovllm.layers.packed import FORMATS
 from nanovllm.layers.step import Call
 from nanovllm.model_config import Quantization
@@ -69,7 +74,7 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype in PACKED:
         few = int4_row if one.dtype == INT4 else stream
-        (few if config.is_skinny else int4).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
+        (few if config.is_skinny else packed_tile).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
     else:
         dense.linear(x, empty(one.n, one.k), config, **around)
 
@@ -139,6 +144,41 @@ DENSE = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3
 MIXTURES = ("Qwen3-30B-A3B", "gpt-oss-20b")
 """Mixtures of which the second is not plain, is in MXFP4, and not served in others."""
 DEVICES = ["H200", "H100", "B200", "A100", "L40S", "5090"]
+
+
+def compile_recurrent(name: str) -> None:
+    """Compiles kernels of recurrent layers for decodes and prompts, at the sizes of published models."""
+    compile_for(Device.named(name))
+    rows = step_rows(2, [65, 3], torch.device("cpu"), {2: 16})
+    tokens, lines = rows.num_tokens, NUM_LINES + 1
+
+    def convolve(channels: int, width: int, **how: Any) -> None:
+        x, last = empty(tokens, channels * (3 if "gated" in how else 1)), empty(lines, width - 1, channels)
+        causal_conv(x, empty(channels, width), last, rows, **how)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.float32)
+
+    for delta in (DeltaSizes(16, 48, 128, 128), DeltaSizes(30, 30, 96, 192)):  # Qwen3.6-27B, OLMo-Hybrid-7B
+        heads, wide = delta.value_heads, delta.value_heads * delta.value_dim
+        convolve(delta.channels, 4, unit=delta.unit)
+        of_delta = DeltaWeights(floats(heads), floats(heads), empty(delta.value_dim), 1e-6)
+        states = floats(lines, heads, delta.key_dim, delta.value_dim)
+        x, gates, z = empty(tokens, delta.channels), empty(tokens, heads), empty(tokens, wide)
+        gated_delta_rule(x, gates, gates, z, of_delta, delta, states, rows)
+    for sizes in (MambaSizes(64, 8, 64, 128), MambaSizes(48, 1, 64, 128)):  # Nemotron 3 Nano, Granite 4 H Tiny
+        convolve(sizes.channels, 4, bias=empty(sizes.channels))
+        of_mamba = MambaWeights(*(floats(sizes.heads) for _ in range(3)), empty(sizes.inner), 1e-5, 0.001)
+        states = floats(lines, sizes.heads, sizes.state, sizes.dim)
+        x, dt, z = (empty(tokens, size) for size in (sizes.channels, sizes.heads, sizes.inner))
+        mamba(x, dt, z, of_mamba, sizes, states, rows)
+    convolve(2048, 3, gated=True)  # LFM2-1.2B
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_of_recurrent_layers_compile(device: str) -> None:
+    run_alone(compile_recurrent, device)
 
 
 @pytest.mark.parametrize("device", ["H200", "5090"])

@@ -35,20 +35,22 @@ def step_rows(
 STEPS = [
     (3, [], {}),
     (8, [], {}),
-    (0, [1], {}),
+    (0, [1, 128], {1: 128}),
     (0, [64], {0: 64}),
     (2, [63, 65, 2], {2: 16, 3: 64}),
-    (0, [130, 0, 5, 200], {0: 112, 3: 128}),
+    (0, [129, 0, 5, 191], {0: 112, 3: 128}),
     (1, [17, 40], {1: 1, 2: 39}),
 ]
 
 
 @pytest.mark.parametrize(("num_decodes", "chunks", "keep_at"), STEPS)
+@pytest.mark.parametrize("unit", [(64, 32), (96, 48)])
 def test_convolution_equals_its_twin(
-    num_decodes: int, chunks: list[int], keep_at: dict[int, int], dtype: torch.dtype, device: torch.device
-) -> None:
+    num_decodes: int, chunks: list[int], keep_at: dict[int, int], unit: tuple[int, int], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
     rows = step_rows(num_decodes, chunks, device, keep_at)
-    tokens, channels, width, unit = rows.num_tokens, 2 * 32 + 70, 4, (64, 32)
+    tokens, channels, width = rows.num_tokens, unit[0] + 70, 4
     x = torch.randn(tokens, channels + 9, dtype=dtype, device=device)[:, :channels]
     weight, bias = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((channels, width), (channels,)))
     last = torch.randn(NUM_LINES + 1, width - 1, channels, dtype=dtype, device=device)
@@ -78,9 +80,9 @@ def test_convolution_between_gates_equals_its_twin(
 
 
 @pytest.mark.parametrize(("num_decodes", "chunks", "keep_at"), STEPS)
-@pytest.mark.parametrize("sizes", [DeltaSizes(1, 2, 16, 32), DeltaSizes(2, 2, 32, 16)])
+@pytest.mark.parametrize(("sizes", "most"), [(DeltaSizes(1, 2, 16, 32), 1.0), (DeltaSizes(2, 2, 48, 80), 2.0)])
 def test_delta_rule_equals_its_twin(
-    num_decodes: int, chunks: list[int], keep_at: dict[int, int], sizes: DeltaSizes, dtype: torch.dtype,
+    num_decodes: int, chunks: list[int], keep_at: dict[int, int], sizes: DeltaSizes, most: float, dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
     rows = step_rows(num_decodes, chunks, device, keep_at)
@@ -93,7 +95,7 @@ def test_delta_rule_equals_its_twin(
     vectors = x[:, : sizes.unit[0]].unflatten(1, (-1, sizes.key_dim))
     x[:, : sizes.unit[0]] = torch.nn.functional.normalize(vectors, dim=-1).flatten(1)
     a, b, z = (*random(tokens, 2 * heads).split(heads, 1), random(tokens, width))
-    weights = DeltaWeights(random(heads), random(heads), random(sizes.value_dim).to(dtype), 1e-6)
+    weights = DeltaWeights(random(heads), random(heads), random(sizes.value_dim).to(dtype), 1e-6, most)
     states = random(NUM_LINES + 1, heads, sizes.key_dim, sizes.value_dim)
     mine, twins = states.clone(), states.clone()
     args = [each.to(dtype) for each in (x, a, b, z)]

@@ -3,11 +3,14 @@
 import gc
 import os
 import signal
+import subprocess
 import uuid
 from collections.abc import Iterator
 
 import process_checks
 import pytest
+
+from nanovllm.processes import child
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +23,12 @@ def warmed_up(tiny: str) -> list[list[int]]:
     """One engine has been here: what libraries open once and keep is open. What it says to [5] * 9."""
     with process_checks.tiny_llm(tiny) as llm:
         return process_checks.token_ids(llm, [5] * 9)
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks are started as by a user's program, where how they are started is what is tested."""
+    monkeypatch.setattr(child, "subprocess", subprocess)
 
 
 @pytest.fixture

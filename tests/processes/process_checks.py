@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from fork_server import MARK
 
-MARK = "NANOVLLM_TEST_MARK"
-"""An environment variable that workers inherit: finds them whoever their parent is by now."""
+from nanovllm import LLM, SamplingParams
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "num_kvcache_blocks": 64,
@@ -39,11 +38,15 @@ def token_ids(llm: LLM, *prompts: list[int], params: SamplingParams = GREEDY) ->
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Running processes that were started with MARK=mark in their environment; zombies are not among them."""
-    found = []
+    """Running processes that were started with MARK=mark in their environment, or are forks that say so; zombies are
+    not among them."""
+    sign, found = f"{MARK}={mark}", []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and (
+                sign.encode() in (entry / "environ").read_bytes().split(b"\0")
+                or any(sign in link for link in open_files(entry.name))
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue

@@ -26,6 +26,7 @@ from nanovllm.executor import processes
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.processes.child import LEFT_TO_PARENT
 
+pytestmark = pytest.mark.usefixtures("executed")
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
 

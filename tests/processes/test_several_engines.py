@@ -14,6 +14,7 @@ from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("executed")
 PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
 
 

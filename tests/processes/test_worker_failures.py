@@ -230,6 +230,7 @@ def test_ranks_fail_in_mid_step_while_others_wait_for_them(
         assert_refuses_use(llm)
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_start_that_may_not_open_as_many_files_says_so_and_leaves_none(mark: str) -> None:
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = sorted(open_files())
@@ -248,6 +249,7 @@ def test_a_start_that_may_not_open_as_many_files_says_so_and_leaves_none(mark: s
         assert sorted(open_files()) == before
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_worker_whose_rank_0_was_gone_before_it_looked_leaves(new_mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a process that rank 0 forked holds the other end of its socket, as this test does."""
     monkeypatch.setenv(MARK, new_mark)

@@ -46,11 +46,14 @@ def test_versions_tell_which_weights_a_token_comes_from(llm: LLM) -> None:
     with LLM(DEMO, **OPTIONS) as one:
         for version, weights in ((0, old), (3, new), (4, old)):
             replace_one(one, name, weights)
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
-                for start, end in [(start, end) for found, start, end in output.weight_versions if found == version]:
-                    known = output.token_ids[:start] or None
-                    [alone] = finish(one, [one.add_request(prompt, LONG, known)])
-                    assert alone.token_ids[:end] == output.token_ids[:end]
+            spans = [
+                (prompt, output.token_ids, start, end)
+                for prompt, output in zip(PROMPTS, outputs, strict=True)
+                for found, start, end in output.weight_versions if found == version
+            ]  # fmt: skip
+            again = [one.add_request(prompt, LONG, ids[:start] or None) for prompt, ids, start, _ in spans]
+            for (_, ids, _, end), alone in zip(spans, finish(one, again), strict=True):
+                assert alone.token_ids[:end] == ids[:end]
 
 
 def test_an_abort_while_new_weights_come_is_reported(llm: LLM) -> None:

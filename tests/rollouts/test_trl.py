@@ -22,15 +22,18 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("e")) - 0.1 * len(text) for text in completions]
 
 
-def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """A trainer after its steps, and the checksums of the engine's weights at each sync."""
+def train(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A trainer after its steps, and the checksums of the engine's weights at each sync, with the adapters that it has
+    then. given: arguments of the trainer."""
     sums = []
     sync = integration.Generation.sync_weights
 
     def noted_sync(self: Any) -> None:
         sync(self)
         assert self.llm.config.enable_sleep == self.enable_sleep_mode
-        sums.append(self.llm.checksum())
+        sums.append({**self.llm.checksum(), "adapters": self.llm.engine.state.adapters})
 
     monkeypatch.setattr(integration.Generation, "sync_weights", noted_sync)
     integration.install(num_kvcache_blocks=64, max_num_batched_tokens=256)
@@ -38,7 +41,9 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: A
         prompts = ["Once upon a time", "The capital of France is", "7 + 5 =", "A cat and a dog"]
         data = datasets.Dataset.from_dict({"prompt": prompts})
         args = getattr(trl, f"{kind}Config")(output_dir=str(folder), **{**COMMON, **options})
-        trainer = getattr(trl, f"{kind}Trainer")(model=DEMO, reward_funcs=rewards, args=args, train_dataset=data)
+        trainer = getattr(trl, f"{kind}Trainer")(
+            **{"model": DEMO, "reward_funcs": rewards, "args": args, "train_dataset": data, **(given or {})}
+        )
         trainer.train()
         trainer.vllm_generation.llm.close()
     finally:
@@ -60,6 +65,34 @@ def test_trainers_see_their_own_probabilities(
     assert trainer.state.global_step == 4 and len(differences) == 4 * (kind == "GRPO")
     assert max(differences, default=0) < 1e-5
     assert len({str(one) for one in sums}) == 4, "weights move"
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.1}, {"vllm_enable_sleep_mode": True}], ids=str)
+def test_of_a_policy_with_an_adapter_that_alone_is_sent(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a base that is the trainer's, which need not be the checkpoint's."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")
+    base.model.layers[0].mlp.down_proj.weight.data *= 0.5
+    config = peft.LoraConfig(r=4, target_modules="all-linear", rank_pattern={"v_proj": 6}, use_rslora=True)
+    given = {"model": base, "peft_config": config}
+    del (common := {**COMMON})["model_init_kwargs"]
+    monkeypatch.setitem(globals(), "COMMON", {**common, "learning_rate": 3e-2})
+    trainer, sums = train("GRPO", tmp_path, monkeypatch, given, **options)
+    name = "sampling/sampling_logp_difference/max"
+    assert max(line[name] for line in trainer.state.log_history if name in line) < 3e-5
+    adapters = [one.pop("adapters") for one in sums]
+    assert [list(one) for one in adapters] == [[f"policy@{number + 1}"] for number in range(len(sums))]
+    assert len({one.digest for each in adapters for one in each.values()}) >= 4, "the policy moves"
+    assert all(one == sums[0] for one in sums), "the base stays"
+
+
+def test_adapters_that_are_not_served_can_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ValueError, match=r"peft_config: use_dora=True.*enable_lora=False"):
+        train("GRPO", tmp_path, monkeypatch, {"peft_config": config})
 
 
 def test_what_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import httpx
 import pytest
 import simulated_engine
@@ -36,6 +37,8 @@ OPENING = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-typ
 """Headers of a chat but for those of its body."""
 QUESTION, ANSWER = "What is the capital of Italy?", "The capital of Italy is Rome."
 """A question, and the demo model's answer where nothing is sampled."""
+MOST_FILES = 256
+"""Descriptors that a server may open at first, as most systems let it."""
 SOON_SILENT = {"nanovllm.host.handle:SILENCE": 10.0, "nanovllm.serve.api.basics:_SILENT_SECONDS": 2.0}
 """Limits under which an engine that stands still is noticed within seconds."""
 
@@ -53,15 +56,16 @@ LONG: dict[str, Any] = {
 
 
 def _before_it_runs() -> None:
-    """Sets as many descriptors as most systems give at first, and an end with the test run."""
+    """Sets a bound of descriptors, and an end with the test run."""
     end_with_test_run()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _children(process: int) -> list[int]:
-    """Processes that this one has started, from any of its threads."""
+    """Processes that this one has started, from any of its threads; not the one that forks them in tests."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found = [int(child) for task in tasks for child in task.read_text().split()]
+    return [child for child in found if not fork_server.is_server(child)]
 
 
 def simulated_options() -> dict[str, Any]:
@@ -139,11 +143,13 @@ class Server(Served):
         first: str = "",
         output: int | None = None,
         simulated: bool = False,
+        executed: bool = False,
     ) -> None:
         """`limits`: bounds of nanovllm/serve/limits.py, or of a module that is named before a colon, that take other
         values, so that a test need not wait as long. `first`: what the process runs before it takes them over.
         `output`: descriptor that it writes to and that is closed here, by default a file. `simulated`: its engine is a
-        process without a model, which is ready at once."""
+        process without a model, which is ready at once. `executed`: it is started as a user starts it, where that is what
+        is tested."""
         if simulated:
             limits = {"nanovllm.host.handle:MODULE": "simulated_engine", **(limits or {})}
             more = {"SIMULATED_ENGINE": json.dumps(simulated_options()), "PYTHONPATH": str(ROOT / "scripts")}
@@ -159,11 +165,14 @@ class Server(Served):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env["PYTHONPATH"]]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
         self.began = time.monotonic()
+        command += [*ENGINE, *arguments]
         with open(self.log_file if output is None else output, "wb") as log:
+            if fork_server.is_fit() and not (simulated or executed):
+                self.process = fork_server.ForkedCommand(command, log.fileno(), environment, MOST_FILES)
+                return
             self.process = subprocess.Popen(
-                [*command, *ENGINE, *arguments], stdout=log, stderr=log, env=environment, start_new_session=True,
-                preexec_fn=_before_it_runs,
-            )  # fmt: skip
+                command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=_before_it_runs
+            )
 
     @property
     def log(self) -> str:

@@ -277,6 +277,7 @@ def path_of_slashes(server: Server) -> None:
 LARGEST = {
     "text": b'"' + b"a" * (limits.BODY_BYTES - 200) + b'"',
     "numbers": b"[" + b"5555," * (limits.JSON_COMMAS - 10) + b"5]",
+    "numbers and a text": b'["",' + b"5555," * (limits.JSON_COMMAS - 10) + b"5]",
     "objects": b"[" + b'{"a":1},' * (limits.JSON_ITEMS - 10) + b"{}]",
 }
 """Values of a body that is as large as may be."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, MagicMock, Mock, patch
 
 import httpx
+import msgspec
 import pytest
 from front import InProcess
 from serving import ASK, CHAT, COMPLETIONS, DEMO, JSON, OPENING, Server, refusal
@@ -321,13 +322,14 @@ def test_depth_and_values_are_counted_whatever_texts_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "item", [b"[]", b'{"a":1}', b'"a"', b'"[",[]', b'"]":1', *b"1 1234567 0.5 1e5 null".split()], ids=str
+    "item", [b"[]", b'{"a":1}', b'"a"', b'"[",[]', b'"]":1', *b"1 1234567 0.5 1e5 null".split(), b'"",1,1,1,1,1,1,1'],
+    ids=str,
 )
 def test_bodies_are_bounded_before_they_are_read(item: bytes) -> None:
     """32 MiB took seconds, in which nothing else is answered, and of numbers hundreds of MB."""
     opening, closing = (b"{", b"}") if item.startswith(b'"]"') else (b"[", b"]")
     body = b'{"b":"1,2","a":' + opening + (item + b", ") * ((31 << 20) // (len(item) + 2)) + item + closing + b"}"
-    most = "1,500,000 values" if item[:1].isalnum() else "250,000 lists"
+    most = "1,500,000 values" if item[:1].isalnum() or item.endswith(b"1,1") else "250,000 lists"
     before = time.thread_time()
     tracemalloc.start()
     try:
@@ -337,6 +339,32 @@ def test_bodies_are_bounded_before_they_are_read(item: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert time.thread_time() - before < 1.0  # 0.2 s where nothing else runs on the cores
+
+
+def test_numbers_beside_a_text_are_fewer() -> None:
+    """They are not read in pieces."""
+    for body in (b'["",' + b"1," * 1_000_000 + b"1]", b'["' + b"a" * 3_000_000 + b'",' + b"1," * 1_000_000 + b"1]"):
+        with pytest.raises(ApiError, match="300,000 values beside lists of numbers"):
+            limits.parse_json(b'{"a":' + body + b"}")
+
+
+def test_a_body_read_in_pieces_is_what_it_is_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is not valid."""
+    monkeypatch.setattr(limits, "_PIECE", 16)
+    rng = random.Random(2)
+    for _ in range(1500):
+        value: Any = {"a": [rng.randrange(10**6) for _ in range(rng.randrange(30))], "b": nested(rng.randrange(3), rng)}
+        body = json.dumps(value, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
+        if rng.random() < 0.7:
+            place = rng.randrange(len(body))
+            body = body[:place] + bytes([rng.choice(b',]}[{"1 \\\xff')]) + body[place + rng.randrange(2) :]
+        try:
+            whole = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            with pytest.raises(ApiError, match="not valid JSON"):
+                limits.parse_json(body)
+        else:
+            assert limits.parse_json(body) == whole
 
 
 def test_others_are_answered_while_a_large_body_is_read() -> None:

@@ -27,7 +27,7 @@ from nanovllm.serve.options import ServeOptions
 
 
 def test_start(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
+    with Server(tmp_path, executed=True) as server:
         wait_for(lambda: " answers" in server.log, "port")
         assert cpu_seconds({server.process.pid}) < 2.0, "the front answers soon; others may have the cores meanwhile"
         stages, percents = set(), []

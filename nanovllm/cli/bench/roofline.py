@@ -122,9 +122,10 @@ class Roofline:
                 into, out, state = _WIDTHS[layer.mixer](layer.options, hidden)
                 self.state_elements += state // size
             else:
-                out, kv = (layer.num_heads or model.num_attention_heads) * layer.head_dim, layer.num_kv_heads
-                projected = 0 if layer.shares_keys else 2 - layer.values_are_keys
-                into = out * (1 + model.gate_in_queries) + projected * size * math.ceil(kv / size) * layer.head_dim
+                heads, kv = layer.num_heads or model.num_attention_heads, layer.num_kv_heads
+                out, projected = heads * layer.head_dim, 0 if layer.shares_keys else 2 - layer.values_are_keys
+                gates = 0 if model.attention_gate is None else heads if model.gate_per_head else out
+                into = out + gates + projected * size * math.ceil(kv / size) * layer.head_dim
                 kv_width += math.ceil(kv / size) * layer.head_dim
                 self.query_elements += out // size
             parts.append((hidden * into // size, layer.precision("qkv")))

@@ -57,6 +57,14 @@ def load_blocks(
 
 
 @triton.jit
+def of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
+    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
+    SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
+    return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
+
+
+@triton.jit
 def of_rows(low, high):
     """Numbers of 8 weight rows each, [8, W, 1] -> [W, 16, 1], as sums lie."""
     both = tl.permute(tl.join(low, high), [1, 3, 0, 2])

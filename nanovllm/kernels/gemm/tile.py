@@ -283,8 +283,9 @@ def tile_kernel(
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
+    at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, row, rows)  # fmt: skip
+                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:

@@ -1,5 +1,5 @@
 """Device functions that widen weights of 4 and 8 bits in registers, and multiply a block of them by rows of x; by code
-and group, as PackedWeight (int4.py) has them.
+and group, as PackedWeight (packed.py) has them.
 
 Weights are the left operand of a matrix instruction: a thread's words, as they lie in memory, already are its part of
 that operand. Seven instructions make eight integers of 4 bits of two words, plus an offset, which is taken off with the

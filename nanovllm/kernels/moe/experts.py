@@ -50,32 +50,33 @@ def _rows_of(weight: ExpertWeight) -> int:
 
 def expert_gate_up(
     x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
-    k, I] in routing's order. Not gated: weight [E, I, H], bias [E, I]."""
+    k, I] in routing's order. Not gated: weight [E, I, H], bias [E, I]. delta float32 [T * k, rows of a weight], in
+    routing's order: added to the products in float32."""
     out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
-    return _launch(x, weight, routing, config, bias, out, True, activation)
+    return _launch(x, weight, routing, config, bias, delta, out, True, activation)
 
 
 def expert_down(
     h: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
-    times its weight, by slot: a token's result is the sum over k."""
+    times its weight, by slot: a token's result is the sum over k. delta: see expert_gate_up."""
     out = h.new_empty(routing.top_k, routing.num_tokens, _rows_of(weight), dtype=out_dtype)
-    return _launch(h, weight, routing, config, bias, out, False, ExpertActivation())
+    return _launch(h, weight, routing, config, bias, delta, out, False, ExpertActivation())
 
 
 def _launch(
-    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, out: Tensor,
-    gated: bool, activation: ExpertActivation,
+    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, delta: Tensor | None,
+    out: Tensor, gated: bool, activation: ExpertActivation,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
     if isinstance(weight, PackedWeight):
         limits = (activation.alpha, activation.limit)
-        return packed.multiply(x, weight, routing, config, bias, out, gated, limits)
+        return packed.multiply(x, weight, routing, config, bias, delta, out, gated, limits)
     values, x_scale = values_of(weight), None
     k, span, tma = values.shape[2], config.block_k, Device.of(x.device).has_tma
     if isinstance(weight, FP8Weight):
@@ -88,7 +89,7 @@ def _launch(
     x_left = config.block_m > 32 or config.block_n < 64  # a weight tile on the left has 64 rows at least
     tile.launch(
         (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0]), x, x_scale, weight, config, out,
-        routing.num_tokens, span=span, bias=bias, delta=None, routing=(routing.tiles, routing.order, routing.weights),
+        routing.num_tokens, span=span, bias=bias, delta=delta, routing=(routing.tiles, routing.order, routing.weights),
         top_k=routing.top_k, activation=(activation.alpha, activation.limit), tma=tma, GATED=gated,
         X_LEFT=x_left, PARTS=False,
         PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), **pdl_options(x.device),
@@ -105,8 +106,13 @@ def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
     return [(expert, first, end) for expert, (first, end) in found.items()]
 
 
-def _products(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
-    """x times the weights of one expert, in float32."""
+def _products(x: Tensor, weight: ExpertWeight, expert: int, delta: Tensor | None) -> Tensor:
+    """x times the weights of one expert, in float32, plus delta."""
+    y = _of_base(x, weight, expert)
+    return y if delta is None else y + delta
+
+
+def _of_base(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
     if isinstance(weight, PackedWeight):
         return x.float() @ weight.widened(expert).T
     if isinstance(weight, Tensor):
@@ -117,13 +123,13 @@ def _products(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
 
 def expert_gate_up_reference(
     x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
     out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in experts_of(routing):
-        y = _products(x[tokens[first:end]], weight, expert)
+        y = _products(x[tokens[first:end]], weight, expert, None if delta is None else delta[first:end])
         y = (y if bias is None else y + bias[expert].float()).to(x.dtype)
         if not activation.gated:
             out[first:end] = y.relu().square()
@@ -142,14 +148,14 @@ def expert_gate_up_reference(
 
 def expert_down_reference(
     h: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_down`."""
     shape = (routing.num_tokens, routing.top_k, _rows_of(weight))
     out = h.new_empty(shape, dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
     for expert, first, end in experts_of(routing):
-        y = _products(h[first:end], weight, expert)
+        y = _products(h[first:end], weight, expert, None if delta is None else delta[first:end])
         y = y if bias is None else y + bias[expert].float()
         choices = routing.order[first:end].long()
         out[choices] = (y * weights[choices, None]).to(out_dtype)

@@ -10,9 +10,9 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import gate_mul
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks
+from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks, of_expert
 from nanovllm.kernels.gemm.stream_operands import columns_of, finish, load_parts, load_pieces, right, steps_of
-from nanovllm.kernels.gemm.unpack import SPAN, WORDS
+from nanovllm.kernels.gemm.unpack import SPAN
 from nanovllm.kernels.moe.few_rows import choice_constants, choose, load_scores, take_best
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -23,15 +23,7 @@ from nanovllm.kernels.pointwise.norm import Norm
 def _same(expert):
     """The number that all warps found, [WARPS, 1], as one: pointers from it take any layout, those from a tensor are
     moved from one to another."""
-    return tl.max(tl.max(expert, axis=1), axis=0).to(tl.int64)
-
-
-@triton.jit
-def _of_expert(W, SCALES, expert, n, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr):
-    """Pointers to words and scales of experts int64: one, or [1, W, 1]."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
-    SETS: tl.constexpr = 1 if GROUP == 0 else BLOCKS * (WORDS // GROUP if CODE == "e2m1" else SPAN // GROUP)
-    return W + expert * (BLOCKS * OF_ROW) * n, SCALES + expert * (SETS if CODE == "e2m1" else 2 * SETS) * n
+    return tl.max(tl.max(expert, axis=1), axis=0)
 
 
 @triton.jit
@@ -78,8 +70,8 @@ def _gate_up_kernel(
     expert, _, keys = take_best(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS))
     for _ in range(slot):
         expert, _, keys = take_best(keys)
-    expert = _same(expert)
-    words, scales = _of_expert(W, SCALES, expert, 2 * n_out, BLOCKS, CODE, GROUP)
+    expert = _same(expert).to(tl.int64)
+    words, scales = of_expert(W, SCALES, expert, 2 * n_out, BLOCKS, CODE, GROUP)
     warp, tiles = tl.arange(0, WARPS)[None, :, None], ()
     for step in tl.static_range(PRELOAD):
         tiles = tiles + load_blocks(words, scales, first, n_out, step * WARPS + warp, BLOCKS - 1, 2 * n_out, 2, CODE,
@@ -99,6 +91,17 @@ def _gate_up_kernel(
     y = gate_mul(finish(accs[0]), finish(accs[1]), dtype, ALPHA, LIMIT)
     col = first + tl.arange(0, 16)
     tl.store(OUT + (row * TOP_K + slot) * n_out + col, y.to(dtype), mask=col < n_out)
+
+
+@triton.jit
+def _load_step(
+    W, SCALES, numbers, first, n_out, block, BLOCKS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """load_blocks of a row of so many blocks of each expert; past its end those of the first."""
+    block = block[None, :, None]
+    expert = _of_blocks(numbers, block, numbers[0], BLOCKS).to(tl.int64)
+    words, scales = of_expert(W, SCALES, expert, n_out, BLOCKS, CODE, GROUP)
+    return load_blocks(words, scales, first, n_out, block % BLOCKS, BLOCKS - 1, n_out, 1, CODE, GROUP)
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def _same_of_all(experts, weights, BLOCK_K: tl.constexpr):
         shares = tl.where(lane[None, :] == slot, weights[slot], shares)
     found, shares, numbers, factors = tl.max(found, axis=0), tl.max(shares, axis=0), (), ()
     for slot in tl.static_range(len(experts)):
-        numbers = numbers + (tl.max(tl.where(lane == slot, found, 0), axis=0).to(tl.int64),)
+        numbers = numbers + (tl.max(tl.where(lane == slot, found, 0), axis=0),)
         factors = factors + (tl.sum(tl.where(lane == slot, shares, 0.0), axis=0),)
     return numbers, factors
 
@@ -160,21 +163,12 @@ def _down_kernel(
     keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS)
     experts, weights = choose(keys, TOP_K, RENORMALISE, SCALING)
     numbers, weights = _same_of_all(experts, weights, BLOCK_K)
-    pointers, blocks, factors, tiles = (), (), (), ()
-    for step in tl.static_range(STEPS):
-        block = (step * WARPS + warp)[:, None, None]
-        at = _of_blocks(numbers, block, numbers[TOP_K - 1], BLOCKS) * n_out + tl.minimum(col, n_out - 1)
-        factors = factors + (_of_blocks(weights, block, weights[0] * 0.0, BLOCKS) * _row_factor(FACTORS, at),)
-        block = (step * WARPS + warp)[None, :, None]
-        expert = _of_blocks(numbers, block, numbers[TOP_K - 1], BLOCKS)
-        pointers = pointers + (_of_expert(W, SCALES, expert, n_out, BLOCKS, CODE, GROUP),)
-        blocks = blocks + (block % BLOCKS,)
+    tiles = ()
     for step in tl.static_range(PRELOAD):
-        tiles = tiles + load_blocks(pointers[step][0], pointers[step][1], first, n_out, blocks[step], BLOCKS - 1, n_out,
-                                    1, CODE, GROUP)  # fmt: skip
+        tiles = tiles + _load_step(W, SCALES, numbers, first, n_out, step * WARPS + warp, BLOCKS, CODE, GROUP)
     acc = tl.zeros([WARPS, 16, 8], tl.float32)
     for slot in tl.static_range(TOP_K):
-        at = numbers[slot] * n_out + col
+        at = numbers[slot].to(tl.int64) * n_out + col
         acc = _biased(acc, BIAS, at, col < n_out, weights[slot])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,12 +182,16 @@ def _down_kernel(
         loaded = loaded + (_load_h(H + row * (TOP_K * K), part * 8, K, BLOCKS, TOP_K, WARPS, RUN),)
     accs = (acc,)
     for step in tl.static_range(STEPS):
-        accs = add_blocks(accs, tiles, loaded[step // 8], (factors[step],), step, 1, dtype, CODE, GROUP, HAS_ZEROS,
-                          PTX)  # fmt: skip
+        block = (step * WARPS + warp)[:, None, None]
+        factor = _of_blocks(weights, block, weights[0] * 0.0, BLOCKS)
+        if FACTORS is not None:
+            at = _of_blocks(numbers, block, numbers[0], BLOCKS).to(tl.int64) * n_out
+            factor *= tl.load(FACTORS + at + tl.minimum(col, n_out - 1))
+        accs = add_blocks(accs, tiles, loaded[step // 8], (factor,), step, 1, dtype, CODE, GROUP, HAS_ZEROS, PTX)
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + load_blocks(pointers[step + PRELOAD][0], pointers[step + PRELOAD][1], first, n_out,
-                                        blocks[step + PRELOAD], BLOCKS - 1, n_out, 1, CODE, GROUP)  # fmt: skip
+            tiles = tiles + _load_step(W, SCALES, numbers, first, n_out, (step + PRELOAD) * WARPS + warp, BLOCKS, CODE,
+                                       GROUP)  # fmt: skip
     y = finish(accs[0])
     if ADDS:
         y += residual.to(tl.float32)
@@ -244,7 +242,7 @@ def down(
 
 def _constants(
     weight: PackedWeight, config: GemmConfig, chosen: Chosen, num_experts: int, x: Tensor
-) -> dict[str, int | bool | str]:
+) -> dict[str, int | bool | str | None]:
     """num_experts: that one program multiplies by."""
     experts, options = weight.words.shape[0], chosen.options
     assert x.shape[-1] == weight.k and x.is_contiguous() and not options.sigmoid and options.num_groups == 1
@@ -253,5 +251,6 @@ def _constants(
     return {
         "K": weight.k, "STEPS": steps, "PRELOAD": min(config.stages, steps), "CODE": weight.code,
         "GROUP": weight.group, "HAS_ZEROS": weight.has_zeros, "PTX": x.is_cuda, "WARPS": groups,
-        "num_warps": config.num_warps, **choice_constants(chosen.logits, experts, options, x.device),
+        "num_warps": config.num_warps, "maxnreg": config.max_registers or None,
+        **choice_constants(chosen.logits, experts, options, x.device),
     }  # fmt: skip

@@ -38,12 +38,13 @@ class Routed(NamedTuple):
 
 def linear(
     x: Tensor, weight: ExpertWeight, config: GemmConfig, routed: Routed | None, *, gated: bool,
-    norm: Norm | None = None, residual: Tensor | None = None,
+    norm: Norm | None = None, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
     config.round_sums; by kernels for few rows their sum [T, H], which is added to `residual`, where there is one. norm:
-    of x, for kernels for few rows."""
+    of x, for kernels for few rows. delta float32 [T * top_k, rows of an expert], in routing's order: added to the
+    products before these are rounded; not by kernels for few rows."""
     assert routed is not None
     if config.is_skinny and isinstance(weight, PackedWeight):
         chosen = few_packed.Chosen(routed.logits, routed.options, routed.router_bias)
@@ -52,10 +53,12 @@ def linear(
             return few_packed.gate_up(x, weight, chosen, config, norm, routed.biases[0], limits)
         return few_packed.down(x, weight, chosen, config, residual, routed.biases[1])
     if config.is_skinny:
+        assert delta is None, config
         few: Any = few_experts if isinstance(weight, FP8Weight) else few_rows
         multiply, beside = (few.gate_up, norm) if gated else (few.down, residual)
         return multiply(x, weight, routed.logits, routed.options, config, beside)
     if gated:
-        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, routed.activation, routed.biases[0])
+        bias, activation = routed.biases[0], routed.activation
+        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, bias, delta)
     dtype = x.dtype if config.round_sums else torch.float32
-    return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, routed.biases[1])
+    return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, routed.biases[1], delta)

@@ -1,13 +1,15 @@
-"""The kernel of experts' products by weights of 4 and 8 bits; packed.py launches it."""
+"""The kernels of experts' products by weights of 4 and 8 bits; packed.py launches them."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks, of_expert
+from nanovllm.kernels.gemm.stream_operands import columns_of, finish, right
 from nanovllm.kernels.gemm.tile import enter_tile, result, store_by_choice, tile_of_rows
 from nanovllm.kernels.gemm.unpack import SPAN, WORDS, add_block, words_at
 
 
 @triton.jit(do_not_specialize=["rows"])
 def packed_tile_kernel(
-    X, W, SCALES, FACTORS, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, n_out, k, factor,
+    X, W, SCALES, FACTORS, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, n_out, k, factor,
     TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CODE: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
@@ -47,6 +49,70 @@ def packed_tile_kernel(
         accs = add_block(accs, w_ptrs, SCALES, w_rows, block, n, n_out, x_ptrs, live, k, factors, X.dtype.element_ty,
                           CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
     acc = result(accs, None, BIAS, expert * n, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N, False,
-                 False, GATED and not PAIRED)  # fmt: skip
+                 False, GATED and not PAIRED, DELTA, position, end_position)  # fmt: skip
     cols_out = first_col + tl.arange(0, BLOCK_N)
     store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, False)
+
+
+@triton.jit
+def _x_of_step(
+    x_ptrs, live, step, K: tl.constexpr, WARPS: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """A step of 8 rows of x at x_ptrs [8, 1, 1], as add_blocks takes it."""
+    block, found = (step * WARPS + tl.arange(0, WARPS))[None, :, None], ()
+    for piece in tl.static_range(4):
+        at = block * SPAN + columns_of(piece, WORDS, 4, RUN)
+        found = found + (tl.load(x_ptrs + at, mask=live & (at < K), other=0.0),)
+    return right(found)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def packed_stream_kernel(
+    X, W, SCALES, FACTORS, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, n_out,
+    K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    STEPS: tl.constexpr, PRELOAD: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """packed_tile_kernel for tiles of 8 rows, whose weights pass through registers as those of gemm/stream.py do."""
+    BLOCKS: tl.constexpr = (K + SPAN - 1) // SPAN
+    RUN: tl.constexpr = 16 if GROUP == 16 else WORDS
+    HALVES: tl.constexpr = 2 if PAIRED else 1
+    expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
+    if expert < 0:
+        return
+    expert, first = expert.to(tl.int64), tl.program_id(0) * 16
+    words, scales = of_expert(W, SCALES, expert, n_out * HALVES, BLOCKS, CODE, GROUP)
+    warp, tiles = tl.arange(0, WARPS)[None, :, None], ()
+    for step in tl.static_range(PRELOAD):
+        tiles = tiles + load_blocks(words, scales, first, n_out, step * WARPS + warp, BLOCKS - 1, n_out * HALVES,
+                                    HALVES, CODE, GROUP)  # fmt: skip
+    position = first_row + tl.arange(0, 8)
+    choice = tl.load(ORDER + position, mask=position < end_position, other=0, cache_modifier=".cg")
+    if PDL and not GATED:
+        # Routing ended before the kernel before this one let it start, and weights are always there.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, live = choice // TOP_K if GATED else position, position < end_position
+    x_ptrs = X + row.to(tl.int64)[:, None, None] * K
+    accs, factors = (), ()
+    for _ in tl.static_range(HALVES):
+        accs, factors = accs + (tl.zeros([WARPS, 16, 8], tl.float32),), factors + (1.0,)
+    x = _x_of_step(x_ptrs, live[:, None, None], 0, K, WARPS, RUN)
+    for step in tl.static_range(STEPS):
+        now = x
+        if step + 1 < STEPS:
+            x = _x_of_step(x_ptrs, live[:, None, None], step + 1, K, WARPS, RUN)
+        accs = add_blocks(accs, tiles, now, factors, step, 8, X.dtype.element_ty, CODE, GROUP, HAS_ZEROS, PTX)
+        tiles = tiles[HALVES:]
+        if step + PRELOAD < STEPS:
+            tiles = tiles + load_blocks(words, scales, first, n_out, (step + PRELOAD) * WARPS + warp, BLOCKS - 1,
+                                        n_out * HALVES, HALVES, CODE, GROUP)  # fmt: skip
+    sums = ()
+    for half in tl.static_range(HALVES):
+        sums = sums + (finish(accs[half], 8),)
+    if FACTORS is not None:
+        FACTORS += expert * n_out * HALVES
+    y = result(sums, FACTORS, BIAS, expert * n_out * HALVES, first, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, 16,
+               False, False, GATED and not PAIRED)  # fmt: skip
+    store_by_choice(y, OUT, WEIGHTS, position, live, choice, first + tl.arange(0, 16), rows, n_out, TOP_K, GATED,
+                    False)  # fmt: skip

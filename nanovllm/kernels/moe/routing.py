@@ -330,3 +330,15 @@ def route_reference(
     in_rows = torch.tensor(tiles, dtype=torch.int32, device=chosen.device).view(-1, 3)
     weights = weights * options.scale
     return Routing(weights if factors is None else weights * factors[chosen], order, in_rows, top_k)
+
+
+def choices_of(routing: Routing | list[Routing]) -> tuple[torch.Tensor, torch.Tensor]:
+    """int [T * k] each: token and expert of each position of a routing, or of those of each token. Reads nothing on the
+    host."""
+    if isinstance(routing, list):
+        found = [choices_of(one) for one in routing]
+        tokens = (token + number for number, (token, _) in enumerate(found))
+        return torch.cat([*tokens]), torch.cat([expert for _, expert in found])
+    first, expert = routing.tiles[:, 1].clamp(min=0).long(), routing.tiles[:, 0].clamp(min=0)
+    begins = torch.zeros_like(routing.order).scatter_reduce_(0, first, expert, "amax")
+    return routing.order.long() // routing.top_k, begins.cummax(0).values  # positions are in the order of experts

@@ -23,7 +23,7 @@ WIDE = tuple(ITEM_SIZES)
 FP8 = "float8_e4m3fn"
 INT4, MXFP4, NVFP4, INT8 = "int4", "mxfp4", "nvfp4", "int8"
 PACKED = (INT4, MXFP4, NVFP4, INT8)
-"""Dtypes, in this table, of weights of 4 and 8 bits that are widened in registers: gemm/int4.py, of experts
+"""Dtypes, in this table, of weights of 4 and 8 bits that are widened in registers: gemm/packed.py, of experts
 moe/packed.py."""
 
 ANY_ROWS = 1 << 40
@@ -45,8 +45,8 @@ KERNELS: dict[Kernel, Traits] = {
     "stream": Traits(("bfloat16", "float16", FP8, *PACKED), STREAM_ROWS),  # gemm/stream.py; a row by int4: int4_row.py
     "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
     "roles": Traits((FP8,)),  # gemm/roles.py; it hands on sums over parts too
-    "int4": Traits(PACKED, INT4_ROWS),  # gemm/int4.py; it hands on sums over parts too
-    "int4_whole": Traits(PACKED, INT4_ROWS),  # int4.py, with the parts added up inside
+    "int4": Traits(PACKED, INT4_ROWS),  # gemm/packed_tile.py; it hands on sums over parts too
+    "int4_whole": Traits(PACKED, INT4_ROWS),  # packed_tile.py, with the parts added up inside
 }
 """Kernels that a table may name. Plans have others for "library" where it cannot multiply. "scaled": cuBLAS over groups
 of e4m3 with their scales. "widened": the library, once weights in fewer bits are made wide. "twin": plain PyTorch, of

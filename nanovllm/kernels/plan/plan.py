@@ -226,10 +226,10 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     (count, top_k, dtype, is_plain), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
-    chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1)
+    chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
     chained &= item_size == 2 or dtype not in PACKED
     few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain
-    few &= not one_order
+    few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
         return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")

@@ -184,7 +184,7 @@ tiles of an expert's rows read less."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8, block_k=256, stages=8)
 FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
-PACKED_FEW_EXPERTS = streaming(8, 2), streaming(8, 3, max_registers=128)
+PACKED_FEW_EXPERTS = streaming(4, 3, max_registers=128), streaming(8, 4, max_registers=128)
 """Kernels for a few tokens: the router's, and experts' gate and up, and down."""
 _ROUTER_ROWS = 2048
 _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))

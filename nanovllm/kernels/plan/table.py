@@ -87,6 +87,7 @@ def everywhere() -> GemmTable:
 EMPTY = GemmTable((), {})
 
 
+@cache
 def shipped_table(device_name: str) -> GemmTable:
     """The table of the package for this device over that of one alike; an empty one where there is neither."""
     tables = [load(path) for path in sorted(_SHIPPED.glob("*.json"))]

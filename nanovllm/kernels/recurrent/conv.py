@@ -47,13 +47,15 @@ def _move_on(
 def _conv_kernel(
     X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
     num_shares, eps, num_rows, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
-    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, HAS_PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """OUT [T, C] of row first_row + program_id(1), of BLOCK_C channels, from X [T, x_stride]; the programs along axis 2
-    share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on. The first UNIT channels
-    are vectors of DIM, scaled to length 1. GATED: X has three parts of C columns, see causal_conv. HAS_PLACES: a row is
-    one of the num_rows decodes; its tokens are those of all rows that go on from there, each with a line. With PDL a
-    row's places are read before gdc_wait, as decode attention reads its own."""
+    """OUT [T, C] of row first_row + program_id(1), of BLOCK_C // TILE vectors of DIM channels, from X [T, x_stride];
+    the programs along axis 2 share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on.
+    The first UNIT channels are vectors that are scaled to length 1. TILE: the next power of two from DIM on. GATED: X
+    has three parts of C columns, see causal_conv. HAS_PLACES: a row is one of the num_rows decodes; its tokens are
+    those of all rows that go on from there, each with a line. With PDL a row's places are read before gdc_wait, as
+    decode attention reads its own."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = first_row + tl.program_id(1)
@@ -62,9 +64,14 @@ def _conv_kernel(
     count = tl.load(CU_SEQLENS + row + 1) - start
     if HAS_PLACES:
         count = count_places(READ, WRITE, row, num_rows, True)
-    first = tl.program_id(0) * BLOCK_C
-    cols = first + tl.arange(0, BLOCK_C)
-    mask = cols < C
+    first = tl.program_id(0) * (BLOCK_C // TILE * DIM)
+    lanes = tl.arange(0, BLOCK_C)
+    if TILE == DIM:
+        cols = first + lanes
+        mask = cols < C
+    else:
+        cols = first + lanes // TILE * DIM + lanes % TILE
+        mask = (lanes % TILE < DIM) & (cols < C)
     read = tl.load(READ + row)
     last = LAST + tl.maximum(read, 0).to(tl.int64) * last_stride
     if PDL:
@@ -89,7 +96,7 @@ def _conv_kernel(
         else:
             out = silu(sums).to(OUT.dtype.element_ty)
         if first < UNIT:
-            vectors = tl.reshape(out.to(tl.float32), (BLOCK_T, BLOCK_C // DIM, DIM))
+            vectors = tl.reshape(out.to(tl.float32), (BLOCK_T, BLOCK_C // TILE, TILE))
             vectors *= tl.rsqrt(tl.sum(vectors * vectors, 2) + eps)[:, :, None]
             out = tl.reshape(vectors, (BLOCK_T, BLOCK_C)).to(OUT.dtype.element_ty)
         tl.store(OUT + (start + tokens).to(tl.int64)[:, None] * C + cols[None, :], out, mask=live)
@@ -117,15 +124,15 @@ def causal_conv(
     """
     channels, width = weight.shape
     out = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
-    decodes, num_rows, block_c = rows.num_decode_rows, rows.num_rows, math.gcd(_BLOCK_C, unit[0])
-    assert block_c % unit[1] == 0, unit
+    decodes, num_rows, dim, tile = rows.num_decode_rows, rows.num_rows, unit[1], triton.next_power_of_2(unit[1])
+    vectors = math.gcd(_BLOCK_C // tile, unit[0] // dim)
     shares = max(1, min(64, triton.cdiv(rows.num_tokens - decodes, _BLOCK_T)))
     for first, count, share, block_t in ((0, decodes, 1, 1), (decodes, num_rows - decodes, shares, _BLOCK_T)):
         if count:
-            _conv_kernel[(triton.cdiv(channels, block_c), count, share)](
+            _conv_kernel[(triton.cdiv(channels, vectors * dim), count, share)](
                 x, weight, bias, last, out, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
-                share, _EPS, decodes, C=channels, W=width, UNIT=unit[0], DIM=unit[1], GATED=gated,
-                BLOCK_T=block_t, BLOCK_C=block_c, HAS_PLACES=rows.has_places and block_t == 1,
+                share, _EPS, decodes, C=channels, W=width, UNIT=unit[0], DIM=dim, TILE=tile, GATED=gated,
+                BLOCK_T=block_t, BLOCK_C=vectors * tile, HAS_PLACES=rows.has_places and block_t == 1,
                 num_warps=2 if block_t == 1 else 4, **pdl_options(x.device, block_t == 1),
             )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ T and tril(...) depend on no state, so one kernel computes them for all pieces s
 row's pieces. A row whose state is kept is cut there: its first piece is the shorter one.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows
-from nanovllm.kernels.recurrent.states import PIECE, count_pieces, load_state, piece_of, store_state
+from nanovllm.kernels.recurrent.states import PIECE, count_pieces, load_state, padded_range, piece_of, store_state
 
 _COLUMNS = 64
 """Columns of a state that a program of the scan holds: a piece of 48 heads takes 4.0 us, with 32 columns 6.5 (H200)."""
@@ -76,9 +77,9 @@ def _solve_triangle(a, C: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _triangle_kernel(
-    X, A, B, A_LOG, DT_BIAS, INVERSE, SCORES, SUMS, CU_SEQLENS, KEEP_AT, gate_stride, first_row, num_rows,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    X, A, B, A_LOG, DT_BIAS, INVERSE, SCORES, SUMS, CU_SEQLENS, KEEP_AT, gate_stride, most, first_row, num_rows,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TILE: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """INVERSE and SCORES [T, HV, C] and SUMS float32 [T, HV] of piece program_id(1) and value head program_id(0).
     Pieces are counted through all rows, each row with room for two that are not full."""
@@ -99,13 +100,13 @@ def _triangle_kernel(
         tokens = begin + tl.arange(0, C)
         live = tokens < end
         places = (start + tokens).to(tl.int64)
-        keys = tl.arange(0, K)
+        keys, is_key = padded_range(K, K_TILE)
         width: tl.constexpr = 2 * HK * K + HV * V
         x = X + places[:, None] * width + head // (HV // HK) * K + keys[None, :]
-        q = tl.load(x, mask=live[:, None], other=0.0)
-        k = tl.load(x + HK * K, mask=live[:, None], other=0.0)
+        q = tl.load(x, mask=live[:, None] & is_key[None, :], other=0.0)
+        k = tl.load(x + HK * K, mask=live[:, None] & is_key[None, :], other=0.0)
         gate = tl.load(A + places * gate_stride + head, mask=live, other=0.0)
-        rate = sigmoid(tl.load(B + places * gate_stride + head, mask=live, other=0.0))
+        rate = most * sigmoid(tl.load(B + places * gate_stride + head, mask=live, other=0.0))
         sums = tl.cumsum(tl.where(live, decay(gate, A_LOG, DT_BIAS, head), 0.0), 0)
         order = tl.arange(0, C)
         below = order[None, :] < order[:, None]
@@ -123,12 +124,13 @@ def _triangle_kernel(
 @triton.jit(do_not_specialize=["first_row"])
 def _scan_kernel(
     X, B, INVERSE, SCORES, SUMS, STATES, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, gate_stride, state_stride,
-    first_row, scale, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BV: tl.constexpr,
+    most, first_row, scale, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    K_TILE: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """OUT [T, HV, V] and the state of row first_row + program_id(2), value head program_id(1), of BV columns of V."""
     head, row = tl.program_id(1), first_row + tl.program_id(2)
-    keys, dims = tl.arange(0, K), tl.program_id(0) * BV + tl.arange(0, BV)
+    keys, is_key = padded_range(K, K_TILE)
+    dims = tl.program_id(0) * BV + tl.arange(0, BV)
     start = tl.load(CU_SEQLENS + row)
     count = tl.load(CU_SEQLENS + row + 1) - start
     if count > 0:
@@ -138,23 +140,24 @@ def _scan_kernel(
         keep_at = tl.load(KEEP_AT + row)
         read = tl.load(READ + row)
         inside = head * K * V + keys[:, None] * V + dims[None, :]
-        state = load_state(STATES, read, state_stride, inside).to(tl.float32)
+        state = load_state(STATES, read, state_stride, inside, is_key[:, None]).to(tl.float32)
         order = tl.arange(0, C)
         offset = keep_at % C
         for index in range(count_pieces(offset, count, C)):
             begin, end = piece_of(index, offset, count, C)
             tokens = begin + order
             live = tokens < end
+            is_there = live[:, None] & is_key[None, :]
             places = (start + tokens).to(tl.int64)
             x = X + places[:, None] * width
-            q = tl.load(x + key_head * K + keys[None, :], mask=live[:, None], other=0.0)
-            k = tl.load(x + (HK + key_head) * K + keys[None, :], mask=live[:, None], other=0.0)
+            q = tl.load(x + key_head * K + keys[None, :], mask=is_there, other=0.0)
+            k = tl.load(x + (HK + key_head) * K + keys[None, :], mask=is_there, other=0.0)
             v = tl.load(x + 2 * HK * K + head * V + dims[None, :], mask=live[:, None], other=0.0)
             square = (places * HV + head)[:, None] * C + order[None, :]
             inverse = tl.load(INVERSE + square, mask=live[:, None], other=0.0)
             scores = tl.load(SCORES + square, mask=live[:, None], other=0.0)
             sums = tl.load(SUMS + places * HV + head, mask=live, other=0.0)
-            rate = sigmoid(tl.load(B + places * gate_stride + head, mask=live, other=0.0))
+            rate = most * sigmoid(tl.load(B + places * gate_stride + head, mask=live, other=0.0))
             total = tl.load(SUMS + (start + end - 1).to(tl.int64) * HV + head)
             kept = tl.exp(sums)[:, None]
             rounded = state.to(dtype)
@@ -168,14 +171,14 @@ def _scan_kernel(
             state = tl.dot(tl.trans(k), change, state * tl.exp(total), input_precision="ieee")
             if end == keep_at:
                 keep = tl.load(KEEP + row).to(tl.int64)
-                store_state(STATES, keep, state_stride, inside, state)
+                store_state(STATES, keep, state_stride, inside, state, is_key[:, None])
         write = tl.load(WRITE + row).to(tl.int64)
-        store_state(STATES, write, state_stride, inside, state)
+        store_state(STATES, write, state_stride, inside, state, is_key[:, None])
 
 
 def scan_prompts(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, sizes: DeltaSizes,
-    states: torch.Tensor, rows: StepRows, out: torch.Tensor,
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, most: float,
+    sizes: DeltaSizes, states: torch.Tensor, rows: StepRows, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """The rule over all rows behind the decodes: writes o into out [T, value_heads * value_dim], and moves the states
     on. For the others see `gated_delta_rule`."""
@@ -184,15 +187,15 @@ def scan_prompts(
     num_rows = rows.num_rows - first
     inverse, scores = (torch.empty(tokens, hv, PIECE, dtype=x.dtype, device=x.device) for _ in range(2))
     sums = torch.empty(tokens, hv, dtype=torch.float32, device=x.device)
-    constants = {"HK": hk, "HV": hv, "K": k, "V": v, "C": PIECE}
+    constants = {"HK": hk, "HV": hv, "K": k, "V": v, "K_TILE": triton.next_power_of_2(k), "C": PIECE}
     pieces = (tokens - first) // PIECE + 2 * num_rows
     _triangle_kernel[(hv, pieces)](
-        x, a, b, A_log, dt_bias, inverse, scores, sums, rows.cu_seqlens, rows.lines.keep_at, a.stride(0), first,
-        num_rows, BLOCK=_BLOCK, num_warps=4,
+        x, a, b, A_log, dt_bias, inverse, scores, sums, rows.cu_seqlens, rows.lines.keep_at, a.stride(0), most,
+        first, num_rows, BLOCK=_BLOCK, num_warps=4,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", **constants,
     )  # fmt: skip
-    block = min(v, _COLUMNS)
+    block = math.gcd(v, _COLUMNS)
     _scan_kernel[(v // block, hv, num_rows)](
-        x, b, inverse, scores, sums, states, out, rows.cu_seqlens, *rows.lines, b.stride(0), states.stride(0), first,
-        k**-0.5, BV=block, num_warps=4, num_stages=2, **constants,
+        x, b, inverse, scores, sums, states, out, rows.cu_seqlens, *rows.lines, b.stride(0), states.stride(0), most,
+        first, k**-0.5, BV=block, num_warps=4, num_stages=2, **constants,
     )  # fmt: skip

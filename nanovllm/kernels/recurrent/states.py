@@ -7,15 +7,26 @@ PIECE = 64
 
 
 @triton.jit
-def load_state(STATES, read, state_stride, places):
+def load_state(STATES, read, state_stride, places, mask=True):
     """The state that a row reads, at `places` of a line; read: its line, -1: zeros."""
-    return tl.load(STATES + tl.maximum(read, 0).to(tl.int64) * state_stride + places, mask=read >= 0, other=0.0)
+    line = STATES + tl.maximum(read, 0).to(tl.int64) * state_stride
+    return tl.load(line + places, mask=mask & (read >= 0), other=0.0)
 
 
 @triton.jit
-def store_state(STATES, line, state_stride, places, state):
+def store_state(STATES, line, state_stride, places, state, mask=True):
     """Writes a state at `places` of a line, int64."""
-    tl.store(STATES + line * state_stride + places, state.to(STATES.dtype.element_ty))
+    tl.store(STATES + line * state_stride + places, state.to(STATES.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def padded_range(SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Numbers from 0 to PADDED - 1, a power of two, and which of them are below SIZE."""
+    numbers = tl.arange(0, PADDED)
+    if SIZE == PADDED:
+        return numbers, tl.full((PADDED,), 1, tl.int1)
+    else:
+        return numbers, numbers < SIZE
 
 
 @triton.jit

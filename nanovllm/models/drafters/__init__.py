@@ -54,10 +54,11 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def build(config: EngineConfig, context: ModelContext, target: Any) -> Drafter:
-    """The Drafter of context.config, empty. target: the DecoderForCausalLM that it drafts for."""
+    """The Drafter of context.config, empty. target: the DecoderForCausalLM that it drafts for, whatever adapters rows
+    have: it reads the streams that these have changed, and has none of its own."""
     drafter = context.config.drafter
     assert drafter is not None
-    found: Drafter = _module(config).Drafter(replace(context, config=drafter.model), drafter, target)
+    found: Drafter = _module(config).Drafter(replace(context, config=drafter.model, adapters=None), drafter, target)
     return found
 
 

@@ -14,8 +14,8 @@ from nanovllm.kernels.base.padded_rows import empty_product
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.dense import library_linear
 from nanovllm.kernels.gemm.e2m1 import SPAN
-from nanovllm.kernels.gemm.int4_kernel import int4_gemm_kernel, int4_widen_kernel
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
+from nanovllm.kernels.gemm.packed_kernel import int4_gemm_kernel, int4_widen_kernel
 from nanovllm.kernels.plan.config import SCRATCH_FLOATS, GemmConfig
 
 PREFETCH_BYTES = 8 << 20

@@ -1,5 +1,4 @@
-"""y = x @ W^T with weights of 4 and 8 bits, widened in registers: the kernels. int4.py has the layout, and launches
-them.
+"""y = x @ W^T with weights of 4 and 8 bits, widened in registers: the kernels. packed_tile.py launches them.
 
 Programs that run at a time begin at different columns: all would ask for the same lines of x at once, which one slice
 of the L2 cache has. A row's sum over K goes in an order that the shapes and the choice alone decide, and does not
