@@ -187,7 +187,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
     """Draft tokens and verify several in a step; texts stay the same. {"method": "ngram", "num_speculative_tokens": 3}:
     what followed the text's last tokens earlier in it; {"method": "eagle3", "model": ..., ...}: an EAGLE-3 head;
-    "dspark" and "dflash" alike (docs/speculation.md)."""
+    "dspark" and "dflash" alike; "mtp": a layer of the model's own checkpoint (docs/speculation.md)."""
 
     enable_lora: bool = False
     """Let requests have LoRA adapters of linear layers (docs/adapters.md)."""
@@ -291,7 +291,7 @@ class EngineConfig:
     @property
     def model_drafts(self) -> bool:
         """Whether a model drafts."""
-        return self.speculation is not None and self.speculation.model is not None
+        return self.speculation is not None and not METHODS[self.speculation.method].looks_up
 
     @property
     def reads_pairs(self) -> bool:
@@ -301,7 +301,7 @@ class EngineConfig:
     @property
     def looks_up(self) -> bool:
         """Whether drafts are looked up in the text."""
-        return self.speculation is not None and self.speculation.model is None
+        return self.speculation is not None and METHODS[self.speculation.method].looks_up
 
     @property
     def overlaps(self) -> bool:

@@ -189,7 +189,8 @@ class DrafterConfig:
     """Configuration of its layers and sizes, as far as they are those of a decoder."""
     folder: str
     taps: tuple[int, ...]
-    """Layers of the other model before which it takes the residual stream, ascending."""
+    """Layers of the other model before which it takes the residual stream, ascending; the number of layers: its final
+    hidden states."""
     vocab_size: int
     """Number of ids that it can draft."""
     tensors: frozenset[str] = frozenset()

@@ -12,6 +12,8 @@ class Method(NamedTuple):
 
     entries: tuple[str, ...]
     """Entries of speculative_config that go with it, beside those of all."""
+    looks_up: bool = False
+    """Whether tokens are looked up in the text; else a model drafts."""
     reads_pairs: bool = False
     """Whether what a model keeps of a token, to draft, goes by the token behind it, too."""
     layers_by_pass: float = 0.0
@@ -21,11 +23,13 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "ngram": Method(("prompt_lookup_max", "prompt_lookup_min")),
+    "ngram": Method(("prompt_lookup_max", "prompt_lookup_min"), looks_up=True),
     "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.7),
     "dflash": Method(("model",), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
     "dspark": Method(("model",), layers_by_pass=11.0),
+    "mtp": Method((), reads_pairs=True, layers_by_token=4.2),  # one layer, and a head of the whole vocabulary
 }
+_ALIASES = {f"{family}_mtp": "mtp" for family in ("glm4_moe", "qwen3_next", "qwen3_5")}
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""
 MAX_MATCHED = 15
@@ -44,7 +48,7 @@ class Speculation(NamedTuple):
     rates: tuple[float, ...] | None
     """Share of cases in which each drafted token counts as right, whatever it is; None: where it is."""
     model: str | None = None
-    """Folder or hub id of the model that drafts; None: tokens are looked up."""
+    """Folder or hub id of the model that drafts; None: tokens are looked up, or layers of the model itself draft."""
 
 
 def most_places(max_num_seqs: int, tokens_per_step: int) -> int:
@@ -56,6 +60,7 @@ def most_places(max_num_seqs: int, tokens_per_step: int) -> int:
 def parse_speculation(config: Mapping[str, Any]) -> Speculation:
     """Raises ValueError naming an entry of speculative_config that is not taken."""
     method = config.get("method")
+    method = _ALIASES.get(method, method) if isinstance(method, str) else method
     if not isinstance(method, str) or method not in METHODS:
         refuse("speculative_config: method", method, " or ".join(map(repr, METHODS)))
     names = _NAMES + METHODS[method].entries

@@ -132,7 +132,7 @@ def _heading(
         shape = f"{pages.heads} x {pages.widths[0]} on a rank of {plan.ranks}"
         yield f"KV cache: {layers} layers that see {seen}, {shape}: {nbytes / 1024:.1f} KiB a token"
     if plan.slots:
-        yield f"States of fixed size: {plan.num_lines}, each of {plan.slots / (plan.num_lines + 1) / (1 << 20):.1f} MiB"
+        yield f"States of fixed size: {plan.num_lines}, each of {plan.line_bytes / (1 << 20):.1f} MiB"
     most = f"{config.max_num_seqs} requests at once, steps of {config.max_num_batched_tokens:,} tokens"
     yield f"{most}, contexts of up to {settled.max_model_len:,}"
 

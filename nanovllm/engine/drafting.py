@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterable
 from typing import NamedTuple, TypeVar
 
+from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
-from nanovllm.speculative import METHODS, Speculation
+from nanovllm.speculative import METHODS
 
 _COSTS = ((16, 1.12), (64, 1.15), (128, 1.25), (256, 1.6))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
@@ -30,24 +31,30 @@ class PlaceCost(NamedTuple):
     factor: float = 1.0
     """Cost where texts are short, in places of a dense model of 8B."""
     num_keys: float = 100_000
-    """Tokens whose keys and values take as long to read as the weights. Each place reads those of its row."""
+    """Tokens whose keys and values take as long to read as the weights."""
+    together: int = 8
+    """Places of a row that read its keys and values together, once for all."""
     drafting: float = 0.0
     """Cost of a model that drafts all tokens, in steps of one token; 0: it costs next to nothing."""
 
     @classmethod
-    def of(cls, model: ModelConfig, speculation: Speculation | None = None) -> "PlaceCost":
-        found = cls._of_places(model)
-        if speculation is None:
+    def of(cls, model: ModelConfig, config: EngineConfig) -> "PlaceCost":
+        found, speculation = cls._of_places(model), config.speculation
+        if speculation is None or model.implementation == "transformers":  # which is served without drafts
             return found
+        lanes = _lanes(config, max(layer.head_dim for layer in model.layers))
+        found = found._replace(together=max(1, lanes * model.num_key_value_heads // model.num_attention_heads))
         method = METHODS[speculation.method]
         layers = method.layers_by_pass + method.layers_by_token * speculation.num_tokens
         return found._replace(drafting=layers / len(model.layers))
 
     @classmethod
     def _of_places(cls, model: ModelConfig) -> "PlaceCost":
-        if model.implementation == "transformers":  # it has no layers of ours, and is served without drafts
+        if model.implementation == "transformers":  # it has no layers of ours
             return cls()
-        num_keys = 6 * model.hidden_size**2 / (model.num_key_value_heads * model.layers[0].head_dim)
+        share = sum(layer.mixer == "attention" for layer in model.layers) / len(model.layers)
+        size = model.num_key_value_heads * model.head_dim * share
+        num_keys = 6 * model.hidden_size**2 / size if size else float("inf")
         if model.moe is not None:
             return cls(_EXPERTS, num_keys)
         if model.hidden_size < _NARROW:
@@ -59,7 +66,15 @@ def cost(num_rows: int, places: int, num_keys: int, of: PlaceCost) -> float:
     """Duration of a step of so many decodes with these places each and so many tokens before them in all, in steps
     with one place."""
     tokens = next((factor - 1 for most, factor in _COSTS if num_rows * places <= most), float("inf"))
-    return 1 + of.factor * tokens + (places - 1) * num_keys / (of.num_keys + num_keys)
+    reads = -(-places // of.together)
+    return 1 + of.factor * tokens + (reads - 1) * num_keys / (of.num_keys + num_keys)
+
+
+def _lanes(config: EngineConfig, head_dim: int) -> int:
+    """Query heads that read a key head together (kernels/attention/decode_plan.py)."""
+    if config.attention_backend not in ("auto", "triton") or (config.exact_bits is not None and head_dim > 128):
+        return 1
+    return 32 if head_dim <= 128 and config.kv_cache_dtype != "fp8" and config.exact_bits is None else 16
 
 
 class Drafting:

@@ -43,7 +43,7 @@ class EngineLoop:
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
-            PlaceCost.of(model_config, self.config.speculation),
+            PlaceCost.of(model_config, self.config),
         )
         self._work = threading.Condition()
         """Notified when a request or an abort comes in, and when the engine is closed."""
@@ -130,7 +130,7 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
-        sampling = plan_sampling(plan) if self._num_sampling else None
+        sampling = plan_sampling(plan, self.config.max_num_seqs) if self._num_sampling else None
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU

@@ -58,8 +58,9 @@ class PrefixCache:
         recomputes: bool = False,
     ) -> None:  # fmt: skip
         """enabled: False: nothing is found or kept. lines: where layers have memory of fixed size. recomputes: the last
-        token of a hit is computed again, in a copy of its block."""
-        self._lines, self._recomputes = lines, recomputes
+        token of a hit is computed again, in a copy of its block; but where layers have such memory, for it is there
+        after whole blocks alone."""
+        self._lines, self._recomputes = lines, recomputes and lines is None
         self.num_state_misses = 0
         """Prompt tokens, of each prompt when it first begins, that were cached but had no state after them."""
         self._to_keep: set[bytes] = set()

@@ -191,7 +191,9 @@ class RowMemory:
     def save_state(self, seq: Sequence) -> None:
         """Keeps the state of a row that decodes and has filled its blocks, as far as their text is known."""
         number = seq.num_computed_tokens // self.block_size
-        if self.lines is not None and self.cache.places_to_keep(seq) and seq.num_computed_tokens <= seq.num_tokens:
+        is_known = seq.num_computed_tokens <= seq.num_tokens and not seq.num_inflight_drafts
+        is_whole = number * self.block_size == seq.num_computed_tokens  # with drafts blocks come before they are needed
+        if self.lines is not None and self.cache.places_to_keep(seq) and is_known and is_whole:
             self.lines.save(seq, self.cache.key_of(seq, number))
 
     def leave_behind(self, seq: Sequence) -> None:

@@ -75,7 +75,7 @@ def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what cannot go with drafts; StateMemory refuses recurrent layers."""
+    """Raises ValueError for what cannot go with drafts."""
     if config.speculative_config is None:
         return
     if model.implementation == "transformers":

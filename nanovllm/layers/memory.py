@@ -33,7 +33,8 @@ class Slot:
     are this rank's.
 
     A step's `rows` say in which line of it each row finds its state, in which it leaves it, and which one gets the
-    state as it is in between, for rows to come that begin with the same text (kernels/recurrent/rows.py).
+    state as it is in between, for rows to come that begin with the same text (kernels/recurrent/rows.py). With drafts a
+    decode has a row for each of its places, of which each reads the line that the one before writes (`has_places`).
     """
 
     shape: tuple[int, ...]

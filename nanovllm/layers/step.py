@@ -27,6 +27,8 @@ class ForwardStep:
     """Attends for all layers; it was prepared for `attention`."""
     lines: Lines | None = None
     """Lines of rows with memory of fixed size; None: layers have none."""
+    has_places: bool = field(default=False, kw_only=True)
+    """Whether decodes may have several rows, one for each of their places."""
     adapters: torch.Tensor | None = None
     """int32 [T]: slot of each token's adapter, -1: none; None: no row of the step has one."""
     layer_inputs: torch.Tensor | None = None
@@ -34,14 +36,16 @@ class ForwardStep:
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """[T, hidden] by layer: where the residual stream that the layer takes in is written, for a model that drafts."""
+    """[T, hidden] by layer: where the residual stream that the layer takes in is written, for a model that drafts; by
+    the number of layers the final hidden states."""
 
     @property
     def rows(self) -> StepRows:
         """The step's rows as layers with memory of fixed size know them."""
         assert self.lines is not None
         attention = self.attention
-        return StepRows(attention.cu_seqlens_q, attention.num_decode_rows, attention.num_tokens, self.lines)
+        sizes = attention.num_decode_rows, attention.num_tokens
+        return StepRows(attention.cu_seqlens_q, *sizes, self.lines, self.has_places)
 
     def halves(self, cut: int) -> "tuple[ForwardStep, ForwardStep]":
         """The first `cut` tokens, and the others; see attention_halves."""
@@ -52,7 +56,7 @@ class ForwardStep:
         first, second = (
             ForwardStep(
                 self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own,
-                None if self.adapters is None else self.adapters[part],
+                None if self.adapters is None else self.adapters[part], has_places=self.has_places,
             )
             for part, half, own in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
         )

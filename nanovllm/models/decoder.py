@@ -296,19 +296,23 @@ class DecoderForCausalLM(WeightedModule):
         `wanted`, int [N], alone [N, hidden].
 
         Of a prompt only the last token is sampled from, and what the last layer does after its attention goes nowhere
-        else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here.)
+        else: one rank leaves it out for the others. (With several, rows of the residual stream are not all here, and a
+        model that drafts may need what comes of all.)
         """
         embedded, is_alone = self.embed(input_ids), self.group.size == 1
         stream = Stream(embedded) if is_alone else Stream(None, embedded)
         if self.layer_inputs is not None:
             embedded, inputs = self.layer_inputs(input_ids, stream)
             stream, step = Stream(embedded), replace(step, layer_inputs=inputs)
-        *layers, last = self.layers
+        tap, (*layers, last) = step.taps.get(len(self.config.layers)), self.layers
+        leaves_out = is_alone and tap is None
         for number, layer in enumerate(layers):
             stream = layer(stream, step, step.taps.get(number))
-        stream = last(stream, replace(step, wanted=wanted) if is_alone else step, step.taps.get(len(layers)))
+        stream = last(stream, replace(step, wanted=wanted) if leaves_out else step, step.taps.get(len(layers)))
         hidden = self.norm(stream)[0]
-        return hidden if is_alone else wanted_rows(hidden, wanted)
+        if tap is not None:
+            tap.copy_(hidden)
+        return hidden if leaves_out else wanted_rows(hidden, wanted)
 
     @property
     def takes_halves(self) -> bool:

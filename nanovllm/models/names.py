@@ -36,6 +36,8 @@ class CheckpointNames:
     """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
+    skips_next_layer: bool = False
+    """The layer behind the model's last one, which drafts tokens (multi-token prediction), is none of its own."""
     unused: tuple[str, ...] = ()
     """Beginnings, without what is stripped, of the language model's names that nothing is computed with."""
     only: tuple[str, ...] = ("",)

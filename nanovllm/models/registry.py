@@ -95,6 +95,8 @@ def names_of(config: ModelConfig) -> CheckpointNames:
     names = wrapped(family(config.architecture).names, config.wrapper)
     sharing = [index for index, spec in enumerate(config.layers) if spec.shares_keys]
     own = [f"model.layers.{index}.self_attn.{part}" for index in sharing for part in ("k_", "v_")]
+    if names.skips_next_layer:
+        own.append(f"model.layers.{len(config.layers)}.")
     names = replace(names, unused=(*names.unused, *own))
     if config.pooling is None:
         return names

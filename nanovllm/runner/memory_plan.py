@@ -35,7 +35,7 @@ from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
 from nanovllm.runner.state_layout import StateLayout, layout_of
-from nanovllm.runner.state_memory import lines_for, num_blocks, slot_bytes
+from nanovllm.runner.state_memory import lines_for, num_blocks, slot_bytes, spare_lines
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS
 from nanovllm.wire.state import capacity_tokens, row_blocks, table_width
 
@@ -82,6 +82,7 @@ class RankPlan:
     """Bytes of memory of fixed size, in all lines."""
     num_lines: int
     """Lines, for rows and for states that are kept."""
+    line_bytes: int
     rows: int
     """Rows that run at once, at most: max_num_seqs."""
     peer: int
@@ -177,7 +178,7 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     reserved = {
         "step": _step_bytes(layers, rules, config.max_num_batched_tokens, places, dtype),
         "graphs": _graph_bytes(layers, rules, config, dtype) if captures else 0,
-        "filters": option_bytes(model, config.tensor_parallel_size, places, dtype),
+        "filters": option_bytes(model, config.tensor_parallel_size, places, dtype, config.tokens_per_step),
     }
     by_layer = zip(layers.mixers(), counts, strict=True)
     mixers = [mixer for mixer, count in by_layer for _ in range(count)]
@@ -192,12 +193,13 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
     plan = RankPlan(
         config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), _adapter_bytes(layers, counts), 0,
-        0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved, token_bytes,
-        layout, block_bytes, config.kvcache_block_size, share,
+        0, 0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
+        token_bytes, layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
-    lines = lines_for(config, share - plan.used, line_bytes, bool(block_bytes))
-    return replace(plan, num_lines=lines, slots=(lines + 1) * line_bytes)
+    spare = spare_lines(config)
+    lines = lines_for(config, share - plan.used - spare * line_bytes, line_bytes, bool(block_bytes))
+    return replace(plan, num_lines=lines, line_bytes=line_bytes, slots=(lines + 1 + spare) * line_bytes)
 
 
 def weight_bytes(weights: Iterable[CheckpointWeight]) -> int:

@@ -218,7 +218,9 @@ class ModelRunner:
             self._progress()
             graph_bytes = 0 if self.no_graphs_because else self._new_graphs().measure(self.memory.growth)
             self.io.forget_results()
-        sampler_bytes = option_bytes(self.model_config, self.group.size, config.most_places, self.dtype)
+        sampler_bytes = option_bytes(
+            self.model_config, self.group.size, config.most_places, self.dtype, config.tokens_per_step
+        )
         budget = self.memory.kv_budget(
             config.gpu_memory_utilization, step=step_bytes, graphs=graph_bytes, filters=sampler_bytes
         )
@@ -331,6 +333,8 @@ class ModelRunner:
             num_results = first_chunk_row + num_sample_rows - num_decode_rows
             if speculates:
                 work.finish(step, counts, bool(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
+                if scores is not None:
+                    self.option_sampler.add_drafts(scores, work.state)
             tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
             if pools and logits is not None and num_sample_rows:

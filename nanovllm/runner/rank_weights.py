@@ -71,10 +71,9 @@ class RankWeights:
     def load_drafter(self) -> None:
         """Fills in the weights of the model that drafts, if any: at the start, and after a sleep that has dropped
         them."""
-        settings = self._model_config.drafter
-        if settings is not None:
+        if self._drafter is not None:
             with self._io.stream_context(), self._memory.libraries():
-                load(self._drafter, settings, self._config, self._device, self._progress)
+                load(self._drafter, self._model_config, self._config, self._device, self._progress)
 
     def begin_update(self, partial: bool) -> None:
         """Begins an update of all weights, or with `partial` of some. One that had begun starts over."""

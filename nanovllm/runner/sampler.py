@@ -50,12 +50,12 @@ _MANY_ROWS = 64  # option rows that are sampled as any larger number is
 _SORTED_ROWS = 16  # whose likeliest ids, where many are wanted, are sorted at a time
 
 
-def option_bytes(model: ModelConfig, ranks: int, max_num_seqs: int, dtype: torch.dtype) -> int:
+def option_bytes(model: ModelConfig, ranks: int, max_num_seqs: int, dtype: torch.dtype, places: int = 1) -> int:
     """Device memory that the most general steps over a model's vocabulary may take: counts and masks, which stay, and
     while such a step runs edited copies and lists of all rows, their gathered logits, and logits of prompt tokens. None
     where the model embeds, for it samples nothing."""
     ids = model.vocab_size if model.pooling is None else 0
-    stays = 4 * max_num_seqs * (ids + mask_words(ids))
+    stays = 4 * max_num_seqs * (ids + places * mask_words(ids))
     kept = 3 * max_num_seqs * ids  # bits on their way to be packed
     many = 8 * max_num_seqs * ids + 40 * _SORTED_ROWS * ids  # the whole vocabulary by likelihood, and sorting it
     rows = 4 * max_num_seqs * ids + list_bytes(max_num_seqs, ids, LIST_DEPTH) + max(kept, many)
@@ -75,7 +75,9 @@ class OptionSampler:
         self._counts: torch.Tensor | None = None
         """int32 [S, vocab_size]; None until a request has penalties."""
         self._masks: torch.Tensor | None = None
-        """int32 [S, vocab_size / 32]; None until a request has a mask."""
+        """int32 [places * S, vocab_size / 32]; None until a request has a mask."""
+        self._drafted = torch.empty(0, dtype=torch.int32, device=device)
+        """Slots whose drafts the host wants to know after this step."""
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -89,7 +91,9 @@ class OptionSampler:
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted. Returns, on rank 0,
         what is there on the host when the step's tokens are."""
         section = self._upload(section, first_chunk_row, num_decode_rows)
-        self._take_slots(section, state.temperature.shape[0])
+        places = 1 if state.drafts is None else 1 + state.drafts.shape[1]
+        self._take_slots(section, state.temperature.shape[0], places)
+        self._drafted = section["drafted"]
         scored: list[torch.Tensor | None] = [None] * len(SCORES)
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
@@ -99,13 +103,19 @@ class OptionSampler:
         if section.size("targets"):
             assert hidden is not None
             prompt = self._prompt_logprobs(section, hidden, model)
-        if self._group.rank == 0 and (section.size("scored") or section.size("targets") or section.size("kept")):
+        asked = ("scored", "targets", "kept", "drafted")
+        if self._group.rank == 0 and any(section.size(name) for name in asked):
             return StepScores(
                 [self._download(f"rows {kind}", table) for kind, table in enumerate(scored)],
                 [self._download(f"prompt {kind}", table) for kind, table in enumerate(prompt)],
                 self._download("kept", kept),
             )
         return None
+
+    def add_drafts(self, scores: StepScores, state: DeviceState) -> None:
+        """Adds what was drafted, last in a step, for its rows that want to know to what `run` has returned."""
+        if self._drafted.shape[0] and state.drafts is not None:
+            scores.drafts = self._download("drafts", state.drafts.index_select(0, self._drafted))
 
     def hand_out(self, hidden: torch.Tensor) -> StepScores | None:
         """Sends the final hidden states [rows, hidden] of rows that end to the host, as float32; on rank 0."""
@@ -237,7 +247,7 @@ class OptionSampler:
 
     # -- what stays on the device -------------------------------------------------------------------------------
 
-    def _take_slots(self, section: Section, num_slots: int) -> None:
+    def _take_slots(self, section: Section, num_slots: int, places: int) -> None:
         if section.size("resets"):
             if self._counts is None:
                 self._counts = torch.zeros(num_slots, self._vocab_size, dtype=torch.int32, device=self._device)
@@ -247,7 +257,7 @@ class OptionSampler:
         if section.size("masks"):
             if self._masks is None:
                 size = mask_words(self._vocab_size)
-                self._masks = torch.zeros(num_slots, size, dtype=torch.int32, device=self._device)
+                self._masks = torch.zeros(places * num_slots, size, dtype=torch.int32, device=self._device)
             masks = section["masks"].view(section.size("mask_slots"), -1)
             self._masks[section["mask_slots"].long()] = masks
 

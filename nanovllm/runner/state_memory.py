@@ -67,6 +67,11 @@ def slot_bytes(mixers: Iterable[Mixer]) -> int:
     return sum(_aligned(one.nbytes) for one in slots_of(mixers))
 
 
+def spare_lines(config: EngineConfig) -> int:
+    """Number of lines beside those of rows, in which decodes leave the state after each of several places."""
+    return config.most_places if config.tokens_per_step > 1 else 0
+
+
 def lines_for(config: EngineConfig, room: int, line_bytes: int, has_pages: bool) -> int:
     """Lines of memory of fixed size, without the one for rows of padding: those that were asked for, or for all rows
     and half as many kept states, as far as they leave 60 % of `room` bytes to blocks (has_pages: if there are any)."""
@@ -91,10 +96,9 @@ class StateMemory:
         self._blocks: BlockTensors | None = None
         self.slot_bytes = slot_bytes(mixers)
         """Bytes of one slot."""
-        if self.slot_bytes and config.speculation is not None:
-            refuse("speculative_config", config.speculative_config, "None for a model with recurrent layers")
+        self._num_spare = spare_lines(config) if self.slot_bytes else 0
         self._config, self.num_lines = config, 1 if self.slot_bytes else 0
-        """Number of lines; one more is for rows of padding."""
+        """Number of lines; one more is for rows of padding, and behind it are the spare ones."""
         self._lines = torch.empty(0, self.slot_bytes, dtype=torch.uint8, device=device)
         self._id_bytes = torch.int32.itemsize if config.looks_up else 0
         self.ids: torch.Tensor | None = None
@@ -103,7 +107,7 @@ class StateMemory:
     @property
     def fixed_bytes(self) -> int:
         """Bytes beside the blocks."""
-        return (self.num_lines + 1) * self.slot_bytes
+        return (self.num_lines + 1 + self._num_spare) * self.slot_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -123,6 +127,7 @@ class StateMemory:
 
     def choose_lines(self, room: int) -> None:
         """Sets the number of lines for `room` bytes of blocks and lines."""
+        room -= self._num_spare * self.slot_bytes
         self.num_lines = lines_for(self._config, room, self.slot_bytes, bool(self.block_bytes))
 
     def size(self, num_blocks: int) -> StateSize:
@@ -143,7 +148,7 @@ class StateMemory:
             memory = torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE), dtype=torch.uint8)
         else:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        self._bind(memory, size.num_blocks, size.num_lines + 1)
+        self._bind(memory, size.num_blocks, size.num_lines + 1 + self._num_spare)
 
     def release(self) -> None:
         """Lets go of all memory; memory that can sleep goes when it is taken anew, or with `free`."""

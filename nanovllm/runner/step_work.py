@@ -33,6 +33,7 @@ class StepWork:
         assert config.kvcache_block_size
         self._block_size: int = config.kvcache_block_size
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
+        self._most_places = config.most_places
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
         self._hidden_size, self._dtype = context.config.hidden_size, context.dtype
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
@@ -54,9 +55,11 @@ class StepWork:
         block tables of a row. num_lines: of memory of fixed size. ids: see StateMemory."""
         width = table_width(self._max_model_len, self._block_size, num_tables)
         num_drafts = 0 if self._speculation is None else self._speculation.num_tokens
+        num_spare = self._most_places if num_drafts and num_lines else 0
         self.state = DeviceState.allocate(
-            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids, self._has_adapters
-        )
+            self._max_num_seqs, num_tables, width, self._device, num_lines, num_drafts, ids, self._has_adapters,
+            num_spare,
+        )  # fmt: skip
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
         self._taken.clear()
         if self.drafter is not None:
@@ -175,8 +178,9 @@ class StepWork:
         whose tokens are not read: their slot's last token is written again when the prompt ends. Returns what
         `run_exact` does.
         """
-        lines = Lines(*buffers.lines) if self.state.num_lines else None
+        lines = Lines(*buffers.lines[:4]) if self.state.num_lines else None
         step = ForwardStep(buffers.positions, buffers.slot_mapping.unbind(), attention, self._backend, lines)
+        step.has_places = self._speculation is not None
         if has_adapters and self.state.adapters is not None:
             step.adapters = buffers.token_adapters(self.state.adapters)
         if self.drafter is not None:

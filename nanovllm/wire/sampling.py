@@ -11,7 +11,8 @@ edits: (g, id, float32 `add`) to the logit of `id` in option row g (-inf bans it
 start at zero; counts: (slot, id, n) that they hold then, 2 * (times in the output) + (1 if in the prompt); an id may
 come twice, with the same count. hidden, targets: tokens of the step (in its exact, unpadded order) after which the
 log-probability of a known prompt token is wanted, and that token; those that want many likeliest ids come last.
-mask_slots, masks: new bits of the ids that a slot may sample.
+mask_slots, masks: new bits of the ids that a slot may sample; of place p of a step with several the line is slot + p *
+max_num_seqs. drafted: slots whose drafts the host wants to know, of rows under a grammar.
 """
 
 from collections.abc import Sequence
@@ -27,14 +28,17 @@ from nanovllm.wire.step import SECTION_WORD
 
 LISTS = (
     "rows", "slots", "records", "scored", "scored_rows", "kept", "edits", "resets", "counts", "hidden", "targets",
-    "mask_slots", "masks",
+    "mask_slots", "drafted", "masks",
 )  # fmt: skip
 NUMBERS = 20
 """Rows of each of KINDS, and scored ones of each of SCORES; targets that want few likeliest ids, and many; how many
 likeliest ids at most, of each of SCORES and of these two; and four about all rows (Section)."""
 RECORD_WORDS = 8
 RECORD = Struct("<iifffff4x")
-"""flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty."""
+"""flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty; and MASK_WORD, 0 unless `masked_at` says
+otherwise."""
+MASK_WORD = 7
+"""Word of a record that has the number of lines from the mask of the row's slot to its own."""
 assert RECORD.size == 4 * RECORD_WORDS
 
 PENALTIES, MASK, TEMPERED = 1, 2, 4
@@ -52,6 +56,11 @@ RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
 likeliest ids are wanted beside the token. A row's values do not depend on its neighbours."""
 
 
+def masked_at(record: bytes, line: int) -> bytes:
+    """The RECORD of a row whose mask is so many lines behind that of its slot."""
+    return record[: 4 * MASK_WORD] + line.to_bytes(4, "little")
+
+
 @dataclass
 class StepScores:
     """Results of a step beside its tokens; tables are int32, None where nothing was asked for."""
@@ -64,10 +73,12 @@ class StepScores:
     """[rows, mask_words]: bits of the ids that could be sampled."""
     pooled: np.ndarray | None = None
     """float32 [rows, hidden]: final hidden states of the step's first rows, of a model without a head."""
+    drafts: np.ndarray | None = None
+    """[rows, k]: what was drafted for the rows that want to know, -1 where nothing was."""
 
     def copy(self) -> "StepScores":
         tables = [*map(_copied, self.scored)], [*map(_copied, self.prompt)], _copied(self.kept)
-        return StepScores(*tables, _copied(self.pooled))
+        return StepScores(*tables, _copied(self.pooled), _copied(self.drafts))
 
 
 def _copied(table: np.ndarray | None) -> np.ndarray | None:
@@ -98,6 +109,7 @@ class SectionBuilder:
     resets: list[int] = field(default_factory=list)
     counts: list[np.ndarray] = field(default_factory=list)
     mask_slots: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)
     """int32 [n, words] each."""
     hidden: list[list[int]] = field(default_factory=lambda: [[], []])
@@ -133,6 +145,7 @@ class SectionBuilder:
             [*chain(*self.hidden)],
             [*chain(*self.targets)],
             self.mask_slots,
+            self.drafted,
         ]
         numbers = [*map(len, self.rows), *map(len, self.scored), *map(len, self.targets)]
         numbers += [*self.num_logprobs, *self.num_prompt_logprobs]

@@ -7,8 +7,8 @@
     | counts     | per row      | 1st position  | tokens      | U x (slot, index, | N x 8 words      | rows that are no
     |            | S words      | S words       | S words     |      block)       |                  | decodes
 
-    ... | lines                    | block copies             |   The copies happen first of all, one after another.
-        | 4 x R words, if any      | C x (source, destination)|
+    ... | lines                    | ids that | block copies             |   The copies happen first of all, one after
+        | 4 x R words, if any      | follow   | C x (source, destination)|   another.
 
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
@@ -24,8 +24,8 @@ step, else the one sampled last, which only the device need know. Its position i
 or by the step before: `start` is the last that this can be. In a step with several places each decode becomes as many
 rows of one token on the device, for one position after another: the first has the last token, the others what was
 drafted for the slot. Behind `start`, or where nothing was drafted, they compute nothing. Word 3 counts all places.
-Where a model drafts, the token ids are followed by the one after the last of each row that samples none. There are no
-lines then. Within a step each slot, each (slot, index) and each slot record appears once.
+Where a model drafts, the ids that follow are those after the last token of each row that samples none. Within a step
+each slot, each (slot, index) and each slot record appears once.
 """
 
 import struct
@@ -103,7 +103,7 @@ def most_block_updates(size: StateSize, max_num_seqs: int) -> int:
 def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """int32 words of the largest packed step, without its sampling section."""
     lines = 4 if size.num_lines else 0
-    fixed = HEADER_SIZE + (3 + RECORD_SIZE + COPY_SIZE * size.num_tables + lines) * max_num_seqs
+    fixed = HEADER_SIZE + (4 + RECORD_SIZE + COPY_SIZE * size.num_tables + lines) * max_num_seqs
     return fixed + UPDATE_SIZE * most_block_updates(size, max_num_seqs) + max_num_batched_tokens
 
 
@@ -136,9 +136,9 @@ def pack_step(
     packed.fromlist(block_updates)
     packed.frombytes(b"".join(records))
     packed.fromlist(token_ids)
-    packed.extend(following_ids)
     for number, column in enumerate(lines):
         packed.fromlist(column if number == 3 else [line + 1 for line in column])
+    packed.extend(following_ids)
     packed.extend(block_copies)
     return np.frombuffer(packed, dtype=np.int32)
 
@@ -156,7 +156,7 @@ def row_lengths(packed: np.ndarray, max_num_seqs: int) -> tuple[np.ndarray, np.n
 
 def row_lines(packed: np.ndarray) -> np.ndarray:
     """int32 [R, 4]: the lines that each row of a packed step (without a section) reads, writes and keeps, and tokens
-    before that; NO_LINE for none."""
+    before that; NO_LINE for none. No ids follow them."""
     end = packed.size - COPY_SIZE * int(packed[COPIES_WORD])
     lines = packed[end - 4 * int(packed[LINES_WORD]) : end].reshape(4, -1)
     return (lines - np.array([[1], [1], [1], [0]], dtype=np.int32)).T

@@ -1,6 +1,11 @@
 """Steps verify drafts where counts say that it pays."""
 
+import pytest
+
+from nanovllm.config import EngineConfig
 from nanovllm.engine.drafting import Drafting, PlaceCost, cost
+from nanovllm.models.published import PUBLISHED_SHAPES
+from nanovllm.models.registry import parse_config
 
 
 def verify(drafting: Drafting, num_right: int, found: int, rows: int = 1) -> None:
@@ -54,10 +59,30 @@ def test_more_tokens_cost_more_and_so_do_longer_texts_and_experts() -> None:
     costs = [cost(rows, 4, 0, PlaceCost()) for rows in (1, 4, 5, 16, 32, 64, 65)]
     assert costs == sorted(costs) and costs[-1] == float("inf")
     assert cost(1, 4, 0, PlaceCost(factor=10.0)) > 2 > cost(1, 4, 0, PlaceCost())
-    assert cost(1, 4, 32_000, PlaceCost()) > 1.6
-    drafting = Drafting(4, 256, PlaceCost())
+    alone = PlaceCost(together=1)
+    assert cost(1, 4, 32_000, alone) > 1.6 > cost(1, 4, 32_000, PlaceCost()) == cost(1, 4, 0, PlaceCost())
+    assert cost(1, 9, 32_000, PlaceCost()) > cost(1, 8, 32_000, PlaceCost())
+    drafting = Drafting(4, 256, alone)
     drafting.note_found(1, 1)
     assert (places(drafting), places(drafting, length=100_000)) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "together", "num_keys"),
+    [
+        ("Qwen3-8B", {}, 8, 98_304), ("Qwen3-8B", {"kv_cache_dtype": "fp8"}, 4, 98_304),
+        ("Qwen3-8B", {"exact_bits": "batch"}, 4, 98_304), ("Qwen3-8B", {"attention_backend": "torch"}, 1, 98_304),
+        ("Qwen3.5-9B", {}, 4, 393_216), ("Qwen3.5-9B", {"exact_bits": "batch"}, 1, 393_216),
+    ],
+)  # fmt: skip
+def test_places_that_read_keys_together_are_those_of_the_attention_kernel(
+    shape: str, options: dict[str, str], together: int, num_keys: int
+) -> None:
+    """Three layers of four of the second have no keys."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    config = EngineConfig(shape, load_format="dummy", speculative_config=speculative, **options)  # type: ignore[arg-type]
+    found = PlaceCost.of(parse_config(PUBLISHED_SHAPES[shape]), config)
+    assert (found.together, found.num_keys) == (together, num_keys)
 
 
 def test_accepted_drafts_count_by_place() -> None:

@@ -1,5 +1,6 @@
 """Whatever is drafted, requests get what they get without drafts: ids, texts, endings and log-probabilities."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,15 @@ OPTIONS = [
     params(temperature=0.8, seed=7, top_p=0.8, sampling_mask=True), params(temperature=0.5, seed=15, max_tokens=2),
     params(temperature=0.8, seed=12, structured_outputs={"regex": "[a-c]{3,20}"}),
 ]  # fmt: skip
+OBJECT = {
+    "type": "object", "properties": {"place": {"enum": ["north", "south"]}, "count": {"type": "integer", "maximum": 99},
+    "flag": {"type": "boolean"}}, "required": ["place", "count", "flag"], "additionalProperties": False,
+}  # fmt: skip
+OF_GRAMMARS = [{"json": OBJECT}, {"regex": "(ab|cd){4,12}"}, {"choice": ["one two three", "one two"]}]
+GRAMMARS = [
+    params(temperature=(0.0, 0.9)[i % 2], seed=i, max_tokens=80, ignore_eos=False, structured_outputs=each)
+    for i, each in enumerate(OF_GRAMMARS * 2)
+]
 KINDS = ["full_attention", *["sliding_attention"] * 3]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "layer_types": KINDS}
 TINY_POOL = {"num_kvcache_blocks": 16, "disable": "lookahead", "max_model_len": 96}
@@ -56,6 +66,8 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "tiny pool, not one ahead": (PROMPTS, MIXED, {**TINY_POOL, "disable": "lookahead,async_scheduling"}),
     "chunks": ([LONG + PROMPTS[i] if i % 2 else PROMPTS[i] for i in range(8)], MIXED, {"max_num_batched_tokens": 48}),
     "options": (PROMPTS * 2, OPTIONS, {}),
+    "grammars": (PROMPTS[:6], GRAMMARS, {}),
+    "grammars, padded": (PROMPTS[:6], [replace(one, top_p=0.9) for one in GRAMMARS], {"max_num_batched_tokens": 128}),
     "ends": (PROMPTS, [params(temperature=0.5, seed=i, max_tokens=i + 1) for i in range(8)], {}),
     "the model's end": (PROMPTS[:3], [params(max_tokens=500, seed=i) for i in range(3)], {"max_model_len": 48}),
     "windows": (PROMPTS, MIXED, {"hf_overrides": WINDOWS, **TINY_POOL}),
@@ -124,7 +136,7 @@ def text_of(state: DeviceState, slot: int) -> list[int]:
 
 def wrong(state: DeviceState, slots: list[int]) -> None:
     assert state.drafts is not None
-    state.drafts[slots] = ((state.last_token[slots] + 1) % 1000)[:, None].expand(-1, state.drafts.shape[1])
+    state.drafts[slots] = ((state.last_token[slots] + 1) % 200)[:, None].expand(-1, state.drafts.shape[1])
 
 
 def at_random(state: DeviceState, slots: list[int]) -> None:
@@ -132,7 +144,7 @@ def at_random(state: DeviceState, slots: list[int]) -> None:
     for slot in slots:
         count = random.randint(0, state.drafts.shape[1])
         state.drafts[slot] = -1
-        state.drafts[slot, :count] = torch.randint(0, 1000, (count,), dtype=torch.int32)
+        state.drafts[slot, :count] = torch.randint(0, 200, (count,), dtype=torch.int32)
 
 
 def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
@@ -147,7 +159,7 @@ def right(texts: list[list[int]], share: float = 1.0) -> Drafter:
             state.drafts[slot, : len(follows)] = torch.tensor(follows, dtype=torch.int32)
             if follows and random.random() > share:
                 at = random.randrange(len(follows))
-                state.drafts[slot, at] = (follows[at] + 7) % 1000
+                state.drafts[slot, at] = (follows[at] + 7) % 200
 
     return draft
 
@@ -186,7 +198,8 @@ CASES = [
     ("tiny pool", "half", 3),
     ("chunks", "half", 3), ("options", "half", 3), ("ends", "right", 3), ("the model's end", "right", 3),
     ("padded", "half", 3), ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3),
-    ("two ranks", "lookup", 3), ("padded adapters", "half", 3),
+    ("two ranks", "lookup", 3), ("grammars", "right", 3), ("grammars, padded", "half", 3),
+    ("padded adapters", "half", 3),
 ]  # fmt: skip
 MORE = [
     ("mixed", "random", 3), ("mixed", "half", 1), ("mixed", "half", 3), ("mixed", "right", 15),
@@ -258,6 +271,52 @@ def compare(
             assert stats.spec_decode_num_accepted_tokens > 0.8 * stats.spec_decode_num_draft_tokens
         if drafter == "wrong":
             assert stats.spec_decode_num_accepted_tokens < 0.1 * stats.spec_decode_num_draft_tokens
+
+
+NUMBERS = [[(37 * i + 11) % 211 for i in range(40)], *([n, 3 * n, 5, 5, n] for n in range(1, 7))]
+STATES = [
+    ("qwen3_5", "half", 3, {}), ("nemotron_h", "wrong", 3, {"num_kvcache_blocks": 12, "disable": "lookahead"}),
+    ("lfm2", "half", 7, {"max_num_batched_tokens": 64}), ("granite 4", "half", 1, {"num_state_lines": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "drafter", "k", "options"), STATES)
+def test_wrong_drafts_leave_states_right(
+    family: str, drafter: str, k: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of recurrent layers, also where rows begin with states that others have left after whole blocks."""
+    from exactness.family_cases import CASES as FAMILIES
+    from exactness.family_cases import make_model, save
+
+    random.seed(1)
+    draft_always(monkeypatch)
+    save(make_model(FAMILIES[family]), FAMILIES[family], tmp_path)
+    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=40) for i in range(len(NUMBERS))]
+    after = [params(temperature=0.0, max_tokens=20)] * len(NUMBERS)
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16}
+    found, texts = [], []
+    for speculative in (None, {"method": "ngram", "num_speculative_tokens": k}):
+        shared = {**sizes, "skip_tokenizer_init": True, "device": "cpu", "speculative_config": speculative}
+        with LLM(str(tmp_path), **shared, **options) as llm:
+            padded = PaddedSteps(llm, monkeypatch) if "max_num_batched_tokens" in options else None
+            if speculative is not None:
+                use(llm, {"wrong": wrong, "half": right(texts, 0.5)}[drafter])
+            first = outputs(llm, NUMBERS, given, False)
+            texts = [prompt + one[0] for prompt, one in zip(NUMBERS, first, strict=True)]
+            found.append(first + outputs(llm, texts, after, False))
+            texts = [text + one[0] for text, one in zip(texts, found[-1][len(texts) :], strict=True)]
+            llm.engine.scheduler.check_integrity()
+            stats = llm.stats()
+            assert padded is None or len(padded.used) > 2
+            is_small = "num_kvcache_blocks" in options
+            assert (stats.num_preemptions > 0) == is_small and (stats.prefix_cache_hits > 0 or is_small)
+    assert found[0] == found[1]
+    assert stats.spec_decode_num_draft_tokens > 0
+    assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
+
+
+def test_texts_of_a_grammar_are_as_valid_with_drafts() -> None:
+    assert [json.loads(one[1]).keys() for one in without("grammars")[0][::3]] == [OBJECT["properties"].keys()] * 2
 
 
 def test_hits_of_a_speculated_text_are_those_of_the_text() -> None:

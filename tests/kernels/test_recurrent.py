@@ -16,21 +16,25 @@ def step_rows(
     num_decodes: int, chunks: list[int], device: torch.device, keep_at: dict[int, int] | None = None
 ) -> StepRows:
     """Decode rows, the last of them padding where there are several, then chunks of so many tokens. Some rows begin
-    with zeros, some move to another line; keep_at: by row, where its state is kept."""
+    with zeros, some move to another line; of eight some go on from the row before. keep_at: by row, where its state is
+    kept."""
     counts, keep_at = [1] * num_decodes + chunks, keep_at or {}
     write = [(5 * row + 2) % 8 for row in range(len(counts))]
     read = [(line, -1, 8 + row % 2)[row % 3] for row, line in enumerate(write)]
+    if num_decodes == 8:
+        read[:5] = 8, write[0], write[1], -1, write[3]
     if num_decodes > 1:
         write[num_decodes - 1] = NUM_LINES
     keep = [10 + row % 2 if row in keep_at else -1 for row in range(len(counts))]
     columns = (read, write, keep, [keep_at.get(row, 0) for row in range(len(counts))])
     lines = Lines(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
     ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return StepRows(ends.to(device), num_decodes, sum(counts), lines)
+    return StepRows(ends.to(device), num_decodes, sum(counts), lines, num_decodes == 8)
 
 
 STEPS = [
     (3, [], {}),
+    (8, [], {}),
     (0, [1, 128], {1: 128}),
     (0, [64], {0: 64}),
     (2, [63, 65, 2], {2: 16, 3: 64}),

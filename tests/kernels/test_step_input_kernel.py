@@ -91,9 +91,8 @@ def random_step(
         constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
         numbers = rng.randrange(10**6), rng.randrange(600), rng.randrange(-1, 5)
         step.records.append(SlotRecord(slot, constants, *numbers))
-    if not num_drafts:
-        step.lines = [[rng.randrange(-1, 1000) for _ in step.slots] for _ in range(4)]
-        step.lines[3] = [abs(number) for number in step.lines[3]]
+    step.lines = [rng.sample(range(-1, 1000), len(step.slots)) for _ in range(4)]
+    step.lines[3] = [abs(number) for number in step.lines[3]]
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
@@ -101,12 +100,17 @@ def random_step(
 def random_state(
     max_num_seqs: int, device: torch.device, num_tables: int = 1, num_drafts: int = 0, num_ids: int = 10**6
 ) -> DeviceState:
-    """A state of the device; with many rows, its layers have memory of fixed size, or rows have drafts: of some slots
-    fewer than num_drafts."""
+    """A state of the device; with many rows, its layers have memory of fixed size; of some slots there are fewer drafts
+    than num_drafts."""
     ids = torch.randint(num_ids, (NUM_BLOCKS, BLOCK_SIZE), dtype=torch.int32, device=device) if num_drafts else None
-    lines = 1000 if max_num_seqs > 8 and not num_drafts else 0
+    lines, spare = (1000, 4 * max_num_seqs * bool(num_drafts)) if max_num_seqs > 8 else (0, 0)
     has_adapters = max_num_seqs != 8
-    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, lines, num_drafts, ids, has_adapters)
+    sizes = (lines, num_drafts, ids, has_adapters, spare)
+    state = DeviceState.allocate(max_num_seqs, num_tables, WIDTH, device, *sizes)
+    if state.places_of_lines is not None and state.spare_places is not None:
+        places = torch.randperm(lines + spare, dtype=torch.int32, device=device)
+        state.places_of_lines.copy_(places[:lines])
+        state.spare_places.copy_(places[lines:])
     if state.drafts is not None:
         many = torch.randint(num_drafts + 1, (max_num_seqs, 1), device=device)
         drafted = torch.arange(num_drafts, device=device) < many
@@ -219,7 +223,7 @@ def test_twin_says_what_the_host_meant(case: int) -> None:
         if order >= step.num_decode:
             row, token = order + padding, max(token, decode_rows)
         assert (out.row_slot[row], out.context_lens[row], out.cu_seqlens_q[row]) == (slot, start + count, token)
-        assert out.lines[:, row].tolist() == [column[order] for column in step.lines]
+        assert out.lines[:4, row].tolist() == [column[order] for column in step.lines]
         for position in range(start, start + count):
             assert out.positions[token] == position
             for table, places in zip(state.block_table[slot], out.slot_mapping, strict=True):
@@ -354,7 +358,8 @@ def compile_steps() -> None:
     step = torch.zeros(500, dtype=torch.int32)
     for num_drafts in (0, 1, 15):
         ids = torch.zeros(4, BLOCK_SIZE, dtype=torch.int32) if num_drafts else None
-        state = DeviceState.allocate(16, 2, 4, "cpu", 0, num_drafts, ids)
+        lines = 8 * (num_drafts < 15)
+        state = DeviceState.allocate(16, 2, 4, "cpu", lines, num_drafts, ids, num_spare=4 * lines * bool(num_drafts))
         out = StepBuffers.allocate(32, 64, 2, "cpu")
         prepare_decode(step, 16, state, BLOCK_SIZE, out.narrow(8, 8))
         expand_rows(step, 16, state, BLOCK_SIZE, out, 8)

@@ -114,10 +114,15 @@ def test_where_drafts_are_looked_up_each_block_has_the_ids_of_its_tokens(dtype: 
     assert memory.ids.tolist() == [[*range(begin, begin + BLOCK_SIZE)] for begin in first]
 
 
-def test_recurrent_layers_go_without_drafts() -> None:
+def test_with_drafts_there_is_room_for_the_state_after_each_place_of_a_step() -> None:
     mixers = [Mixer(Pages(2, (8, 8))), Mixer(Slot((3, 5)))]
-    with pytest.raises(ValueError, match=r"^speculative_config=.*None for a model with recurrent layers"):
-        StateMemory(SPECULATIVE, mixers, one_group(pages_of(mixers)), torch.float32, CPU, select_kernels(CPU))
+    lines = []
+    for config in (CONFIG, SPECULATIVE):
+        memory = StateMemory(config, mixers, one_group(pages_of(mixers)), torch.float32, CPU, select_kernels(CPU))
+        memory.allocate(memory.size(NUM_BLOCKS)._replace(num_lines=4))
+        assert memory.fixed_bytes == memory.slot_bytes * mixers[1].bound[0].shape[0]
+        lines.append(mixers[1].bound[0].shape[0])
+    assert lines == [5, 5 + SPECULATIVE.most_places]
 
 
 def test_a_step_begins_with_copied_blocks() -> None:

@@ -8,7 +8,7 @@ from interpreting import nightly
 from option_rows import Rows, make_rows, record
 
 from nanovllm.kernels.sampling import filters, kept, logprobs, penalties
-from nanovllm.wire.sampling import PENALTIES
+from nanovllm.wire.sampling import MASK_WORD, PENALTIES
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -77,7 +77,8 @@ def test_draws(edits: bool, dtype: torch.dtype, device: torch.device) -> None:
     case.records = torch.stack([record(int(f), presence=0.3, frequency=-0.2, repetition=1.4) for f in flags]).to(device)
     generator = torch.Generator().manual_seed(1)
     before = torch.randint(0, 6, (17, vocab), generator=generator, dtype=torch.int32).to(device)
-    masks = torch.randint(-(2**31), 2**31 - 1, (17, 35), generator=generator, dtype=torch.int32).to(device)
+    masks = torch.randint(-(2**31), 2**31 - 1, (2 * 17, 35), generator=generator, dtype=torch.int32).to(device)
+    case.records[::5, MASK_WORD] = 17  # as of the second place of a decode
     for draw in (kept.sample_kept, kept.sample_kept_reference):
         for limits in (None,) if edits else (None, thresholds):
             counts = before.clone()
@@ -109,7 +110,8 @@ def test_edits(counted: bool, masked: bool, dtype: torch.dtype, device: torch.de
     ).to(device)
     generator = torch.Generator().manual_seed(1)
     counts = torch.randint(0, 6, (slots, vocab), generator=generator, dtype=torch.int32).to(device)
-    masks = torch.randint(-(2**31), 2**31 - 1, (slots, 4), generator=generator, dtype=torch.int32).to(device)
+    masks = torch.randint(-(2**31), 2**31 - 1, (2 * slots, 4), generator=generator, dtype=torch.int32).to(device)
+    case.records[::3, MASK_WORD] = slots
     entries = [(g, i, b) for g in range(4) for i, b in ((g, 1.5), (50 + g, -torch.inf), (99, -2.0))]
     edits = torch.tensor([[g, i, 0] for g, i, _ in entries], dtype=torch.int32)
     edits[:, 2] = torch.tensor([b for _, _, b in entries]).view(torch.int32)

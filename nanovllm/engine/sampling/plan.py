@@ -4,6 +4,7 @@ torch."""
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,17 @@ from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import Matcher
 from nanovllm.engine.sequence import Sequence as Row
 from nanovllm.engine.step_plan import StepPlan
-from nanovllm.wire.sampling import CHANGED, COPIED, EDITED_FEW, MAX_FEW, SCORES, UNCHANGED, SectionBuilder, StepScores
+from nanovllm.wire.sampling import (
+    CHANGED,
+    COPIED,
+    EDITED_FEW,
+    MAX_FEW,
+    SCORES,
+    UNCHANGED,
+    SectionBuilder,
+    StepScores,
+    masked_at,
+)
 
 
 @dataclass
@@ -21,6 +32,15 @@ class PromptPart:
     seq: Row
     first_position: int
     count: int
+
+
+class Constrained(NamedTuple):
+    """An option row under a grammar."""
+
+    seq: Row
+    place: int
+    """Place among those of the sequence in the step."""
+    sampling: SamplingRow
 
 
 @dataclass
@@ -34,34 +54,43 @@ class StepSampling:
     """Rows whose ids that could be sampled are wanted, in the order of their lines."""
     prompt_parts: list[list[PromptPart]]
     """Prompt parts of rows that want few likeliest ids, and of those that want many."""
+    drafted: list[Row]
+    """Rows that want to know their drafts, in the order of their lines."""
 
 
-def plan_sampling(plan: StepPlan) -> StepSampling | None:
+def plan_sampling(plan: StepPlan, max_num_seqs: int) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain."""
     builder = SectionBuilder()
-    scored, kept = _add_rows(builder, plan)
+    scored, kept, constrained = _add_rows(builder, plan, max_num_seqs)
+    drafted = [seq for seq, place, _ in constrained if not place and seq.most_gained > 1]
+    builder.drafted = [seq.slot for seq in drafted]
+    if constrained:
+        _add_grammar_masks(builder, constrained, max_num_seqs)
     _add_slots(builder, plan)
     parts = _add_prompts(builder, plan)
     if not (any(builder.rows) or builder.resets or builder.mask_slots or any(parts)):
         return None
-    return StepSampling(builder.pack(), scored, kept, parts)
+    return StepSampling(builder.pack(), scored, kept, parts, drafted)
 
 
-def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]], list[Row]]:
-    """The option rows; returns those that want log-probabilities, and those that want the ids that could be sampled. A
-    loop over all rows of every step: kept lean."""
+def _add_rows(
+    builder: SectionBuilder, plan: StepPlan, max_num_seqs: int
+) -> tuple[list[list[Row]], list[Row], list[Constrained]]:
+    """The option rows; returns those that want log-probabilities, those that want the ids that could be sampled, and
+    those under a grammar. A loop over all rows of every step: kept lean."""
     scored: list[list[Row]] = [[] for _ in SCORES]
-    constrained: list[tuple[int, SamplingRow, Matcher]] = []
+    constrained: list[Constrained] = []
     kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
     sampled: Iterator[tuple[int, Row]] = enumerate(plan.seqs[: plan.num_sample_rows])
-    if plan.places > 1:
+    num_wide = plan.num_decode_rows * plan.places if plan.places > 1 else 0
+    if num_wide:
         sampled = _drawn_rows(plan)
     for row, seq in sampled:
         sampling = seq.sampling
         if sampling is None:
             continue
-        kind = sampling.kind
+        kind, record = sampling.kind, sampling.record
         if sampling.has_edits:
             num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
             edits = sampling.edits(seq.token_ids, num_output_tokens)
@@ -87,13 +116,13 @@ def _add_rows(builder: SectionBuilder, plan: StepPlan) -> tuple[list[list[Row]],
         elif kind == CHANGED:
             builder.changed_flags |= sampling.flags
         if sampling.matcher is not None:
-            constrained.append((seq.slot, sampling, sampling.matcher))
+            place = row % plan.places if row < num_wide else 0
+            constrained.append(Constrained(seq, place, sampling))
+            record = masked_at(record, place * max_num_seqs) if place else record
         rows[kind].append(row)
         slots[kind].append(seq.slot)
-        records[kind].append(sampling.record)
-    if constrained:
-        _add_grammar_masks(builder, constrained)
-    return scored, kept
+        records[kind].append(record)
+    return scored, kept, constrained
 
 
 def _drawn_rows(plan: StepPlan) -> Iterator[tuple[int, Row]]:
@@ -105,14 +134,24 @@ def _drawn_rows(plan: StepPlan) -> Iterator[tuple[int, Row]]:
     yield from enumerate(plan.seqs[num_decodes : plan.num_sample_rows], num_decodes * places)
 
 
-def _add_grammar_masks(builder: SectionBuilder, constrained: list[tuple[int, SamplingRow, Matcher]]) -> None:
-    """constrained: the slot of each."""
-    slots, rows, matchers = zip(*constrained, strict=True)
+def _add_grammar_masks(builder: SectionBuilder, constrained: list[Constrained], max_num_seqs: int) -> None:
+    """The masks of rows, one after another those of the places of each: behind a draft that the grammar does not admit
+    none is needed, for no token is drawn that equals it."""
+    matchers: list[Matcher] = []
+    rows, current = [], None
+    for one in constrained:
+        if one.place == 0:
+            current = one.sampling.matcher
+        elif current is not None:
+            current = current.after(draft) if (draft := one.sampling.draft(one.place)) >= 0 else None
+        if current is not None:
+            builder.mask_slots.append(one.seq.slot + one.place * max_num_seqs)
+            matchers.append(current)
+            rows.append(one.sampling)
     masks = matchers[0].owner.fill_masks(matchers)
     for row, mask in zip(rows, masks, strict=True):
         if (allowed := row.allowed_mask()) is not None:
             mask &= allowed
-    builder.mask_slots += slots
     builder.masks.append(masks)
 
 
@@ -162,6 +201,9 @@ def take_scores(step: StepSampling, gained: Sequence[tuple[Row, int]], found: St
     for line, seq in _lines_of_gained(step.kept, gained):
         assert found.kept is not None and seq.sampling is not None and seq.sampling.kept_ids is not None
         seq.sampling.kept_ids.append(found.kept, line)
+    for line, seq in enumerate(step.drafted):
+        assert found.drafts is not None and seq.sampling is not None
+        seq.sampling.drafts = found.drafts[line].tolist()
     for parts, table in zip(step.prompt_parts, found.prompt, strict=True):
         begin = 0
         for part in parts:

@@ -72,8 +72,10 @@ class SamplingRow:
         """Whether `accept` must see each token that is no stop token."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
         """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them."""
-        self.depends_on_output = bool(self._stop_ids) or self.needs_last_token or self.penalizes
-        """Whether a token is sampled in another way than the one before it."""
+        self.depends_on_output = bool(self._stop_ids or self._bad_words) or self.penalizes
+        """Whether a token is sampled in another way than the one before it, but for a grammar."""
+        self.drafts: list[int] = []
+        """Tokens that were drafted to follow the last one, where a grammar has to know; -1 where none was."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """Way of sampling for tokens without edits, of KINDS."""
@@ -86,6 +88,10 @@ class SamplingRow:
         """Whether the row ever needs an entry in a step's sampling section."""
         wants_logprobs = self.num_logprobs >= 0 or self.num_prompt_logprobs >= 0
         return self.kind != UNCHANGED or self.has_edits or wants_logprobs
+
+    def draft(self, place: int) -> int:
+        """The token drafted for a place behind the last token; -1: there is none."""
+        return self.drafts[place - 1] if place <= len(self.drafts) else -1
 
     def expect_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Makes this row, the first of n completions, collect the log-probabilities of the prompt."""

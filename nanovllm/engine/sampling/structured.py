@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,24 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Takes a sampled token in; `error` says where it does not fit."""
         self.start.num_tokens += 1
-        if self.error is None and not (token_id in self._eos_ids and self.inner.is_accepting()):
+        if self.error is None and not self._ends_with(token_id):
             fits = self.inner.consume_token(token_id)
             if not fits and (not self.inner.is_error() or _MISFIT in failure(self.inner)):
                 self.error = f"structured_outputs: token {token_id} does not fit; other options may leave none"
             self.note_error()
+
+    def _ends_with(self, token_id: int) -> bool:
+        """Whether a token is an end of text that the grammar admits, and need not be told."""
+        return token_id in self._eos_ids and bool(self.inner.is_accepting())
+
+    def after(self, token_id: int) -> "Matcher | None":
+        """A matcher that has taken one more token in; None where it does not fit, or where the output ends with it."""
+        if self.error is not None or not (self._ends_with(token_id) or self.inner.validate_tokens([token_id])):
+            return None
+        found = copy(self)
+        found.inner = self.inner.deep_copy()
+        found.accept(token_id)
+        return None if found.error is not None or found.is_complete else found
 
     def note_error(self) -> None:
         if self.error is None and self.inner.is_error():

@@ -10,6 +10,7 @@ from nanovllm.kernels.base.activations import silu
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
+from nanovllm.kernels.recurrent.states import count_places
 
 _BLOCK_T = 16
 _BLOCK_C = 256
@@ -42,23 +43,27 @@ def _move_on(
         tl.store(target + i * C + cols, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_shares"])
+@triton.jit(do_not_specialize=["first_row", "num_shares", "num_rows"])
 def _conv_kernel(
     X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
-    num_shares, eps, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    num_shares, eps, num_rows, C: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, HAS_PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """OUT [T, C] of row first_row + program_id(1), of BLOCK_C // TILE vectors of DIM channels, from X [T, x_stride];
     the programs along axis 2 share its tokens by BLOCK_T. The first one moves the row's lines of LAST [L, W - 1, C] on.
     The first UNIT channels are vectors that are scaled to length 1. TILE: the next power of two from DIM on. GATED: X
-    has three parts of C columns, see causal_conv. With PDL a row's places are read before gdc_wait, as decode attention
-    reads its own."""
+    has three parts of C columns, see causal_conv. HAS_PLACES: a row is one of the num_rows decodes; its tokens are
+    those of all rows that go on from there, each with a line. With PDL a row's places are read before gdc_wait, as
+    decode attention reads its own."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = first_row + tl.program_id(1)
     share = tl.program_id(2)
     start = tl.load(CU_SEQLENS + row)
     count = tl.load(CU_SEQLENS + row + 1) - start
+    if HAS_PLACES:
+        count = count_places(READ, WRITE, row, num_rows, True)
     first = tl.program_id(0) * (BLOCK_C // TILE * DIM)
     lanes = tl.arange(0, BLOCK_C)
     if TILE == DIM:
@@ -100,8 +105,10 @@ def _conv_kernel(
         if keep_at > 0:
             keep = tl.load(KEEP + row)
             _move_on(X, last, LAST, keep, read, last_stride, start, keep_at, cols, mask, x_stride, C, W, GATED)
-        write = tl.load(WRITE + row)
-        _move_on(X, last, LAST, write, read, last_stride, start, count, cols, mask, x_stride, C, W, GATED)
+        for place in range(count if HAS_PLACES else 1):
+            end = place + 1 if HAS_PLACES else count
+            write = tl.load(WRITE + row + place)
+            _move_on(X, last, LAST, write, read, last_stride, start, end, cols, mask, x_stride, C, W, GATED)
 
 
 def causal_conv(
@@ -124,9 +131,9 @@ def causal_conv(
         if count:
             _conv_kernel[(triton.cdiv(channels, vectors * dim), count, share)](
                 x, weight, bias, last, out, rows.cu_seqlens, *rows.lines, x.stride(0), last.stride(0), first,
-                share, _EPS, C=channels, W=width, UNIT=unit[0], DIM=dim, TILE=tile, GATED=gated,
-                BLOCK_T=block_t, BLOCK_C=vectors * tile, num_warps=2 if block_t == 1 else 4,
-                **pdl_options(x.device, block_t == 1),
+                share, _EPS, decodes, C=channels, W=width, UNIT=unit[0], DIM=dim, TILE=tile, GATED=gated,
+                BLOCK_T=block_t, BLOCK_C=vectors * tile, HAS_PLACES=rows.has_places and block_t == 1,
+                num_warps=2 if block_t == 1 else 4, **pdl_options(x.device, block_t == 1),
             )  # fmt: skip
     return out
 

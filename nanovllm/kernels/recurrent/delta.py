@@ -21,7 +21,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes, scan_prompts
 from nanovllm.kernels.recurrent.gates import decay, sigmoid
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
-from nanovllm.kernels.recurrent.states import load_state, padded_range, store_state
+from nanovllm.kernels.recurrent.states import count_places, load_state, padded_range, store_state
 
 _ROOMY = 128 * 128
 """Elements of a state that four warps hold in registers."""
@@ -51,42 +51,47 @@ def _gated_norm(out, z, NORM, eps, dims, is_dim, V: tl.constexpr):
     return (scaled * silu(z.to(tl.float32))).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_kernel(
     X, A, B, Z, A_LOG, DT_BIAS, NORM, STATES, OUT, READ, WRITE, gate_stride, z_stride, state_stride, eps, most, scale,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr,
+    num_rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_TILE: tl.constexpr,
+    V_TILE: tl.constexpr, HAS_PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds. With PDL
-    the state is read before gdc_wait: this kernel wrote it, or one of the scan, in a step before. (As decode attention
-    does, this counts on the embedding, an ordinary kernel, for what was prepared in this step.)"""
+    """The token of row program_id(1), value head program_id(0), whose whole state [K, V] this program holds, and those
+    of the rows that go on from there. With PDL the state is read before gdc_wait: this kernel wrote it, or one of the
+    scan, in a step before. (As decode attention does, this counts on the embedding, an ordinary kernel, for what was
+    prepared in this step.)"""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, first = tl.program_id(0), tl.program_id(1)
     keys, is_key = padded_range(K, K_TILE)
     dims, is_dim = padded_range(V, V_TILE)
     live = is_key[:, None] & is_dim[None, :]
-    x = X + row * (2 * HK * K + HV * V)
     key_head = head // (HV // HK)
-    read = tl.load(READ + row)
-    write = tl.load(WRITE + row).to(tl.int64)
+    count = count_places(READ, WRITE, first, num_rows, HAS_PLACES)
+    read = tl.where(count > 0, tl.load(READ + first), -1)
     places = head * K * V + keys[:, None] * V + dims[None, :]
     state = load_state(STATES, read, state_stride, places, live)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    q = tl.load(x + key_head * K + keys, mask=is_key, other=0.0).to(tl.float32) * scale
-    k = tl.load(x + (HK + key_head) * K + keys, mask=is_key, other=0.0).to(tl.float32)
-    v = tl.load(x + 2 * HK * K + head * V + dims, mask=is_dim, other=0.0).to(tl.float32)
-    log_kept = decay(tl.load(A + row * gate_stride + head), A_LOG, DT_BIAS, head)
-    rate = most * sigmoid(tl.load(B + row * gate_stride + head))
-    state = state.to(tl.float32) * tl.exp(log_kept)
-    change = rate * (v - tl.sum(k[:, None] * state, 0))
-    state += k[:, None] * change[None, :]
-    store_state(STATES, write, state_stride, places, state, live)
-    out = tl.sum(q[:, None] * state, 0)
-    z = tl.load(Z + row * z_stride + head * V + dims, mask=is_dim, other=0.0)
-    y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, is_dim, V)
-    tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V_TILE,)), mask=is_dim)
+    for place in range(count):
+        row = (first + place).to(tl.int64)
+        x = X + row * (2 * HK * K + HV * V)
+        q = tl.load(x + key_head * K + keys, mask=is_key, other=0.0).to(tl.float32) * scale
+        k = tl.load(x + (HK + key_head) * K + keys, mask=is_key, other=0.0).to(tl.float32)
+        v = tl.load(x + 2 * HK * K + head * V + dims, mask=is_dim, other=0.0).to(tl.float32)
+        log_kept = decay(tl.load(A + row * gate_stride + head), A_LOG, DT_BIAS, head)
+        rate = most * sigmoid(tl.load(B + row * gate_stride + head))
+        moved = state.to(tl.float32) * tl.exp(log_kept)
+        change = rate * (v - tl.sum(k[:, None] * moved, 0))
+        moved += k[:, None] * change[None, :]
+        store_state(STATES, tl.load(WRITE + row).to(tl.int64), state_stride, places, moved, live)
+        state = moved.to(STATES.dtype.element_ty)
+        out = tl.sum(q[:, None] * moved, 0)
+        z = tl.load(Z + row * z_stride + head * V + dims, mask=is_dim, other=0.0)
+        y = _gated_norm(out[None, :], z[None, :], NORM, eps, dims, is_dim, V)
+        tl.store(OUT + row * (HV * V) + head * V + dims, tl.reshape(y, (V_TILE,)), mask=is_dim)
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])
@@ -123,8 +128,8 @@ def gated_delta_rule(
         read, write, _, _ = rows.lines
         _decode_kernel[(hv, decodes)](
             x, a, b, z, *weights[:3], states, out, read, write, a.stride(0), z.stride(0), states.stride(0),
-            weights.eps, weights.most, k**-0.5, HK=hk, HV=hv, K=k, V=v, K_TILE=k_tile, V_TILE=v_tile,
-            num_warps=4 if k_tile * v_tile <= _ROOMY else 8, **pdl_options(x.device),
+            weights.eps, weights.most, k**-0.5, decodes, HK=hk, HV=hv, K=k, V=v, K_TILE=k_tile, V_TILE=v_tile,
+            HAS_PLACES=rows.has_places, num_warps=4 if k_tile * v_tile <= _ROOMY else 8, **pdl_options(x.device),
         )  # fmt: skip
     if rows.num_rows > decodes:
         scan_prompts(x, a, b, weights.A_log, weights.dt_bias, weights.most, sizes, states, rows, out)

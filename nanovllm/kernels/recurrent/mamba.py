@@ -26,7 +26,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.gates import softplus
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
-from nanovllm.kernels.recurrent.states import PIECE, count_pieces, load_state, piece_of, store_state
+from nanovllm.kernels.recurrent.states import PIECE, count_pieces, count_places, load_state, piece_of, store_state
 
 _COLUMNS = 32
 """Columns of a state that a program holds."""
@@ -68,34 +68,39 @@ class MambaWeights(NamedTuple):
     """Least step."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _decode_kernel(
-    X, DT, A_LOG, DT_BIAS, SKIP, STATES, OUT, READ, WRITE, dt_stride, state_stride, least,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+    X, DT, A_LOG, DT_BIAS, SKIP, STATES, OUT, READ, WRITE, dt_stride, state_stride, least, num_rows,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, HAS_PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token of row program_id(2), head program_id(1), of BP columns of its state [N, P]. With PDL that is read
-    before gdc_wait, as by the kernel of delta.py."""
+    """The token of row program_id(2), head program_id(1), of BP columns of its state [N, P], and those of the rows that
+    go on from there. With PDL that is read before gdc_wait, as by the kernel of delta.py."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, first = tl.program_id(1), tl.program_id(2)
     keys, dims = tl.arange(0, N), tl.program_id(0) * BP + tl.arange(0, BP)
-    x = X + row * (H * P + 2 * G * N)
-    of_group = x + H * P + head // (H // G) * N + keys
-    read = tl.load(READ + row)
-    write = tl.load(WRITE + row).to(tl.int64)
+    count = count_places(READ, WRITE, first, num_rows, HAS_PLACES)
+    read = tl.where(count > 0, tl.load(READ + first), -1)
     places = head * N * P + keys[:, None] * P + dims[None, :]
     state = load_state(STATES, read, state_stride, places)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    value = tl.load(x + head * P + dims).to(tl.float32)
-    b = tl.load(of_group).to(tl.float32)
-    c = tl.load(of_group + G * N).to(tl.float32)
-    step = tl.maximum(softplus(tl.load(DT + row * dt_stride + head).to(tl.float32) + tl.load(DT_BIAS + head)), least)
-    state = state.to(tl.float32) * tl.exp(-tl.exp(tl.load(A_LOG + head)) * step)
-    state += b[:, None] * (step * value)[None, :]
-    store_state(STATES, write, state_stride, places, state)
-    out = tl.sum(c[:, None] * state, 0) + tl.load(SKIP + head) * value
-    tl.store(OUT + row * (H * P) + head * P + dims, out.to(OUT.dtype.element_ty))
+    bias = tl.load(DT_BIAS + head)
+    for place in range(count):
+        row = (first + place).to(tl.int64)
+        x = X + row * (H * P + 2 * G * N)
+        of_group = x + H * P + head // (H // G) * N + keys
+        value = tl.load(x + head * P + dims).to(tl.float32)
+        b = tl.load(of_group).to(tl.float32)
+        c = tl.load(of_group + G * N).to(tl.float32)
+        step = tl.maximum(softplus(tl.load(DT + row * dt_stride + head).to(tl.float32) + bias), least)
+        moved = state.to(tl.float32) * tl.exp(-tl.exp(tl.load(A_LOG + head)) * step)
+        moved += b[:, None] * (step * value)[None, :]
+        store_state(STATES, tl.load(WRITE + row).to(tl.int64), state_stride, places, moved)
+        state = moved.to(STATES.dtype.element_ty)
+        out = tl.sum(c[:, None] * moved, 0) + tl.load(SKIP + head) * value
+        tl.store(OUT + row * (H * P) + head * P + dims, out.to(OUT.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -184,8 +189,8 @@ def mamba(
     operands = (x, dt, weights.A_log, weights.dt_bias, weights.D, states, out)
     if decodes:
         _decode_kernel[(dim // block, heads, decodes)](
-            *operands, read, write, dt.stride(0), states.stride(0), weights.least, **constants,
-            **pdl_options(x.device),
+            *operands, read, write, dt.stride(0), states.stride(0), weights.least, decodes, **constants,
+            HAS_PLACES=rows.has_places, **pdl_options(x.device),
         )  # fmt: skip
     if rows.num_rows > decodes:
         _scan_kernel[(dim // block, heads, rows.num_rows - decodes)](

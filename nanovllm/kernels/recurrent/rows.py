@@ -48,6 +48,8 @@ class StepRows(NamedTuple):
     num_tokens: int
     """T, padding included."""
     lines: Lines
+    has_places: bool = False
+    """Whether decode rows may go on where the row before has left off: then they read what it writes."""
 
     @property
     def num_rows(self) -> int:

@@ -30,6 +30,27 @@ def padded_range(SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def goes_on(READ, WRITE, row, num_rows):
+    """Whether a decode row begins where the row before it has left off: both are places of one decode. READ, WRITE:
+    lines, int32 [num_rows]."""
+    there = (row > 0) & (row < num_rows)
+    read = tl.load(READ + row, mask=there, other=-1)
+    return (read >= 0) & (read == tl.load(WRITE + row - 1, mask=there, other=-1))
+
+
+@triton.jit
+def count_places(READ, WRITE, row, num_rows, HAS_PLACES: tl.constexpr):
+    """Number of rows that a decode row is the first of, which one program computes one after another; 0: it is no first
+    one."""
+    count = 1
+    if HAS_PLACES:
+        count = tl.where(goes_on(READ, WRITE, row, num_rows), 0, 1)
+        while (count > 0) & goes_on(READ, WRITE, row + count, num_rows):
+            count += 1
+    return count
+
+
+@triton.jit
 def count_pieces(offset, count, C: tl.constexpr):
     """Number of pieces of a row of `count` tokens; see piece_of."""
     return (count - offset + C - 1) // C + (offset > 0).to(tl.int32)

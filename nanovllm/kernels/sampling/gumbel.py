@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.sampling.penalties import load_edited, load_penalties
+from nanovllm.kernels.sampling.penalties import load_edited, load_penalties, mask_line
 from nanovllm.kernels.sampling.rng import (
     WORD,
     gumbel_noise,
@@ -128,7 +128,7 @@ def best_of_chunks_kernel(
         if RECORDS is not None:
             flags, penalties = tl.load(RECORDS + g * _RECORD), load_penalties(RECORDS + g * _RECORD)
         counts_row = None if COUNTS is None else COUNTS + slot.to(tl.int64) * counts_stride
-        masks_row = None if MASKS is None else MASKS + slot.to(tl.int64) * mask_stride
+        masks_row = None if MASKS is None else MASKS + mask_line(slot, RECORDS + g * _RECORD) * mask_stride
         if temperature >= _MIN_TEMPERATURE:
             inverse_temperature = 1.0 / temperature
             position = POSITIONS + (g if TARGET_ROW is None else tl.load(TARGET_ROW + g))

@@ -23,7 +23,7 @@ def sample_kept(
     """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
     writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
 
-    edits: counts and masks int32 [S, vocab_size / 32] change the logits first (edit_logits). The token is
+    edits: counts and masks int32 [lines, vocab_size / 32] change the logits first (edit_logits). The token is
     that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0. Rows of
     threshold inf keep the token they have.
     """

@@ -10,11 +10,12 @@ import torch
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import load_raw
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.wire.sampling import MASK, PENALTIES, RECORD_WORDS
+from nanovllm.wire.sampling import MASK, MASK_WORD, PENALTIES, RECORD_WORDS
 
 _RECORD = tl.constexpr(RECORD_WORDS)
 _PENALTIES = tl.constexpr(PENALTIES)
 _MASK = tl.constexpr(MASK)
+_MASK_WORD = tl.constexpr(MASK_WORD)
 
 
 @triton.jit
@@ -32,6 +33,12 @@ def load_penalties(record):
     frequency = tl.load(record + 5).to(tl.float32, bitcast=True)
     repetition = tl.load(record + 6).to(tl.float32, bitcast=True)
     return presence, frequency, repetition, 1.0 / repetition
+
+
+@triton.jit
+def mask_line(slot, record):
+    """Line of a row's mask, int64."""
+    return slot.to(tl.int64) + tl.load(record + _MASK_WORD)
 
 
 @triton.jit
@@ -60,14 +67,14 @@ def load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row):
 def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, OUT, row_stride, counts_stride, mask_stride, out_stride,
                  num_ids, TILE: tl.constexpr):  # fmt: skip
     """edit_logits without edits: OUT float32 [G, out_stride], of LOGITS [any, row_stride] by ROW, SLOT int32 [G],
-    RECORDS int32 [G, RECORD_WORDS], COUNTS int32 [S, counts_stride] and MASKS int32 [S, mask_stride], which may be
-    None. Ids `program_id(0)` * TILE and on of row `program_id(1)`."""
+    RECORDS int32 [G, RECORD_WORDS], COUNTS int32 [S, counts_stride] and MASKS int32 [lines, mask_stride], which may
+    be None. Ids `program_id(0)` * TILE and on of row `program_id(1)`."""
     g = tl.program_id(1)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     record = RECORDS + g * _RECORD
     slot = tl.load(SLOT + g).to(tl.int64)
     counts_row = None if COUNTS is None else COUNTS + slot * counts_stride
-    masks_row = None if MASKS is None else MASKS + slot * mask_stride
+    masks_row = None if MASKS is None else MASKS + mask_line(slot, record) * mask_stride
     row = LOGITS + tl.load(ROW + g).to(tl.int64) * row_stride
     x = load_edited(row, index, num_ids, tl.load(record), load_penalties(record), counts_row, masks_row)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=index < num_ids)
@@ -95,7 +102,8 @@ def _edit_entries_kernel(LOGITS, ROW, SLOT, RECORDS, COUNTS, MASKS, EDITS, OUT, 
         x = tl.where(has, penalise(x, count, presence, frequency, repetition, inverse_repetition), x)
     if MASKS is not None:
         has = live & ((flags & _MASK) != 0)
-        x = tl.where(has & (is_allowed(MASKS + slot.to(tl.int64) * mask_stride, index, has) == 0), float("-inf"), x)
+        masks_row = MASKS + mask_line(slot, record) * mask_stride
+        x = tl.where(has & (is_allowed(masks_row, index, has) == 0), float("-inf"), x)
     tl.store(OUT + g.to(tl.int64) * out_stride + index, x, mask=live)
 
 
@@ -108,7 +116,7 @@ def edit_logits(
     record says so, what counts int32 [S, vocab_size] of the row's slot calls for (positive logits of ids that prompt or
     output hold are divided by the repetition penalty, others multiplied (Keskar et al., arXiv 1909.05858); the
     frequency penalty is subtracted for each time in the output, the presence penalty once); -inf for ids outside the
-    slot's mask, int32 [S, vocab_size / 32], bit by bit. One pass, then one over the entries of `edits`.
+    row's mask, int32 [lines, vocab_size / 32], bit by bit. One pass, then one over the entries of `edits`.
     """
     logits, vocab_size = rows.logits, rows.vocab_size
     out = torch.empty(len(rows), vocab_size, dtype=torch.float32, device=logits.device)
@@ -140,6 +148,7 @@ def edit_logits_reference(
         x = x - frequency * times - torch.where(times > 0, presence, 0.0)
     if masks is not None:
         ids = torch.arange(rows.vocab_size, device=x.device)
-        allowed = (masks[slots.long()][:, ids // 32] >> (ids % 32).int()) & 1
+        lines = slots.long() + records[:, MASK_WORD]
+        allowed = (masks[lines][:, ids // 32] >> (ids % 32).int()) & 1
         x = x.masked_fill((allowed == 0) & ((records[:, :1] & MASK) != 0), -torch.inf)
     return x

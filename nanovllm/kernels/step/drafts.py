@@ -18,10 +18,10 @@ _POSITIONS = tl.constexpr(1 << 26)
 
 
 @triton.jit(do_not_specialize=["num_decodes", "places", "end"])
-def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, LAST_TOKEN, NUM_COMPUTED, SEED, RATES, num_decodes,
-                       places, end, BLOCK: tl.constexpr):  # fmt: skip
-    """take_draws of ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS int32 [rows] and LAST_TOKEN, NUM_COMPUTED, SEED [S]. A lane
-    has one decode, of `places` rows."""
+def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, WRITTEN, LAST_TOKEN, NUM_COMPUTED, SEED, OF_LINES,
+                       SPARE, RATES, num_decodes, places, end, BLOCK: tl.constexpr):  # fmt: skip
+    """take_draws of ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, WRITTEN (lines by number) int32 [rows] and LAST_TOKEN,
+    NUM_COMPUTED, SEED [S]; OF_LINES, SPARE: see copy_lines. A lane has one decode, of `places` rows."""
     decode = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = decode < num_decodes
     slot = tl.load(ROW_SLOT + decode * places, mask=there, other=-1)
@@ -43,6 +43,13 @@ def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, LAST_TOKEN, NUM_C
         gained += holds.to(tl.int32)
     tl.store(LAST_TOKEN + slot, last, mask=gained > 0)
     tl.store(NUM_COMPUTED + slot, position + gained, mask=gained > 0)
+    if OF_LINES is not None:
+        wide = (gained > 0) & (places > 1)
+        line = tl.load(WRITTEN + decode * places, mask=wide, other=0)
+        spare = SPARE + decode * places + gained - 1
+        before, after = tl.load(OF_LINES + line, mask=wide, other=0), tl.load(spare, mask=wide, other=0)
+        tl.store(OF_LINES + line, after, mask=wide)
+        tl.store(spare, before, mask=wide)
     if tl.program_id(0) == 0:
         tl.store(TOKENS + end, 0)
 
@@ -52,13 +59,14 @@ def take_draws(
 ) -> None:
     """Takes what the first num_decodes * places rows of a step drew, `out.tokens`, those of a decode one after another:
     a draw holds where each row before it drew the id that the next row was given. Others become -1, and -2 in rows that
-    computed nothing. Moves the decodes' slots on. Writes 0 into out.tokens[end], where look_up_drafts counts.
+    computed nothing. Moves the decodes' slots on, and their lines to where the state after the last draw that holds is:
+    what was there before becomes spare. Writes 0 into out.tokens[end], where look_up_drafts counts.
 
     rates: float32 [k]: at place i a draft counts as right, whatever it is, in so large a share of cases. For
     measurements; then texts are not those of plain decoding."""
     _take_draws_kernel[(max(1, triton.cdiv(num_decodes, 32)),)](
-        out.row_slot, out.positions, out.input_ids, out.tokens, state.last_token, state.num_computed, state.seed, rates,
-        num_decodes, places, end, BLOCK=32, num_warps=1,
+        out.row_slot, out.positions, out.input_ids, out.tokens, out.lines[4], state.last_token, state.num_computed,
+        state.seed, state.places_of_lines, state.spare_places, rates, num_decodes, places, end, BLOCK=32, num_warps=1,
     )  # fmt: skip
 
 
@@ -150,6 +158,12 @@ def take_draws_reference(
     slot, index = first[drawn], (gained[drawn] - 1)[:, None]
     state.last_token[slot] = draws[drawn].gather(1, index).squeeze(1)
     state.num_computed[slot] = (positions[drawn] + gained[drawn]).int()
+    if places > 1 and state.places_of_lines is not None and state.spare_places is not None:
+        begins = drawn.nonzero().squeeze(1) * places
+        lines, chosen = out.lines[4, begins].long(), begins + gained[drawn] - 1
+        before = state.places_of_lines[lines]
+        state.places_of_lines[lines] = state.spare_places[chosen]
+        state.spare_places[chosen] = before
     out.tokens[rows] = torch.where(holds, draws, torch.where(is_live, -1, -2)).flatten()
     out.tokens[end] = 0
 

@@ -7,14 +7,14 @@ serves any step of its shape; the shapes of the outputs say how far to fill, pad
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.step.lines import copy_lines, place_lines_reference
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
-from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, NO_LINE, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
+from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
 _HEADER = tl.constexpr(HEADER_SIZE)
 _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
-_NO_LINE = tl.constexpr(NO_LINE)
 _PLACES = tl.constexpr(PLACES_WORD)
 
 
@@ -82,22 +82,12 @@ def _map_other_tables(
 
 
 @triton.jit
-def _copy_lines(LINES, given, row, num_rows, out_row, inside, live, lines_stride, padding_line):
-    """LINES int32 [4, lines_stride] of output rows `out_row`, from those that a packed step has at `given` for its
-    `num_rows` rows. Rows of padding read zeros and write line padding_line."""
-    for number in tl.static_range(4):
-        word = tl.load(given + number * num_rows + row, mask=live, other=0)
-        word = tl.where(live, word - (number < 3), padding_line if number == 1 else (0 if number == 3 else _NO_LINE))
-        tl.store(LINES + number * lines_stride + out_row, word, mask=inside)
-
-
-@triton.jit
 def _place_of(BUFFER, row, DRAFTS):
-    """Number of a row among its decode's places, and that of the decode."""
+    """Number of a row among its decode's places, that of the decode, and that of places."""
     places = 1
     if DRAFTS is not None:
         places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
-    return row % places, row // places
+    return row % places, row // places, places
 
 
 @triton.jit
@@ -124,9 +114,9 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows", "padding_line"])
 def _expand_rows_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS, POSITIONS, INPUT_IDS,
-    SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width, mapping_stride,
-    lines_stride, padding_line, out_rows, out_tokens, decode_rows, S: tl.constexpr, S_PADDED: tl.constexpr,
-    NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SLOT_MAPPING, LOGITS_INDICES, LINES, OF_LINES, SPARE, DRAFTS, IDS, num_drafts, table_stride, table_width,
+    mapping_stride, lines_stride, padding_line, out_rows, out_tokens, decode_rows, S: tl.constexpr,
+    S_PADDED: tl.constexpr, NUM_TABLES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows of the packed step BUFFER int32 [words]: ROW_SLOT, CONTEXT_LENS, LOGITS_INDICES int32 [out_rows],
     CU_SEQLENS int32 [out_rows + 1], POSITIONS, INPUT_IDS int32 [out_tokens], SLOT_MAPPING int32 [NUM_TABLES, out_tokens
@@ -139,7 +129,7 @@ def _expand_rows_kernel(
     num_rows, num_decode, num_sample = tl.load(BUFFER + 0), tl.load(BUFFER + 1), tl.load(BUFFER + 2)
     given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
     decodes = out_row < decode_rows
-    place, of_decode = _place_of(BUFFER, out_row, DRAFTS)
+    place, of_decode, places = _place_of(BUFFER, out_row, DRAFTS)
     row = tl.where(decodes, of_decode, out_row - decode_rows + num_decode)
     chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
     begin = tl.where(decodes, out_row, decode_rows + chunks_before)
@@ -159,8 +149,9 @@ def _expand_rows_kernel(
             tl.store(CONTEXT_LENS + out_row, start + count)
             tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
             if padding_line is not None:
-                lines = given + tl.load(BUFFER + 3) - num_decode
-                _copy_lines(LINES, lines, row, num_rows, out_row, True, live, lines_stride, padding_line)
+                lines = given + tl.load(BUFFER + 3) - num_decode * places
+                copy_lines(LINES, OF_LINES, SPARE, lines, row, num_rows, out_row, place, tl.where(decodes, places, 1),
+                           True, live, lines_stride, padding_line)  # fmt: skip
     end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
     first = begin + share * BLOCK
     while first < end:
@@ -186,8 +177,8 @@ def _expand_rows_kernel(
 @triton.jit(do_not_specialize=["out_rows", "padding_line"])
 def _prepare_decode_kernel(
     BUFFER, BLOCK_TABLE, LAST_TOKEN, NUM_COMPUTED, TEMPERATURE, SEED, ADAPTERS, ROW_SLOT, CONTEXT_LENS, CU_SEQLENS,
-    POSITIONS, INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, DRAFTS, IDS, num_drafts, table_stride, table_width,
-    mapping_stride, lines_stride, padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr,
+    POSITIONS, INPUT_IDS, SLOT_MAPPING, LOGITS_INDICES, LINES, OF_LINES, SPARE, DRAFTS, IDS, num_drafts, table_stride,
+    table_width, mapping_stride, lines_stride, padding_line, out_rows, S: tl.constexpr, NUM_TABLES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """_apply_deltas_kernel and _expand_rows_kernel for a step of decodes BUFFER int32 [words], whose tokens are its
@@ -198,7 +189,7 @@ def _prepare_decode_kernel(
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
-    place, of_decode = _place_of(BUFFER, row, DRAFTS)
+    place, of_decode, places = _place_of(BUFFER, row, DRAFTS)
     live = of_decode < num_rows
     slot = tl.load(BUFFER + _HEADER + of_decode, mask=live, other=-1)
     latest = tl.load(BUFFER + (_HEADER + S) + of_decode, mask=live, other=0)
@@ -223,7 +214,8 @@ def _prepare_decode_kernel(
                       BLOCK_SIZE)  # fmt: skip
     if padding_line is not None:
         lines = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-        _copy_lines(LINES, lines, row, num_rows, row, inside, live, lines_stride, padding_line)
+        copy_lines(LINES, OF_LINES, SPARE, lines, of_decode, num_rows, row, place, places, inside, live, lines_stride,
+                   padding_line)  # fmt: skip
 
 
 def apply_deltas(buffer: torch.Tensor, max_num_seqs: int, state: DeviceState) -> None:
@@ -262,8 +254,8 @@ def expand_rows(
     _expand_rows_kernel[(out_rows + 1, 8)](
         buffer, state.block_table, state.last_token, state.num_computed, out.row_slot, out.context_lens,
         out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping, out.logits_indices, out.lines,
-        *_drafts(state), *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out_rows,
-        out_tokens, decode_rows, S=max_num_seqs,
+        state.places_of_lines, state.spare_places, *_drafts(state), *_table_strides(state, out), out.lines.stride(0),
+        state.num_lines or None, out_rows, out_tokens, decode_rows, S=max_num_seqs,
         S_PADDED=triton.next_power_of_2(max_num_seqs), NUM_TABLES=state.block_table.shape[1],
         BLOCK_SIZE=block_size, BLOCK=256, num_warps=4,
     )  # fmt: skip
@@ -277,8 +269,9 @@ def prepare_decode(
     _prepare_decode_kernel[(1,)](
         buffer, state.block_table, state.last_token, state.num_computed, state.temperature, state.seed, state.adapters,
         out.row_slot, out.context_lens, out.cu_seqlens_q, out.positions, out.input_ids, out.slot_mapping,
-        out.logits_indices, out.lines, *_drafts(state), *_table_strides(state, out), out.lines.stride(0),
-        state.num_lines or None, out.row_slot.shape[0], S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
+        out.logits_indices, out.lines, state.places_of_lines, state.spare_places, *_drafts(state),
+        *_table_strides(state, out), out.lines.stride(0), state.num_lines or None, out.row_slot.shape[0],
+        S=max_num_seqs, NUM_TABLES=state.block_table.shape[1],
         BLOCK_SIZE=block_size, BLOCK=max(128, triton.next_power_of_2(max(max_num_seqs, out.row_slot.shape[0]))),
         num_warps=4 if max_num_seqs <= 256 else 8,
     )  # fmt: skip
@@ -346,11 +339,11 @@ def expand_rows_reference(
         is_stored = out.slot_mapping[0] >= 0
         state.ids.view(-1)[out.slot_mapping[0][is_stored].long()] = out.input_ids[is_stored]
     if state.num_lines:
-        assert buffer[LINES_WORD] == num_rows
-        words = buffer[given + num_tokens - num_decode :][: 4 * num_rows].view(4, num_rows)
-        padding = torch.tensor([NO_LINE, state.num_lines, NO_LINE, 0], dtype=torch.int32, device=buffer.device)
-        out.lines.copy_(padding[:, None].expand_as(out.lines))
-        out.lines[:, where] = words - torch.tensor([1, 1, 1, 0], dtype=torch.int32, device=buffer.device)[:, None]
+        words = buffer[given + num_tokens - num_decode :][: 4 * buffer[LINES_WORD]].view(4, -1)
+        lines = (words - torch.tensor([[1], [1], [1], [0]], device=buffer.device)).repeat_interleave(times, 1)
+        live = torch.ones(num_rows, dtype=torch.bool, device=buffer.device)
+        live[:num_decode] = is_live
+        place_lines_reference(state, out, lines[:, live].int(), where[live], num_decode if places > 1 else 0, places)
 
 
 def _decode_places_reference(

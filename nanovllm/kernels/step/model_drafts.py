@@ -25,12 +25,13 @@ from nanovllm.kernels.sampling.rng import (
     row_key_reference,
 )
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
-from nanovllm.wire.step import HEADER_SIZE, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
+from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
 _HEADER = tl.constexpr(HEADER_SIZE)
 _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
 _PLACES = tl.constexpr(PLACES_WORD)
+_LINES = tl.constexpr(LINES_WORD)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 
@@ -75,7 +76,8 @@ def _follow_rows_kernel(
         begin, end = tl.load(CU_SEQLENS + out_row), tl.load(CU_SEQLENS + out_row + 1)
         if (row < num_rows) & (end > begin):
             given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-            follows = given + tl.load(BUFFER + 3) - num_decodes * places + row - num_sample
+            follows = given + tl.load(BUFFER + 3) - num_decodes * places + 4 * tl.load(BUFFER + _LINES)
+            follows += row - num_sample
             last = tl.load(follows, mask=row >= num_sample, other=0)
             last = tl.where(row < num_sample, tl.load(TOKENS + out_row), last)
             first = begin
@@ -205,7 +207,7 @@ def follow_rows_reference(
     more = (state.num_computed[slots.clamp(min=0).long()] - positions - 1).clamp(min=0) * (slots >= 0)
     latest = buffer[HEADER_SIZE + max_num_seqs :][:num_decodes]
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
-    follows = buffer[given + num_tokens - num_decodes * places :]
+    follows = buffer[given + num_tokens - num_decodes * places + 4 * int(buffer[LINES_WORD]) :]
     chunks = torch.arange(num_decodes, num_rows, device=buffer.device)
     shift = decode_rows - num_decodes
     ends = out.cu_seqlens_q[chunks + shift + 1].long()

@@ -23,6 +23,11 @@ class DeviceState:
     """int64 [S]"""
     num_lines: int = 0
     """Lines of memory of fixed size, after which comes one for rows of padding; 0: there are none."""
+    places_of_lines: torch.Tensor | None = None
+    """int32 [num_lines]: where each line is in the memory, with drafts; None: at its number."""
+    spare_places: torch.Tensor | None = None
+    """int32 [rows of decodes]: places of no line, behind them all, where decodes leave the state after each of several
+    places until `take_draws` makes one that of the line."""
     drafts: torch.Tensor | None = None
     """int32 [S, k]: what may follow the last token of each slot, -1 where nothing is drafted; None: there are none.
     Then a step that computes a decode moves its slot on; else `take_draws` does (kernels/step/drafts.py)."""
@@ -34,8 +39,9 @@ class DeviceState:
     @classmethod
     def allocate(
         cls, max_num_seqs: int, num_tables: int, table_width: int, device: torch.device | str, num_lines: int = 0,
-        num_drafts: int = 0, ids: torch.Tensor | None = None, has_adapters: bool = False,
+        num_drafts: int = 0, ids: torch.Tensor | None = None, has_adapters: bool = False, num_spare: int = 0,
     ) -> "DeviceState":  # fmt: skip
+        places = torch.arange(num_lines + 1 + num_spare, dtype=torch.int32, device=device) if num_spare else None
         return cls(
             block_table=torch.zeros(max_num_seqs, num_tables, table_width, dtype=torch.int32, device=device),
             last_token=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
@@ -44,6 +50,8 @@ class DeviceState:
             seed=torch.zeros(max_num_seqs, dtype=torch.int64, device=device), num_lines=num_lines, ids=ids,
             drafts=torch.full((max_num_seqs, num_drafts), -1, dtype=torch.int32, device=device) if num_drafts else None,
             adapters=torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device) if has_adapters else None,
+            places_of_lines=None if places is None else places[:num_lines].clone(),
+            spare_places=None if places is None else places[num_lines + 1 :].clone(),
         )  # fmt: skip
 
 
@@ -66,8 +74,9 @@ class StepBuffers:
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     lines: torch.Tensor
-    """int32 [4, B]: lines that a row reads, writes and keeps, and tokens before that (kernels/recurrent/rows.py);
-    written where the state has lines."""
+    """int32 [5, B]: places of the lines that a row reads, writes and keeps, and tokens before that
+    (kernels/recurrent/rows.py); and, with drafts, the number of the line that it writes. Written where the state has
+    lines."""
     tokens: torch.Tensor
     """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see take_draws."""
     next_ids: torch.Tensor
@@ -82,7 +91,7 @@ class StepBuffers:
         return cls(
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
             positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
-            logits_indices=zeros(max_rows), lines=zeros(4, max_rows), tokens=zeros(max_rows + 1),
+            logits_indices=zeros(max_rows), lines=zeros(5, max_rows), tokens=zeros(max_rows + 1),
             next_ids=zeros(max_tokens),
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Models that draft for another one, a module by method of speculative_config, and what they share (shared.py).
 
-A method has `canonical`, the spelling of its tensors; `Drafter`, one rank's share; `Passes`, a ModelDrafter; and `read`
-of (config.json, folder, target, names of the checkpoint's tensors or none where there is none, num_speculative_tokens),
-a DrafterConfig, which raises ValueError for what cannot draft so. A further one is a module here and a row in
-speculative.METHODS."""
+A method has `canonical` of (name of a tensor, target), its name here; `Drafter`, one rank's share; `Passes`, a
+ModelDrafter; and `read` of (config.json, folder, target, names of the checkpoint's tensors or none where there is none,
+num_speculative_tokens), a DrafterConfig, which raises ValueError for what cannot draft so. A further one is a module
+here and a row in speculative.METHODS."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.weights import TensorSource
-from nanovllm.model_config import DrafterConfig, ModelConfig
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
@@ -33,14 +33,18 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     that cannot draft for it. config: has a folder for a hub id."""
     if not config.model_drafts or model.drafter is not None:
         return model
-    assert config.speculation is not None and config.speculation.model is not None
-    folder = Path(config.speculation.model).absolute()
-    check_configuration(str(folder), folder)
-    if config.load_format == "auto":
-        check_weights(str(folder), folder)
-    names = _tensors(folder, _module(config).canonical)
-    try:
+    assert config.speculation is not None
+    raw: dict[str, Any] = {}
+    folder = Path(config.speculation.model or config.model).absolute()
+    if config.speculation.model is not None:
+        check_configuration(str(folder), folder)
+        if config.load_format == "auto":
+            check_weights(str(folder), folder)
         raw = read_json(folder / "config.json")
+    try:
+        names = _tensors(folder, config, model)
+        if not names and config.load_format == "auto":
+            raise ValueError("no tensor in the checkpoint is one of a layer that drafts")
         drafter = _module(config).read(raw, str(folder), model, names, config.speculation.num_tokens)
         found = replace(model, drafter=drafter)
         found.check_tensor_parallel(config.tensor_parallel_size)
@@ -70,17 +74,17 @@ def passes(config: EngineConfig, context: ModelContext, model: Drafter, backend:
 
 
 def load(
-    drafter: Drafter, settings: DrafterConfig, config: EngineConfig, device: torch.device,
-    progress: Callable[[], None],
-) -> None:  # fmt: skip
-    """Fills the weights in, from their checkpoint or at random. Raises ValueError naming a tensor that is missing,
-    surplus or misshapen."""
-    weights, folder = list(drafter.checkpoint_weights()), Path(settings.folder)
+    drafter: Drafter, model: ModelConfig, config: EngineConfig, device: torch.device, progress: Callable[[], None]
+) -> None:
+    """Fills the weights in, from their checkpoint or at random. model: the target's. Raises ValueError naming a tensor
+    that is missing, surplus or misshapen."""
+    assert model.drafter is not None
+    weights, folder = list(drafter.checkpoint_weights()), Path(model.drafter.folder)
     if config.load_format == "dummy":
         load_dummy(weights, getattr(torch, config.dtype), device, config.seed, progress)
     else:
         try:
-            tensors = _tensors(folder, _module(config).canonical)
+            tensors = _tensors(folder, config, model)
             check_names(weights, tensors, tied_head=False)
             load_checkpoint(weights, tensors, device, progress)
             drafter.check()
@@ -88,8 +92,9 @@ def load(
             raise _of_drafter(folder, error) from None
 
 
-def _tensors(folder: Path, canonical: Callable[[str], str | None]) -> dict[str, TensorSource]:
-    named = ((canonical(name), tensor) for name, tensor in open_checkpoint(folder, None).items())
+def _tensors(folder: Path, config: EngineConfig, model: ModelConfig) -> dict[str, TensorSource]:
+    canonical = _module(config).canonical
+    named = ((canonical(name, model), tensor) for name, tensor in open_checkpoint(folder, None).items())
     return {name: tensor for name, tensor in named if name is not None}
 
 

@@ -30,7 +30,7 @@ from nanovllm.models.renaming import in_checkpoint
 _LAYERS = "target_layer_ids"
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, model: ModelConfig) -> str | None:
     """Our name of a checkpoint's tensor; None: it is not needed."""
     return None if name.endswith(".inv_freq") else name.removeprefix("model.")
 

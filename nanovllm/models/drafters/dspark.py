@@ -21,10 +21,10 @@ from nanovllm.models.drafters.dflash import Passes
 __all__ = ["Drafter", "Passes", "canonical", "read"]
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, model: ModelConfig) -> str | None:
     """Our name of a checkpoint's tensor; None: it is not needed."""
     name = name.removeprefix("model.")
-    return None if name.startswith("confidence_head.") else dflash.canonical(name)
+    return None if name.startswith("confidence_head.") else dflash.canonical(name, model)
 
 
 def read(

@@ -34,7 +34,7 @@ _OFFSETS = "d2t"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def canonical(name: str) -> str | None:
+def canonical(name: str, model: ModelConfig) -> str | None:
     """Our name of a checkpoint's tensor; None: it is not needed."""
     name = name.removeprefix("model.")
     return None if name == "t2d" or name.endswith(".inv_freq") else name.replace("layers.0.", "midlayer.")

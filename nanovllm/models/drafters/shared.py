@@ -44,8 +44,9 @@ class Drafter(WeightedModule, ABC):
     vocab_start: int
     """First of this rank's ids."""
 
-    def __init__(self, context: ModelContext, settings: DrafterConfig, target: Any) -> None:
-        """settings: those of context.config. target: the DecoderForCausalLM that it drafts for."""
+    def __init__(self, context: ModelContext, settings: DrafterConfig, target: Any, columns: int | None = None) -> None:
+        """settings: those of context.config. target: the DecoderForCausalLM that it drafts for. columns: of `fc`, other
+        than those of what it reads."""
         super().__init__()
         config, width = context.config, target.config.hidden_size
         self._group, self._kernels, self._dtype = context.group, context.kernels, context.dtype
@@ -54,7 +55,7 @@ class Drafter(WeightedModule, ABC):
         if EMBEDDING in settings.tensors:
             self.embed_tokens = embedding = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
         self._embed = embedding.embed
-        self.fc = RowParallelLinear(context, width * len(settings.taps), config.hidden_size)
+        self.fc = RowParallelLinear(context, columns or width * len(settings.taps), config.hidden_size)
         self.offsets = torch.zeros(settings.vocab_size, dtype=torch.int64, device=context.device)
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:

@@ -152,9 +152,7 @@ def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
 
 
 _CORRECTION = "mlp.gate.e_score_correction_bias"
-_GLM4_NAMES = CheckpointNames(skipped=("model.layers.46.", "model.layers.92."))
-"""Names of GLM-4.5-Air and GLM-4.5 without the layers after the last one, which draft tokens (multi-token
-prediction)."""
+_GLM4_NAMES = CheckpointNames(skips_next_layer=True)
 _GLM4 = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
 }  # fmt: skip
@@ -168,7 +166,7 @@ _SOLAR = {
     "num_key_value_heads": 8,
 }  # fmt: skip
 _HY3_NAMES = CheckpointNames(
-    {"gate": "router.gate", "shared_experts": "shared_mlp"}, skipped=("model.layers.80.",),
+    {"gate": "router.gate", "shared_experts": "shared_mlp"}, skips_next_layer=True,
     paths={_CORRECTION: "mlp.expert_bias"},
 )  # fmt: skip
 _HY3 = {
