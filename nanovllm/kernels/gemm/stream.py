@@ -43,11 +43,10 @@ def stream_kernel(
 ):  # fmt: skip
     """Grid (tiles of 16 columns). x [rows <= ROWS, K]: of the weights' type, or for weights in e4m3 with X_SCALE
     [groups of K], scale_stride apart, or, where there is none, to be rounded; with GAIN [K] it is normalised first.
-    GATED: weights are [2 n_out, K], and a program has 16 gates and the ups that belong to them. Where IN_BLOCKS, 16
-    divides ROWS_EACH and n_out, and SCALE is [weight rows / ROWS_EACH, groups]; else one for each weight row. WARPS:
-    groups of columns in a step, one or two a warp. PRELOAD: steps of weights in flight; AHEAD: 8 columns of x. res_ptr:
-    None, or [rows, n_out] to be added. DELTA: see add_delta. CODE: "wide", "e4m3", or that of a PackedWeight, whose
-    words and scales are w_ptr and PACKED, and then GROUP and HAS_ZEROS are its."""
+    GATED: weights are [2 n_out, K], and a program has 16 gates and their ups. Where IN_BLOCKS, 16 divides ROWS_EACH and
+    n_out, and SCALE is [weight rows / ROWS_EACH, groups]; else one for each weight row. WARPS: groups of columns in a
+    step. PRELOAD: steps of weights in flight; AHEAD: 8 columns of x. res_ptr: None, or [rows, n_out]. DELTA: see
+    add_delta. CODE: "wide", "e4m3", or a PackedWeight's (words in w_ptr, scales in PACKED), as GROUP and HAS_ZEROS."""
     WIDTH: tl.constexpr = 64 if CODE == "e4m3" else 32
     PIECES: tl.constexpr = 2 if PACKED is None else 4
     RUN: tl.constexpr = 16 if GROUP == 16 else None
