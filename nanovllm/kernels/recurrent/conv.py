@@ -43,6 +43,17 @@ def _move_on(
         tl.store(target + i * C + cols, value, mask=mask)
 
 
+@triton.jit
+def _columns(first, C: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Channels from `first` on of BLOCK_C lanes, TILE for each vector of DIM, and which lanes have one."""
+    lanes = tl.arange(0, BLOCK_C)
+    if TILE == DIM:
+        return first + lanes, first + lanes < C
+    else:
+        cols = first + lanes // TILE * DIM + lanes % TILE
+        return cols, (lanes % TILE < DIM) & (cols < C)
+
+
 @triton.jit(do_not_specialize=["first_row", "num_shares", "num_rows"])
 def _conv_kernel(
     X, WEIGHT, BIAS, LAST, OUT, CU_SEQLENS, READ, WRITE, KEEP, KEEP_AT, x_stride, last_stride, first_row,
@@ -65,13 +76,7 @@ def _conv_kernel(
     if HAS_PLACES:
         count = count_places(READ, WRITE, row, num_rows, True)
     first = tl.program_id(0) * (BLOCK_C // TILE * DIM)
-    lanes = tl.arange(0, BLOCK_C)
-    if TILE == DIM:
-        cols = first + lanes
-        mask = cols < C
-    else:
-        cols = first + lanes // TILE * DIM + lanes % TILE
-        mask = (lanes % TILE < DIM) & (cols < C)
+    cols, mask = _columns(first, C, DIM, TILE, BLOCK_C)
     read = tl.load(READ + row)
     last = LAST + tl.maximum(read, 0).to(tl.int64) * last_stride
     if PDL:
