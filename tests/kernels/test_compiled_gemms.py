@@ -125,7 +125,7 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
         assert "mma.sync" in ptx and ptx.count("bar.sync") <= 12, ptx.count("bar.sync")
 
     launch_dependently(stream, few_packed, packed)
-    compile_only(check, most_spilled=28 if dtype_name == "bfloat16" else None, PTX=True)
+    compile_only(check, most_spilled=28 if dtype_name == "bfloat16" and "int8" not in name else None, PTX=True)
     (code, group, has_zeros), dtype = PACKED_CODES[name], getattr(torch, dtype_name)
     weight = PackedWeight.empty(96, 2000, group, has_zeros, dtype, CPU, code=code)
     residual = empty(1, 96, dtype=dtype)
