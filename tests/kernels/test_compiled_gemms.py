@@ -89,7 +89,7 @@ def compile_packed(code: str, group: int, has_zeros: bool, choices: int) -> None
     for config, gated in zip(expert_tiles(choices, 32, MXFP4), (True, False), strict=True):
         weight = PackedWeight.empty(5760, 2880, group, has_zeros, torch.bfloat16, torch.device("meta"), (32,), code)
         out, bias = empty(1, choices, 2880 if gated else 5760), empty(32, 5760)
-        packed.multiply(empty(choices, 2880), weight, routing, config, bias, out, gated, (1.702, 7.0))
+        packed.multiply(empty(choices, 2880), weight, routing, config, bias, None, out, gated, (1.702, 7.0))
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
         assert "mma.sync" in ptx and ptx.count("bar.sync") <= 12, ptx.count("bar.sync")
 
     launch_dependently(stream, few_packed, packed)
-    compile_only(check, PTX=True)
+    compile_only(check, most_spilled=28 if dtype_name == "bfloat16" and "int8" not in name else None, PTX=True)
     (code, group, has_zeros), dtype = PACKED_CODES[name], getattr(torch, dtype_name)
     weight = PackedWeight.empty(96, 2000, group, has_zeros, dtype, CPU, code=code)
     residual = empty(1, 96, dtype=dtype)
@@ -143,8 +143,8 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
     few_packed.down(h, weight, chosen, PACKED_FEW_EXPERTS[1], residual, bias)
     routing = Routing(empty(9, 1, dtype=torch.float32), *(torch.zeros(9, 3, dtype=torch.int32),) * 2, 1)
     tiles, out = GemmConfig("tile", 16, 8, 512, 2), empty(1, 9, 96, dtype=dtype)
-    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, out, False, (1.0, None))
-    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, out[0, :, :48], True, (1.702, 7.0))
+    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, None, out, False, (1.0, None))
+    packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, None, out[0, :, :48], True, (1.702, 7.0))
 
 
 PACKED_CODES = {

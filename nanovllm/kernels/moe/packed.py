@@ -27,6 +27,7 @@ def multiply(
         raise ValueError(f"4-bit experts [{weight.n}, {weight.k}] do not fit x {list(x.shape)}, {x.stride()}")
     grid = (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0])
     if config.block_m == 8:  # few rows of an expert
+        assert delta is None, "the plan leaves it to tiles of more rows"
         groups = config.block_k // SPAN
         steps = triton.cdiv(weight.words.shape[1], groups)
         packed_stream_kernel[grid](
