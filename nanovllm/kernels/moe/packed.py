@@ -27,12 +27,11 @@ def multiply(
         raise ValueError(f"4-bit experts [{weight.n}, {weight.k}] do not fit x {list(x.shape)}, {x.stride()}")
     grid = (triton.cdiv(out.shape[-1], config.block_n), routing.tiles.shape[0])
     if config.block_m == 8:  # few rows of an expert
-        assert delta is None, "the plan leaves it to tiles of more rows"
         groups = config.block_k // SPAN
         steps = triton.cdiv(weight.words.shape[1], groups)
         packed_stream_kernel[grid](
-            x, weight.words, weight.scales, weight.factors, bias, routing.tiles, routing.order, routing.weights, out,
-            routing.num_tokens, out.shape[-1], K=weight.k, TOP_K=routing.top_k, GATED=gated, ALPHA=activation[0],
+            x, weight.words, weight.scales, weight.factors, bias, delta, routing.tiles, routing.order, routing.weights,
+            out, routing.num_tokens, out.shape[-1], K=weight.k, TOP_K=routing.top_k, GATED=gated, ALPHA=activation[0],
             LIMIT=activation[1], STEPS=steps, PRELOAD=min(config.stages, steps), CODE=weight.code, GROUP=weight.group,
             HAS_ZEROS=weight.has_zeros, PTX=x.is_cuda, PAIRED=gated and weight.n == 2 * out.shape[-1], WARPS=groups,
             num_warps=config.num_warps, maxnreg=config.max_registers or None, **pdl_options(x.device),

@@ -68,7 +68,7 @@ def _x_of_step(
 
 @triton.jit(do_not_specialize=["rows"])
 def packed_stream_kernel(
-    X, W, SCALES, FACTORS, BIAS, TILES, ORDER, WEIGHTS, OUT, rows, n_out,
+    X, W, SCALES, FACTORS, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, n_out,
     K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEPS: tl.constexpr, PRELOAD: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr, WARPS: tl.constexpr,
@@ -114,6 +114,6 @@ def packed_stream_kernel(
     if FACTORS is not None:
         FACTORS += expert * n_out * HALVES
     y = result(sums, FACTORS, BIAS, expert * n_out * HALVES, first, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, 16,
-               False, False, GATED and not PAIRED)  # fmt: skip
+               False, False, GATED and not PAIRED, DELTA, position, end_position)  # fmt: skip
     store_by_choice(y, OUT, WEIGHTS, position, live, choice, first + tl.arange(0, 16), rows, n_out, TOP_K, GATED,
                     False)  # fmt: skip
