@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import compile_only, empty, run_alone
+from compiling import compile_only, empty, launch_dependently, run_alone
 
 pytest.importorskip("triton")
 
@@ -55,6 +55,8 @@ def compile_all(rank: int, capability: int) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma" in ptx
 
+    if capability >= 90:
+        launch_dependently(adapters)
     compile_only(check, most_spilled=64 if capability == 90 else None, capability=capability)
     for rows in (1, 1024):
         for starts in ((0,), (0, 4096, 5120)):
