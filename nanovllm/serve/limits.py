@@ -94,24 +94,34 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _decoded(raw: bytes | msgspec.Raw) -> Any:
-    """The value of valid JSON; a large one is made piece by piece, between which other threads may run."""
-    text = bytes(raw).strip()
-    if len(text) <= _PIECE or text[:1] not in b"[{":
-        return msgspec.json.decode(text)
-    if text[:1] == b"{":
-        return {name: _decoded(one) for name, one in msgspec.json.decode(text, type=dict[str, msgspec.Raw]).items()}
-    if any(mark in text[1:] for mark in b'[{"'):
-        return [_decoded(one) for one in msgspec.json.decode(text, type=list[msgspec.Raw])]
+    """The value of valid JSON; a large one is made piece by piece, between which other threads may run, and without
+    copies of it."""
+    text = memoryview(raw)
+    if len(text) <= _PIECE:
+        return msgspec.json.decode(raw)
+    first, last = 0, len(text) - 1
+    while text[first] in _BLANKS:
+        first += 1
+    if text[first] not in b"[{":
+        return msgspec.json.decode(raw)
+    if text[first] == ord("{"):
+        return {name: _decoded(one) for name, one in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items()}
+    first += 1
+    pieces = (bytes(text[begin : begin + _PIECE]) for begin in range(first, last, _PIECE))
+    if any(mark in piece for piece in pieces for mark in b'[{"'):
+        return [_decoded(one) for one in msgspec.json.decode(raw, type=list[msgspec.Raw])]
     found: list[Any] = []
-    begin, last = 1, len(text) - 1
-    while begin < last:
-        comma = text.find(b",", begin + _PIECE, last)
-        end = last if comma < 0 else comma
-        found += msgspec.json.decode(b"[" + text[begin:end] + b"]")
-        begin = end + 1
+    while text[last] in _BLANKS:
+        last -= 1
+    while first < last:
+        comma = _COMMA.search(text, first + _PIECE)
+        end = comma.start() if comma else last
+        found += msgspec.json.decode(b"".join((b"[", text[first:end], b"]")))
+        first = end + 1
     return found
 
 
+_BLANKS, _COMMA = b" \t\r\n", re.compile(rb",")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}",'))
 _PIECE = 1 << 20

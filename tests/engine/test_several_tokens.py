@@ -64,7 +64,7 @@ def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
         ({"min_tokens": 5}, (), None, 1),
         ({"presence_penalty": 0.5}, (), None, 1),
         ({}, ((3, 4),), None, 1),
-        ({}, (), object(), 1),
+        ({}, (), object(), 4),  # places have masks of their own
         ({"logit_bias": {3: 1.0}, "top_p": 0.5, "allowed_token_ids": (1, 3)}, ((4,),), None, 4),
     ],
 )

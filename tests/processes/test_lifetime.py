@@ -33,7 +33,7 @@ LEAVE = 5.0  # seconds for workers to leave after their program has
 PROLOGUE = f"""
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, however the tests were started
-sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
 from process_checks import GREEDY, LONG, token_ids, tiny_llm
 llm = tiny_llm(sys.argv[1])
 """

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTS = f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
 from process_checks import GREEDY, LONG, tiny_llm, token_ids
 """
 

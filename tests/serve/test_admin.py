@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -199,6 +200,11 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def num_drawn(admin: httpx.Client) -> float:
+    """Number of tokens that were drawn since the server's start."""
+    return float(re.findall(r"vllm:generation_tokens_total{.*} (.+)", admin.get("/metrics").text)[0])
+
+
 def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor, other: Path, tmp_path: Path) -> None:
     """Over a stream, in one call and in three; what is refused changes nothing."""
     before = call(admin, "/weight_checker", action="checksum")["checksums"]
@@ -215,8 +221,9 @@ def test_new_weights_from_a_folder(admin: httpx.Client, pool: ThreadPoolExecutor
 
     call(admin, "/update_weights", 409, update_info={"weight_dir": str(DEMO)})  # none was started
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
+    drawn = num_drawn(admin)
     spanning = pool.submit(call, admin, GENERATE, **body)
-    wait_for(lambda: admin.get("/load").json()["server_load"] == 1, "request")
+    wait_for(lambda: num_drawn(admin) > drawn, "tokens")
     call(admin, "/pause?mode=keep")
     call(admin, "/start_weight_update")
     call(admin, "/resume")
