@@ -126,7 +126,9 @@ def _start_server(environment: dict[str, str]) -> socket.socket:
     with theirs:  # as engines set it
         folders = os.pathsep.join((environment["PYTHONPATH"], str(Path(__file__).parent)))
         command = [sys.executable, "-P", "-m", "fork_server", str(theirs.fileno())]
-        options: dict[str, Any] = {"env": {**environment, "PYTHONPATH": folders, "OMP_WAIT_POLICY": "PASSIVE"}}
+        # numpy's import starts threads of OpenBLAS
+        more = {"PYTHONPATH": folders, "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+        options: dict[str, Any] = {"env": environment | more}
         options["env"].pop(MARK, None)
         options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
         subprocess.Popen(command, pass_fds=[theirs.fileno()], **options)
