@@ -150,6 +150,7 @@ def _ask(server: socket.socket, asked: dict[str, Any], files: list[int]) -> int:
 
 def serve(number: int) -> None:
     """Forks whenever it is asked to, until the other end is closed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # in forks, from their first moment on
     import torch  # noqa: F401
 
     import nanovllm.engine.llm_engine
