@@ -85,6 +85,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if len(body) > _PIECE or body.count(b"[") + body.count(b"{") > JSON_DEPTH:
         _check_structure(body)
     try:
+        # The whole body is looked through first: pieces alone would not show a comma too many.
         value = _decoded(msgspec.json.decode(body, type=msgspec.Raw) if len(body) > _PIECE else body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None

@@ -348,6 +348,12 @@ def test_numbers_beside_a_text_are_fewer() -> None:
             limits.parse_json(b'{"a":' + body + b"}")
 
 
+@pytest.mark.parametrize("body", [b" " * 1_200_000, b"[" + b"1," * 900_000 + b"]"], ids=["blanks", "a comma too many"])
+def test_a_large_body_that_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError, match="not valid JSON"):
+        limits.parse_json(body)
+
+
 def test_a_body_read_in_pieces_is_what_it_is_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is not valid."""
     monkeypatch.setattr(limits, "_PIECE", 16)
