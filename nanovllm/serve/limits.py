@@ -95,25 +95,20 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _decoded(raw: bytes | msgspec.Raw) -> Any:
-    """The value of valid JSON; a large one is made piece by piece, between which other threads may run, and without
-    copies of it."""
+    """The value of valid JSON; a large one, which a Raw has without blanks around it, is made piece by piece, between
+    which other threads may run, and without copies of it."""
     text = memoryview(raw)
     if len(text) <= _PIECE:
         return msgspec.json.decode(raw)
-    first, last = 0, len(text) - 1
-    while text[first] in _BLANKS:
-        first += 1
-    if text[first] not in b"[{":
+    if text[0] not in b"[{":
         return msgspec.json.decode(raw)
-    if text[first] == ord("{"):
+    if text[0] == ord("{"):
         return {name: _decoded(one) for name, one in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items()}
-    first += 1
+    first, last = 1, len(text) - 1
     pieces = (bytes(text[begin : begin + _PIECE]) for begin in range(first, last, _PIECE))
     if any(mark in piece for piece in pieces for mark in b'[{"'):
         return [_decoded(one) for one in msgspec.json.decode(raw, type=list[msgspec.Raw])]
     found: list[Any] = []
-    while text[last] in _BLANKS:
-        last -= 1
     while first < last:
         comma = _COMMA.search(text, first + _PIECE)
         end = comma.start() if comma else last
@@ -122,7 +117,7 @@ def _decoded(raw: bytes | msgspec.Raw) -> Any:
     return found
 
 
-_BLANKS, _COMMA = b" \t\r\n", re.compile(rb",")
+_COMMA = re.compile(rb",")
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{}",'))
 _PIECE = 1 << 20
