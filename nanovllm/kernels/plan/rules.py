@@ -89,11 +89,11 @@ def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1)
 
 
-def norm_starts_early(rows: int, hidden: int, rounds: bool) -> bool:
+def norm_starts_early(rows: int, hidden: int) -> bool:
     """Whether a norm is launched before the kernel ahead of it has ended (PDL). A compromise over 8B and 0.6B: it saves
     time after a GEMM of our own. After one of cuBLAS, which lets nothing start early, it costs 0.5 us. On 0.6B nearly
-    all GEMMs are our own, and before norms whose rows go on in e4m3 (rounds)."""
-    return rows <= (128 if hidden > 2048 and not rounds else TILE_ROWS)
+    all GEMMs are our own."""
+    return rows <= (128 if hidden > 2048 else TILE_ROWS)
 
 
 def merges_before(rows: int, o_weight_bytes: int) -> bool:

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.base.activations import gelu_tanh, silu
-from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
-from nanovllm.kernels.plan.config import TILE_ROWS
 
 KINDS = ("silu", "gelu_tanh", "relu2")
 
@@ -41,7 +39,7 @@ def _load_biased(ROW, BIAS, cols, mask):
 @triton.jit
 def _activation_kernel(
     X, BIAS, OUT, SCALES, scale_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """OUT [rows, SIZE]: the activation of X [rows, SIZE], or of [rows, 2 SIZE], gates first, where GATED; BIAS, of X's
     width or None, is added first. Where there are SCALES [groups of SIZE, scale_stride], OUT is rounded to e4m3. A
@@ -49,9 +47,6 @@ def _activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     start = X + row * (2 * SIZE if GATED else SIZE)
     x = _load_biased(start, BIAS, cols, mask)
     y = _activated(x.to(tl.float32), KIND).to(x.dtype)
@@ -81,9 +76,8 @@ def activation(
         scales, stride = None, 0
     if num_rows:
         _activation_kernel[(num_rows, triton.cdiv(size, block))](
-            x, bias, values, scales, stride, SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4,
-            **pdl_options(x.device, rounds and num_rows <= TILE_ROWS),
-        )  # fmt: skip
+            x, bias, values, scales, stride, SIZE=size, BLOCK=block, KIND=kind, GATED=gated, num_warps=4
+        )
     return out
 
 

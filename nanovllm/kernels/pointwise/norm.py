@@ -178,7 +178,7 @@ def add_norms(
             num_warps=min(max(block // (1024 if parts == 1 else 512), 1), 4 if parts == 1 else 8),
             # A norm's result is rounded before it is added: no multiply-add in bfloat16 may join the two.
             enable_fp_fusion=after is _NONE and multiplier == 1.0,
-            **pdl_options(x.device, norm_starts_early(num_rows, hidden, rounds)),
+            **pdl_options(x.device, norm_starts_early(num_rows, hidden)),
         )  # fmt: skip
     return out, new
 
