@@ -84,7 +84,7 @@ def test_nor_do_drafts_of_recurrent_layers(method: str, tmp_path: Path) -> None:
     mtp_layer.saved("qwen3_5", tmp_path)
     options: dict[str, Any] = {
         "model": str(tmp_path), "skip_tokenizer_init": True, "device": "cuda", "max_num_seqs": 16,
-        "max_model_len": 256, "kvcache_block_size": 32,
+        "max_model_len": 256, "kvcache_block_size": 32, "num_kvcache_blocks": 64,
     }  # fmt: skip
     speculative = {"method": method, "num_speculative_tokens": 3, **(LOOKUP if method == "ngram" else {})}
     prompts = [([(37 * i + 11 * number) % 211 for i in range(23)] * 4)[: 30 + 7 * number] for number in range(8)]
