@@ -59,9 +59,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {},
     "gemma4": {"head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 2, "sliding_window": 50},
-    "gemma4, experts": {
+    "gemma4, experts": {  # of two layers: bfloat16 changes whole texts of four
         "global_head_dim": 128, "sliding_window": 50, "num_experts": 20, "top_k_experts": 4,
-        "moe_intermediate_size": 136,
+        "moe_intermediate_size": 136, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
     },
 }
 PROMPTS = [[(37 * i * i + 11 * n) % 1021 for i in range(n)] for n in (1, 3, 17, 60, 128, 300, 520)]
