@@ -94,7 +94,7 @@ def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr,
 
 @triton.jit
 def _store_heads_rounded(y, ROUNDED, row, heads, mask, HQ: tl.constexpr):
-    """Heads y [HEADS, 128] of a row, or each of its own, to ROUNDED: values e4m3 [rows, HQ * 128], scales [HQ,
+    """Stores heads y [HEADS, 128] of a row, or each of its own, in ROUNDED: values e4m3 [rows, HQ * 128], scales [HQ,
     stride], and this stride, since a head is a group of those that share a scale (kernels/fp8/)."""
     VALUES, SCALES, stride = ROUNDED
     scale = group_scales(y.to(tl.float32))
@@ -241,12 +241,11 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     PARTIAL and LSE as merge_chunks_kernel takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK
     int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and
     its G query heads. A program runs the tiles of all its items in one loop, so that the next item's keys are on their
-    way while this one's result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves.
-    CAP: the soft-cap in units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES:
-    None, or int32 (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values
-    each. FIXED: sums in the order of fixed_order.py, whose units the chunks are; LSE has a unit's maximum and sum. With
-    PLACES above 1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first
-    row, 0 for none.
+    way while this one's result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE. CAP: the
+    soft-cap in units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or
+    int32 (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each.
+    FIXED: sums in the order of fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES
+    above 1 a tile's lanes are heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0.
 
     With PDL work list and block table are read before gdc_wait: the plan's, with an ordinary kernel since (the
     embedding)."""
