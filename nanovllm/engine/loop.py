@@ -130,7 +130,8 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
-        sampling = plan_sampling(plan, self.config.max_num_seqs) if self._num_sampling else None
+        speculates = self.executor.tokens_per_step > 1
+        sampling = plan_sampling(plan, self.config.max_num_seqs, speculates) if self._num_sampling else None
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU

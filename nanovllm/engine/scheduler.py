@@ -76,8 +76,6 @@ class Scheduler:
         """Queues `seq`."""
         assert seq.status is SequenceStatus.WAITING and seq.arrival < 0, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
-        if seq.sampling is None or not seq.sampling.depends_on_output:
-            seq.most_gained = self.drafting.tokens_per_step
         seq.arrival = self._num_added
         self._num_added += 1
         self.waiting.append(seq)
@@ -147,7 +145,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             end = start + 1
             if are_bounds:
-                end, gained = seq.next_end(places), min(seq.most_gained, places)
+                end, gained = seq.next_end(places), places
                 start = end - 1
             if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go

@@ -333,8 +333,8 @@ class ModelRunner:
             num_results = first_chunk_row + num_sample_rows - num_decode_rows
             if speculates:
                 work.finish(step, counts, bool(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
-                if scores is not None:
-                    self.option_sampler.add_drafts(scores, work.state)
+            if section is not None:
+                self.option_sampler.finish(scores, work.state)
             tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
             if pools and logits is not None and num_sample_rows:
