@@ -18,6 +18,9 @@ _NARROW = 2048
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
+_READY = 2
+"""How many times as many rows run, at most, as drafts pay for, while a model that drafts takes in what they compute: so
+that they may have drafts when some have ended."""
 _LEARNT = 1 / 8
 """Weight of a step's drafts in the average of the last ones."""
 
@@ -100,6 +103,13 @@ class Drafting:
         expected = 1 + self._found * self._right
         return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1
 
+    def wants_entries(self, num_rows: int) -> bool:
+        """Whether a model that drafts is to take in what so many rows compute: all drafts being right, they would pay
+        for the rows that are left once most have ended."""
+        places, num_left = self.tokens_per_step, -(-num_rows // _READY)
+        spent = cost(num_left, places, 0, self._place_cost) + self._place_cost.drafting
+        return num_left * places <= self.most_places and places > spent
+
     def wants_drafts(self, rows: Collection[Sequence]) -> bool:
         """Whether a model is to draft for rows that run: the drafts that are right are likely to bring more than places
         and drafting cost."""
@@ -107,7 +117,8 @@ class Drafting:
         if not of.drafting or len(rows) * places > self.most_places:
             return False
         spent = cost(len(rows), places, sum(seq.num_tokens for seq in rows), of) + of.drafting
-        return 1 + (places - 1) * self._right > spent
+        num_able = sum(seq.prefix.has_entries for seq in rows)
+        return len(rows) + num_able * (places - 1) * self._right > spent * len(rows)
 
     def note_found(self, num_tokens: int, num_rows: int) -> None:
         """Notes how many tokens a step's drafter proposed for its rows."""

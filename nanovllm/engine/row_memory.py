@@ -73,6 +73,10 @@ class RowMemory:
         """Number of tokens that all blocks hold together."""
         return min(self.capacity_tokens, self.num_blocks * self.block_size)
 
+    def room_beside(self, num_rows: int) -> int:
+        """Number of rows for which there is memory beside the `num_rows` that run, if they are as long as these."""
+        return num_rows * self.num_free_blocks // max(1, self.num_blocks - self.num_free_blocks)
+
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def fit(self, seq: Sequence, prefix: CachedPrefix, count: int) -> tuple[CachedPrefix, int]:

@@ -119,7 +119,9 @@ class Scheduler:
         if prompts or self.waiting:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
-            plan.drafts = self.drafting.wants_drafts(self.running)
+            if self.config.model_drafts:
+                load = len(self.running) + min(len(self.waiting), self.memory.room_beside(len(self.running)))
+                plan.enter(self.drafting.wants_entries(load), self.drafting.wants_drafts(self.running))
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
                 plan.lines = lines.columns(plan.seqs, plan.keeps)
@@ -293,8 +295,6 @@ class Scheduler:
             plan.num_sample_rows += 1
             seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
-        elif self.config.model_drafts:
-            plan.following_ids.append(seq.token_ids[start + count])
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
         """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode

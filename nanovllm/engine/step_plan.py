@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.step import SlotRecord, pack_step
+from nanovllm.wire.step import DRAFT, ENTER, SlotRecord, pack_step
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class StepPlan:
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
     following_ids: list[int] = field(default_factory=list)
-    """The token after the last of each row that samples none, where a model drafts."""
-    drafts: bool = False
-    """Whether a model drafts after this step."""
+    """Where a model that drafts takes the step in, by row: the token after its last, or whether it may have drafts."""
+    drafts: int = 0
+    """What such a model does after this step: 0, ENTER or DRAFT."""
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +57,18 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_old_rows * self.places
+
+    def enter(self, enters: bool, drafts: bool) -> None:
+        """Says whether a model that drafts takes the step in, and drafts then. Rows that it misses a token of have no
+        drafts any more."""
+        if not enters:
+            for seq in self.seqs:
+                seq.prefix.has_entries = False
+            return
+        self.drafts = DRAFT if drafts else ENTER
+        self.following_ids = [seq.prefix.has_entries for seq in self.seqs[: self.num_sample_rows]]
+        for row in range(self.num_sample_rows, self.num_rows):
+            self.following_ids.append(self.seqs[row].token_ids[self.starts[row] + self.counts[row]])
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""

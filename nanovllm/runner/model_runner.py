@@ -332,7 +332,7 @@ class ModelRunner:
                 )
             num_results = first_chunk_row + num_sample_rows - num_decode_rows
             if speculates:
-                work.finish(step, counts, bool(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
+                work.finish(step, counts, int(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
             if section is not None:
                 self.option_sampler.finish(scores, work.state)
             tokens = work.buffers.tokens[: num_results + speculates]

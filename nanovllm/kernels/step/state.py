@@ -130,7 +130,7 @@ class DraftRows:
     latest: torch.Tensor
     """The last position for which the row has a block, within the model's length."""
     row_slot: torch.Tensor
-    """`slot`, or -1 where the row has ended."""
+    """`slot`, or -1 where the row has ended, or may have no drafts."""
     positions: torch.Tensor
     sample_positions: torch.Tensor
     """Index in its sequence of the token that is drafted."""
