@@ -124,6 +124,7 @@ class Scheduler:
                 plan.enter(self.drafting.wants_entries(load), self.drafting.wants_drafts(self.running))
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
+                plan.keeps |= self.memory.expect_states(plan.seqs[: plan.num_old_rows])
                 plan.lines = lines.columns(plan.seqs, plan.keeps)
             self._last_plan, plan.num_adapted = plan, self.slots.num_adapted(plan.seqs)
         return self._last_plan
@@ -314,6 +315,7 @@ class Scheduler:
         gained: list[tuple[Sequence, int]] = []
         rows = plan.seqs[: plan.num_sample_rows]
         results = self.drafting.results(rows, token_ids, plan.num_decode_rows, plan.places, drafted)
+        results = self.memory.note_passed(plan.keeps, results)
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in results:

@@ -39,6 +39,11 @@ class RowPages:
     """Line of memory of fixed size (engine/lines.py) that the row writes in its next step; LinePool writes both."""
     read_line: int = NO_LINE
     """Line that it reads there; NO_LINE: zeros."""
+    keep_line: int = NO_LINE
+    """Line that gets the state after `keep_at` tokens in the step that passes these, where steps verify drafts."""
+    keep_at: int = -1
+    has_passed: bool = False
+    """Whether that state is there."""
 
 
 @dataclass(slots=True, eq=False)

@@ -34,7 +34,8 @@ class StepPlan:
     block_copies: list[int] = field(default_factory=list)
     """Flat pairs source, destination of blocks to copy, one after another, before anything is computed."""
     keeps: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
-    """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within)."""
+    """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within); of decodes,
+    after so many of their text, if they get there."""
     lines: list[list[int]] = field(default_factory=list)
     """Lines of rows with memory of fixed size, by row: to read, to write, to keep, and tokens before that."""
     new_slots: list[Sequence] = field(default_factory=list)

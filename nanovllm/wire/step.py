@@ -16,7 +16,7 @@
             10 places of each decode, 11 what a model that drafts does: 0 nothing, 1 it takes the step in (ENTER), 2 and
             drafts (DRAFT), 12 rows with an adapter, 13.. reserved
     lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
-           tokens (0: no line)
+           tokens (0: no line), of decodes where steps verify drafts: of their text, if the step brings them there
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  slot of its adapter (-1: none), 1 reserved
 

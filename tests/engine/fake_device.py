@@ -107,6 +107,7 @@ class FakeDevice:
             self.num_computed[slot] = start + len(tokens)
             wrong = [VOCAB_SIZE] * (count - len(tokens))
             node = nodes[row]
+            passed = {0: node} if row < num_decodes and self._gain else {}
             for position, token in enumerate(tokens + wrong, start):
                 node = self._descend(node, token)
                 if position < self.num_computed[slot]:
@@ -116,10 +117,13 @@ class FakeDevice:
                     assert place not in written, f"two rows write {place}"
                     written.add(place)
                     self.kv[place[0]][place[1]] = (self.weights_version, node)
-                if lines[row] and position - start + 1 == lines[row][3]:
-                    self.lines[lines[row][2]] = (self.weights_version, node)
+                if row >= num_decodes or position + 1 < self.num_computed[slot]:
+                    passed[position + 1 - start] = node
             if lines[row]:
                 self.lines[lines[row][1]] = (self.weights_version, nodes[row])
+                at = lines[row][3] - (start if row < num_decodes else 0)
+                if lines[row][2] != NO_LINE and at in passed:
+                    self.lines[lines[row][2]] = (self.weights_version, passed[at])
             if num_decodes <= row < num_samples:
                 gained.append([self._sample(slot, nodes[row])])
         for slot, start in zip(slots, starts, strict=True):
@@ -147,7 +151,8 @@ class FakeDevice:
             self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
         prompt_tokens = data[at + num_records * RECORD_SIZE :]
         if self.lines:
-            del prompt_tokens[data[3] - data[1] : data[3] - data[1] + 4 * num_rows]  # with one place a decode
+            begin = data[3] - data[1] * data[PLACES_WORD]
+            del prompt_tokens[begin : begin + 4 * num_rows]
         if (where := block_copies(packed)) is not None:
             del prompt_tokens[-len(data[where]) :]
             for source, destination in zip(data[where][::2], data[where][1::2], strict=True):

@@ -147,11 +147,13 @@ class WindowsMachine(SchedulerMachine):
 
 
 class LinesMachine(SchedulerMachine):
-    """Layers that remember a state of fixed size: in few lines and many, kept for others, waited for, taken over."""
+    """Layers that remember a state of fixed size: in few lines and many, kept for others, waited for, taken over; by
+    rows that gain several tokens in a step, too."""
 
     highest_num_blocks = 40
     groups = st.sampled_from([(PageGroup(),), (PageGroup(),), (PageGroup(), PageGroup(6))])
     num_lines = st.sampled_from([1, 2, 3, 5, 8, 20])
+    tokens_per_step = st.sampled_from([1, 1, 2, 4, 9])
 
 
 TestLines = LinesMachine.TestCase

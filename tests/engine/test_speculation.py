@@ -300,11 +300,11 @@ def test_wrong_drafts_leave_states_right(
     save(make_model(FAMILIES[family]), FAMILIES[family], tmp_path)
     given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=40) for i in range(len(NUMBERS))]
     after = [params(temperature=0.0, max_tokens=20)] * len(NUMBERS)
-    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16}
-    found, texts = [], []
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16, "num_state_lines": 30}
+    found, hits, texts = [], [], []
     for speculative in (None, {"method": "ngram", "num_speculative_tokens": k}):
         shared = {**sizes, "skip_tokenizer_init": True, "device": "cpu", "speculative_config": speculative}
-        with LLM(str(tmp_path), **shared, **options) as llm:
+        with LLM(str(tmp_path), **{**shared, **options}) as llm:
             padded = PaddedSteps(llm, monkeypatch) if "max_num_batched_tokens" in options else None
             if speculative is not None:
                 use(llm, {"wrong": wrong, "half": right(texts, 0.5)}[drafter])
@@ -314,10 +314,12 @@ def test_wrong_drafts_leave_states_right(
             texts = [text + one[0] for text, one in zip(texts, found[-1][len(texts) :], strict=True)]
             llm.engine.scheduler.check_integrity()
             stats = llm.stats()
+            hits.append(stats.prefix_cache_hits)
             assert padded is None or len(padded.used) > 2
             is_small = "num_kvcache_blocks" in options
             assert (stats.num_preemptions > 0) == is_small and (stats.prefix_cache_hits > 0 or is_small)
     assert found[0] == found[1]
+    assert is_small or "num_state_lines" in options or hits[0] == hits[1], "states of what was decoded are kept as without drafts"
     assert stats.spec_decode_num_draft_tokens > 0
     assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
 
