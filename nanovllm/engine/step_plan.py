@@ -47,9 +47,9 @@ class StepPlan:
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
     following_ids: list[int] = field(default_factory=list)
-    """Where a model that drafts takes the step in, by row: the token after its last, or whether it may have drafts."""
+    """Token after the last of each row, or whether it may have drafts, where a model that drafts takes the step in."""
     drafts: int = 0
-    """What such a model does after this step: 0, ENTER or DRAFT."""
+    """Work of such a model after this step: 0 (none), ENTER or DRAFT."""
 
     @property
     def num_rows(self) -> int:

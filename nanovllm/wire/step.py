@@ -48,7 +48,7 @@ PLACES_WORD = 10
 DRAFTS_WORD = 11
 ADAPTERS_WORD = 12
 ENTER, DRAFT = 1, 2
-"""In DRAFTS_WORD: see the drawing."""
+"""Values of DRAFTS_WORD: see the drawing."""
 NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2

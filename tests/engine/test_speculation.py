@@ -319,7 +319,7 @@ def test_wrong_drafts_leave_states_right(
             is_small = "num_kvcache_blocks" in options
             assert (stats.num_preemptions > 0) == is_small and (stats.prefix_cache_hits > 0 or is_small)
     assert found[0] == found[1]
-    assert is_small or "num_state_lines" in options or hits[0] == hits[1], "states of what was decoded are kept as without drafts"
+    assert is_small or "num_state_lines" in options or hits[0] == hits[1], "states are kept as without drafts"
     assert stats.spec_decode_num_draft_tokens > 0
     assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
 

@@ -190,7 +190,8 @@ def edit_logits_reference(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["SLOT", "RECORDS", "TARGET_ROW"])
 def _count_kernel(SLOT, RECORDS, TARGET_ROW, TOKENS, COUNTS, counts_stride, num_rows, BLOCK: tl.constexpr):
-    """count_tokens of BLOCK rows: the other operands are those of _edit_kernel, TOKENS int32 by row of the step."""
+    """count_tokens of BLOCK rows of SLOT, TARGET_ROW int32 [num_rows] and RECORDS int32 [num_rows, RECORD_WORDS], in
+    COUNTS int32 [S, counts_stride]; TOKENS int32 by row of the step."""
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     has = (g < num_rows) & ((tl.load(RECORDS + g * _RECORD, mask=g < num_rows, other=0) & _PENALTIES) != 0)
     token = tl.load(TOKENS + tl.load(TARGET_ROW + g, mask=has, other=0), mask=has, other=-1)
