@@ -71,6 +71,11 @@ class StepPlan:
         for row in range(self.num_sample_rows, self.num_rows):
             self.following_ids.append(self.seqs[row].token_ids[self.starts[row] + self.counts[row]])
 
+    def sort_decodes(self) -> None:
+        """Rows that are decodes alone come to stand by adapter, since a tile of rows multiplies by each that it has."""
+        order = sorted(range(len(self.seqs)), key=lambda row: self.seqs[row].adapter_slot)
+        self.seqs, self.starts = [self.seqs[row] for row in order], [self.starts[row] for row in order]
+
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
         return pack_step(

@@ -162,8 +162,8 @@ class FakeDevice:
     def _write_states(
         self, lines: list[int], passed: list[int], last: int, decodes: bool, start: int, num_gained: int
     ) -> None:
-        """Writes a row's lines. passed: texts after 0, 1, ... of its tokens; of a decode those before its last that holds
-        can be kept, by their lengths."""
+        """Writes a row's lines. passed: texts after 0, 1, ... of its tokens; of a decode those before its last that
+        holds can be kept, by their lengths."""
         _, write, keep, at = lines
         self.lines[write] = (self.weights_version, last)
         if keep != NO_LINE and (not decodes or 0 <= at - start < num_gained):
