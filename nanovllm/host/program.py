@@ -36,6 +36,8 @@ _STAGES = {
     "capture": ("capturing graphs", 81, 100),
 }
 """Stages of an executor's start: text and range of percents."""
+_SHOWN_OPTIONS = ("model", "max_num_seqs", "dtype", "device", "tensor_parallel_size", "logprobs_mode", "runner")
+"""Options that drivers want to know as they are."""
 
 
 def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
@@ -114,9 +116,8 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
     """Sizes and limits of a started engine, for its driver."""
     config, model = engine.config, engine.model_config
     return {
-        "model": config.model,
+        **{name: getattr(config, name) for name in _SHOWN_OPTIONS},
         "max_model_len": engine.book.max_total_tokens,
-        "max_num_seqs": config.max_num_seqs,
         "vocab_size": model.vocab_size,
         "eos_token_ids": list(model.eos_token_ids),
         "num_kv_tokens": engine.scheduler.memory.num_kv_tokens,
@@ -124,13 +125,8 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "page_groups": engine.executor.state_size.groups,
         "block_size": config.kvcache_block_size,
         "startup_seconds": engine.startup_seconds,
-        "dtype": config.dtype,
-        "device": config.device,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "logprobs_mode": config.logprobs_mode,
         "prefix_caching": config.enable_prefix_caching,
         "max_loras": config.max_loras if config.enable_lora else 0,
-        "runner": config.runner,
         "pooling": None if model.pooling is None else vars(model.pooling),
         "hidden_size": model.hidden_size,
     }
