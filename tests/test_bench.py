@@ -63,6 +63,11 @@ def test_a_mixture_reads_the_experts_that_somebody_chose_and_computes_each_token
     assert computes == pytest.approx(48 * 2 * rows * (layer + 8 * expert))
 
 
+def test_experts_in_a_latent_space_are_as_small_as_it_is() -> None:
+    limits = Roofline(parse_config(PUBLISHED_SHAPES["Nemotron-3-Super-120B-A12B"]), 1, DeviceFigures(1.0, 1.0))
+    assert limits.expert_work == 40 * 2 * 1024 * 2688 and limits.expert_bytes == 2 * limits.expert_work
+
+
 def test_limit_by_hand() -> None:
     """Two requests on a model small enough to count; one of the two, reading or arithmetic, takes no time."""
     model = parse_config(TINY)
