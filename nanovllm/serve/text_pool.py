@@ -13,6 +13,7 @@ from nanovllm.serve.metrics import Metrics
 
 Result = TypeVar("Result")
 IsShort = Callable[[Call, dict[str, Any]], bool]
+"""(a call, its body) -> whether its text is short."""
 SHORT = 512
 """Characters whose tokenizing takes less than a hand-over to a thread and back."""
 _SHORT_NUMBERS, _SHORT_TEXT = 2048, 32 << 10

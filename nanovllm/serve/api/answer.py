@@ -1,4 +1,4 @@
-"""Answers to checked requests: a request in flight is made, and its response sent."""
+"""Answers to requests: checked and tokenized, put in flight, and their responses sent."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,8 +33,8 @@ async def serve(
 async def answer(front: Front, call: Call, prepared: Prepared, make: MakeFormat) -> Request:
     """Sends a request to the engine, and its answer to the client in the format that `make` makes; returns it. Raises
     ApiError where more may be said about tokens than an answer holds, and as `Front.submit`."""
-    fields, prompts, params, max_tokens = prepared[:4]
-    check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
+    most = 0 if prepared.fields.stream else sum(prepared.max_tokens)
+    check_details(front.model.info["vocab_size"], prepared.params, prepared.prompts, most)
     form = make(front.model, call, prepared)
     request = Request(call, prepared, form, front.now())
     call.require_client()  # who may have left while the prompt was tokenized
