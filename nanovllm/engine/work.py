@@ -11,7 +11,7 @@ from nanovllm.errors import check_alive
 
 
 class Work(ABC):
-    """What other threads ask of the one that steps, and what it has not handed out."""
+    """Tasks of other threads for the one that steps, and outputs that it has not handed out."""
 
     def __init__(self) -> None:
         self._work = threading.Condition()

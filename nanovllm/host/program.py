@@ -169,7 +169,7 @@ class DriverLink:
             self._rung.send(b"!")
 
     def send(self, frame: wire.Up) -> None:
-        """From any thread. Raises OSError where the driver has gone."""
+        """Sends a frame. From any thread. Raises OSError where the driver has gone."""
         data = wire.pack(frame)
         with self._sends:
             self._link.sendall(data)

@@ -107,7 +107,7 @@ class ActorProcess:
             self._kill()
 
     def poll(self) -> str | None:
-        """How it has ended; None while it runs."""
+        """Returns how it has ended; None while it runs."""
         return self._how
 
     def wait(self, timeout: float | None = None) -> None:

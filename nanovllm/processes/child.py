@@ -46,7 +46,7 @@ class Process(Protocol):
     """A child process, or what stands for one."""
 
     def poll(self) -> int | str | None:
-        """Its exit code, or how it has ended in words; None while it runs."""
+        """Returns its exit code, or how it has ended in words; None while it runs."""
 
     def wait(self, timeout: float | None = None) -> object:
         """Waits for its end. Raises subprocess.TimeoutExpired."""

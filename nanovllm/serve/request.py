@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
     plan: Plan | None = None
     """Plan by which the answer to a chat is held to a form and read."""
     given: Any = None
-    """What its format needs beside these."""
+    """Value that its format needs beside these."""
 
 
 @dataclass(slots=True, eq=False)
