@@ -11,7 +11,7 @@ from packed_experts import packed_experts
 from test_int4_gemm import made_of
 from test_packed_experts import CLAMPED, CODES
 
-from nanovllm.kernels.gemm import skinny, stream
+from nanovllm.kernels.gemm import fma, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import few_streamed
 from nanovllm.kernels.moe.experts import (
@@ -127,7 +127,7 @@ def test_experts_launched_dependently_in_a_graph_give_the_same_bits(name: str) -
     down, _ = packed_experts(*CODES[name], experts, hidden, width, DTYPE, DEVICE, seed=1)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
+        logits = fma.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
         chosen, biases = Chosen(logits, options), (None, None)
         mixed(residual, gate_up, down, chosen, streaming(4, 2), norm, biases, PLAIN, residual)
         hidden.copy_(residual)

@@ -1,7 +1,7 @@
 """Products of 1 to 8 rows on tensor cores by weights that pass through registers, in 4, 8 or 16 bits, fused with what
-surrounds them in a decoder layer; as gemm/skinny.py, and by its rule: no kernel in flight may write weights.
+surrounds them in a decoder layer; as gemm/fma.py, and by its rule: no kernel in flight may write weights.
 
-The first steps of weights are read into registers before `gdc_wait`, as in gemm/skinny.py. Where one row comes
+The first steps of weights are read into registers before `gdc_wait`, as in gemm/fma.py. Where one row comes
 unrounded every program normalises and rounds all of it: the lane that rounds a number is the one that multiplies by it,
 and one dependent kernel less is worth more than that.
 """
@@ -223,7 +223,7 @@ def linear(
     gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated,
-    residual and delta as in skinny.linear, but that the product is rounded before the activation, and in e4m3 before it
+    residual and delta as in fma.linear, but that the product is rounded before the activation, and in e4m3 before it
     is added."""
     (rows, k), dtype, type_name, in_blocks = tuple(x.shape), x.dtype, "bfloat16", False
     if isinstance(weight, PackedWeight):

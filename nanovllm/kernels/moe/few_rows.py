@@ -1,10 +1,10 @@
 """A mixture of experts for a handful of tokens: two kernels after the router's GEMM, on one rank with norm and residual
 inside.
 
-With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the skinny
-GEMM of one row does (kernels/gemm/skinny.py), and nothing is sorted. Every program finds the experts of its token anew
-from the logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of
-their own, so they do not depend on its neighbours.
+With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the product
+of one row does (kernels/gemm/fma.py), and nothing is sorted. Every program finds the experts of its token anew from the
+logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of their own,
+so they do not depend on its neighbours.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
-from nanovllm.kernels.gemm.skinny import (
+from nanovllm.kernels.gemm.fma import (
     LaneWalk,
     lane_sums,
     load_steps,

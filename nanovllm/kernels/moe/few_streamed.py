@@ -60,7 +60,7 @@ def _of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS: tl.constexpr, walk)
     scales."""
     col, biased, factors, scales = (first + tl.arange(0, 16))[None, :, None], (), (), ()
     for half in tl.static_range(walk.halves):
-        at = (expert * walk.halves + half) * n_out + tl.minimum(col, n_out - 1)
+        at = expert * (walk.halves * n_out) + half * n_out + tl.minimum(col, n_out - 1)
         biased = biased + (_biased(accs[half], BIAS, at, col < n_out, 1.0),)
         if SCALE is not None:
             factors = factors + (tl.load(SCALE + at),)

@@ -1,4 +1,4 @@
-"""Skinny GEMMs, of 1 to 4 rows, fused with what surrounds them in a decoder layer: the decode path of small batches.
+"""Products of 1 to 4 rows on CUDA cores, and what surrounds them in a decoder layer: the decode path of small batches.
 
 At these sizes a GEMM is a read of W, and in a CUDA graph of hundreds of such reads the gaps between kernels
 weigh as much as the reads. So the norm before and the activation or residual after are folded in, and each kernel
@@ -9,10 +9,10 @@ predecessor's end, or calls `gdc_wait` in every program before touching anything
 kernel here does the latter, so the two sorts mix freely: it cannot finish before all of its predecessors have, and no
 buffer is overwritten while an earlier kernel reads it. In return no kernel in flight may write weights.
 
-It multiplies on CUDA cores. A program owns BLOCK_N weight rows, WARPS groups of BLOCK_N / WARPS, and walks K in steps
-of CHUNKS x 256 columns. All tiles are shaped [WARPS, rows of a warp, CHUNKS, 256]: the compiler then gives each warp
-whole rows of W (512 contiguous bytes a load instruction) and its own copy of x, so only the last sum, over 32 lanes,
-crosses threads. The first PRELOAD steps of weights are read into registers *before* `gdc_wait`.
+A program owns BLOCK_N weight rows, WARPS groups of BLOCK_N / WARPS, and walks K in steps of CHUNKS x 256 columns. All
+tiles are shaped [WARPS, rows of a warp, CHUNKS, 256]: the compiler then gives each warp whole rows of W (512 contiguous
+bytes a load instruction) and its own copy of x, so only the last sum, over 32 lanes, crosses threads. The first PRELOAD
+steps of weights are read into registers *before* `gdc_wait`.
 
 A row's result does not depend on how many rows share the launch: its accumulators are its own, their order is fixed.
 """
@@ -140,7 +140,7 @@ def _load_residual(res_ptr, row, rows, col, n_out):
 
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
-def skinny_fma_kernel(
+def fma_kernel(
     x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, DELTA, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
@@ -211,7 +211,7 @@ def linear(
     if not (x.is_contiguous() and weight.is_contiguous()) or x.dtype != weight.dtype:
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
-    skinny_fma_kernel[(triton.cdiv(n, config.block_n),)](
+    fma_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, norm and norm.weight, out, residual, delta, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0,
         ROWS=triton.next_power_of_2(rows), PAIRED=gated, **walk_constants(weight, config), **pdl_options(x.device),
     )  # fmt: skip
