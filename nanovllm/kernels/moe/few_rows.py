@@ -59,6 +59,15 @@ def take_best(keys):
 
 
 @triton.jit
+def best_of(keys, slot):
+    """The expert [WARPS, 1] of a slot; slot 0 has the best."""
+    expert, _, keys = take_best(keys)
+    for _ in range(slot):
+        expert, _, keys = take_best(keys)
+    return expert
+
+
+@triton.jit
 def choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr):
     """The best TOP_K experts, best first, and their weights: tuples of [WARPS, 1]."""
     all_keys = keys
@@ -97,11 +106,7 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by the next kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
-    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
-    expert, _, keys = take_best(keys)
-    for _ in range(slot):
-        expert, _, keys = take_best(keys)
-
+    expert = best_of(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS), slot)
     w_rows, w_live = weight_rows(warp * PER_WARP + tl.arange(0, PER_WARP)[None, :], pid, n_out, BLOCK_N, True)
     row_ptrs = ((W + (expert * (2 * n_out) + w_rows).to(tl.int64) * K)[:, :, None, None],)
     row_live = w_live[:, :, None, None]

@@ -39,7 +39,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     steps_of,
 )
 from nanovllm.kernels.gemm.unpack import SPAN, of_expert
-from nanovllm.kernels.moe.few_rows import Chosen, choice_constants, choose, load_scores, take_best
+from nanovllm.kernels.moe.few_rows import Chosen, best_of, choice_constants, choose, load_scores
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -88,9 +88,7 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by a later kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
-    expert, _, keys = take_best(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS))
-    for _ in range(slot):
-        expert, _, keys = take_best(keys)
+    expert = best_of(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS), slot)
     if is_packed(CODE):
         # One number for all warps: pointers from it take any layout, those from a tensor are moved to another.
         expert = tl.max(tl.max(expert, axis=1), axis=0).to(tl.int64)
@@ -139,41 +137,44 @@ def _of_groups(values, group, past, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _load_step(W, PACKED, numbers, first, n_out, step, GROUPS: tl.constexpr, walk):
-    """Loads a step of weights of a row that has GROUPS groups of columns of each expert; past its end those of the
-    first, or of e4m3 of expert 0."""
-    warp = tl.arange(0, walk.warps)
+def _step_of_e4m3(W, SCALE, numbers, weights, first, n_out, groups, scale_rows, step, ROWS_EACH: tl.constexpr,
+                  GROUPS: tl.constexpr, walk):  # fmt: skip
+    """Pointers [1, W, 1] to a step's weights, of a row that has GROUPS groups of each expert, and past its end those of
+    expert 0; and their factors [W, 1, 1], the experts' weights times the scales of blocks, and past the end 0."""
+    group = step * walk.warps + tl.arange(0, walk.warps)[:, None]
+    expert = _of_groups(numbers, group, tl.zeros([1, 1], tl.int32), GROUPS).to(tl.int64)
+    weight = _of_groups(weights, group, tl.zeros([1, 1], tl.float32), GROUPS)
+    at = SCALE + expert * (scale_rows * groups) + first // ROWS_EACH * groups + group % GROUPS
+    factor = weight * tl.load(at, mask=group // GROUPS < len(numbers), other=0.0)
+    base = (W + expert * (n_out * walk.k) + group % GROUPS * 128)[:, :, None]
+    return tl.permute(base, [1, 0, 2]), factor[:, :, None]
+
+
+@triton.jit
+def _packed_factor(SCALE, numbers, weights, first, n_out, step, GROUPS: tl.constexpr, walk):
+    """Weights of a step's experts, times the factors of rows where there are such: [W, 16 or 1, 1]."""
+    block = (step * walk.warps + tl.arange(0, walk.warps))[:, None, None]
+    factor = _of_groups(weights, block, weights[0] * 0.0, GROUPS)
+    if SCALE is not None:
+        col = (first + tl.arange(0, 16))[None, :, None]
+        at = _of_groups(numbers, block, numbers[0], GROUPS).to(tl.int64) * n_out
+        factor *= tl.load(SCALE + at + tl.minimum(col, n_out - 1))
+    return factor
+
+
+@triton.jit
+def _load_step(W, PACKED, numbers, steps, first, n_out, step, GROUPS: tl.constexpr, walk):
+    """Loads a step of weights: of packed ones of a row that has GROUPS blocks of each expert, past its end those of the
+    first; of e4m3 where `steps` says."""
+    warp = tl.arange(0, walk.warps)[None, :, None]
     if is_packed(walk.code):
-        block = (step * walk.warps + warp)[None, :, None]
+        block = step * walk.warps + warp
         expert = _of_groups(numbers, block, numbers[0], GROUPS).to(tl.int64)
         words, scales = of_expert(W, PACKED, expert, n_out, GROUPS, walk.code, walk.group)
         return load_blocks(words, scales, first, n_out, block % GROUPS, walk)
     else:
-        group = step * walk.warps + warp[:, None]
-        expert = _of_groups(numbers, group, tl.zeros([1, 1], tl.int32), GROUPS).to(tl.int64)
-        base = tl.permute((W + expert * (n_out * walk.k) + group % GROUPS * 128)[:, :, None], [1, 0, 2])
-        cols = tl.arange(0, 64)[None, None, :] + warp[None, :, None] * 0
-        return (load_weights(base, first, n_out, cols, walk),)
-
-
-@triton.jit
-def _load_factor(SCALE, numbers, weights, first, n_out, groups, scale_rows, step, ROWS_EACH: tl.constexpr,
-                 GROUPS: tl.constexpr, walk):  # fmt: skip
-    """Weights of a step's experts, times the scales of e4m3's blocks or the factors of packed rows: [W, 16 or 1, 1].
-    """
-    group = step * walk.warps + tl.arange(0, walk.warps)[:, None]
-    if is_packed(walk.code):
-        block, col = group[:, :, None], (first + tl.arange(0, 16))[None, :, None]
-        factor = _of_groups(weights, block, weights[0] * 0.0, GROUPS)
-        if SCALE is not None:
-            at = _of_groups(numbers, block, numbers[0], GROUPS).to(tl.int64) * n_out
-            factor *= tl.load(SCALE + at + tl.minimum(col, n_out - 1))
-        return factor
-    else:
-        expert = _of_groups(numbers, group, tl.zeros([1, 1], tl.int32), GROUPS).to(tl.int64)
-        weight = _of_groups(weights, group, tl.zeros([1, 1], tl.float32), GROUPS)
-        at = SCALE + expert * (scale_rows * groups) + first // ROWS_EACH * groups + group % GROUPS
-        return (weight * tl.load(at, mask=group < len(numbers) * GROUPS, other=0.0))[:, :, None]
+        cols = tl.arange(0, 64)[None, None, :] + warp * 0
+        return (load_weights(steps[step][0], first, n_out, cols, walk),)
 
 
 @triton.jit
@@ -209,16 +210,15 @@ def _down_kernel(
     # The router ended before the kernel before this one let it start, and weights are always there.
     keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS)
     numbers, weights = choose(keys, TOP_K, RENORMALISE, SCALING)
-    tiles, factors = (), ()
+    tiles, steps = (), ()
     if is_packed(CODE):
         numbers, weights = _of_all_warps(numbers, weights, BLOCK_K)
     else:
         for step in tl.static_range(STEPS):
-            factors = factors + (
-                _load_factor(SCALE, numbers, weights, first, n_out, groups, scale_rows, step, ROWS_EACH, GROUPS, walk),
-            )  # fmt: skip
+            steps = steps + (_step_of_e4m3(W, SCALE, numbers, weights, first, n_out, groups, scale_rows, step,
+                                           ROWS_EACH, GROUPS, walk),)  # fmt: skip
     for step in tl.static_range(PRELOAD):
-        tiles = tiles + _load_step(W, PACKED, numbers, first, n_out, step, GROUPS, walk)
+        tiles = tiles + _load_step(W, PACKED, numbers, steps, first, n_out, step, GROUPS, walk)
     acc = tl.zeros([WARPS, 16, 8], tl.float32)
     if BIAS is not None:
         for slot in tl.static_range(TOP_K):
@@ -237,14 +237,13 @@ def _down_kernel(
     for step in tl.static_range(STEPS):
         x = loaded[step // 8]  # type: ignore[var-annotated]
         if is_packed(CODE):
-            factor = _load_factor(SCALE, numbers, weights, first, n_out, groups, scale_rows, step, ROWS_EACH, GROUPS,
-                                  walk)
+            factor = _packed_factor(SCALE, numbers, weights, first, n_out, step, GROUPS, walk)
         else:
-            factor = x[2] * factors[step]
+            factor = x[2] * steps[step][1]
         acc = add_step((acc,), tiles, x, (factor,), step, H.dtype.element_ty, walk)[0]
         tiles = tiles[1:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + _load_step(W, PACKED, numbers, first, n_out, step + PRELOAD, GROUPS, walk)
+            tiles = tiles + _load_step(W, PACKED, numbers, steps, first, n_out, step + PRELOAD, GROUPS, walk)
     y = finish(acc, 1)
     if ADDS:
         y += residual.to(tl.float32)
