@@ -37,13 +37,13 @@ from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 
 class LaneWalk(NamedTuple):
-    """How a program goes along weight rows. All are constants: what they decide is compiled away."""
+    """Way of a program along weight rows. All are constants: what they decide is compiled away."""
 
     k: Any
     chunks: Any
     """256s of columns in a step."""
     steps: Any
-    """Of a row."""
+    """Steps along a row."""
     warps: Any
     even_k: Any
     """The steps tile k exactly."""

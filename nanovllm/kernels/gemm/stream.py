@@ -185,7 +185,7 @@ class Operands(NamedTuple):
     scale: Tensor | None = None
     """Scales of an FP8Weight, or factors of a PackedWeight's rows; None: all are 1."""
     code: str = "wide"
-    """This and the next two: see Walk."""
+    """Numbers of the weights; for this and the next two see Walk."""
     group: int = 0
     has_zeros: bool = False
     groups: int = 0
@@ -197,6 +197,7 @@ class Operands(NamedTuple):
 
 
 def operands_of(weight: Tensor | FP8Weight | PackedWeight) -> Operands:
+    """Operands of a weight [N, K], or of experts [E, N, K]."""
     if isinstance(weight, PackedWeight):
         factors = weight.factors if weight.group == NV_GROUP else None
         return Operands(weight.words, weight.scales, factors, weight.code, weight.group, weight.has_zeros)

@@ -17,7 +17,7 @@ from nanovllm.kernels.gemm.epilogue import normalise
 
 
 class Walk(NamedTuple):
-    """How a kernel's programs go through their weights. All are constants: what they decide is compiled away."""
+    """Way of a kernel's programs through their weights. All are constants: what they decide is compiled away."""
 
     code: Any
     """Numbers of the weights: "wide" (16 bits), "e4m3", or what PackedWeight has, as `group` and `has_zeros`."""
