@@ -143,7 +143,7 @@ def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepB
 
 
 def forget_torn_ids(state: DeviceState, twin: DeviceState, buffers: StepBuffers) -> None:
-    """Which of two rows with the same random block comes last is left open on a GPU."""
+    """Takes the twin's ids where two rows have the same random block: which comes last is left open on a GPU."""
     if state.ids is not None and twin.ids is not None:
         slots, times = buffers.slot_mapping[0].unique(return_counts=True)
         torn = slots[(times > 1) & (slots >= 0)].long()
