@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -9,19 +10,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import torch
+from programs import ROOT
 
 from nanovllm.kernels.fp8.operands import FP8Weight
 
 
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function of a test's file in an interpreter of its own, for here Triton's interpreter may be on."""
+    """Calls a function of a test's file in a process of its own, for here Triton's interpreter may be on."""
     file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, file.parent)))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, file.parent)))
     command = [sys.executable, "-c", f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with tempfile.TemporaryFile() as output:
+        if fork_server.is_fit():
+            most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            process = fork_server.ForkedCommand(command, output.fileno(), environment, most_files)
+        else:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        with process:
+            code = process.wait(300)
+        output.seek(0)
+        assert code == 0, output.read().decode()
 
 
 def launch_dependently(*modules: Any) -> None:

@@ -34,9 +34,20 @@ def run(*arguments: str | Path, seconds: float = 250, cwd: Path = ROOT, **enviro
     return done.stdout
 
 
+_INTERPRETED = """
+import runpy, sys
+import quick_interpreter
+quick_interpreter.quicken()
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_interpreted(file: str, *arguments: str) -> str:
     """Runs a test's file as a script by Triton's interpreter, which has to be chosen before triton is imported."""
-    return run(file, *arguments, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests"))))
+    folders = (ROOT, ROOT / "tests", Path(file).parent)
+    path = os.pathsep.join(map(str, folders))
+    return run("-c", _INTERPRETED, file, *arguments, TRITON_INTERPRET="1", PYTHONPATH=path)
 
 
 _libc, _test_run = ctypes.CDLL(None), os.getpid()
