@@ -2,17 +2,14 @@
 
 import os
 import re
-import resource
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fork_server
 import torch
-from programs import ROOT
+from programs import ROOT, run_forked
 
 from nanovllm.kernels.fp8.operands import FP8Weight
 
@@ -22,17 +19,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, file.parent)))
-    command = [sys.executable, "-c", f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})"]
-    with tempfile.TemporaryFile() as output:
-        if fork_server.is_fit():
-            most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            process = fork_server.ForkedCommand(command, output.fileno(), environment, most_files)
-        else:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        with process:
-            code = process.wait(300)
-        output.seek(0)
-        assert code == 0, output.read().decode()
+    run_forked(f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})", environment)
 
 
 def launch_dependently(*modules: Any) -> None:

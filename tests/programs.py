@@ -5,11 +5,15 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
+
+import fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,6 +36,23 @@ def run(*arguments: str | Path, seconds: float = 250, cwd: Path = ROOT, **enviro
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=cwd, env=environment)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_forked(code: str, environment: dict[str, str], seconds: float = 300) -> None:
+    """Runs code in a process that has imported torch already, where tests fork. A failure shows all of its output."""
+    command = [sys.executable, "-c", code]
+    with tempfile.TemporaryFile() as output:
+        if fork_server.is_fit():
+            most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            process = fork_server.ForkedCommand(command, output.fileno(), environment, most_files)
+        else:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            ended_with = process.wait(seconds)
+        finally:
+            process.kill()
+        output.seek(0)
+        assert ended_with == 0, output.read().decode()
 
 
 _INTERPRETED = """

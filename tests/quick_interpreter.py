@@ -21,10 +21,12 @@ _VERSION = "3.6."
 _SIGNED = {f"int{bits}": 1 << bits - 1 for bits in (8, 16, 32, 64)}
 _UNSIGNED = {f"uint{bits}": 1 << bits for bits in (8, 16, 32, 64)}
 """Integer types, with the first number that is too large."""
-_FLOATS = {"fp16", "bf16", "fp32", "fp64"}
 _WHOLE = _SIGNED.keys() | _UNSIGNED
-_EXACT = _WHOLE | {"fp32", "fp64"}
-"""Types that remain what they are in any operation of two of them."""
+_HALVES = {"fp16", "bf16"}
+"""Types in which nothing is divided."""
+_FLOATS = _HALVES | {"fp32", "fp64"}
+_ALIKE = _WHOLE | _FLOATS | {"int1"}
+"""Types of which two have a result of the same type."""
 _ORDERS = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
            "ne": "not_equal"}  # fmt: skip
 
@@ -207,9 +209,12 @@ def _operands(check: Any) -> Any:
         elif type(rhs) is not core.tensor:
             rhs = _constant(self, rhs, lhs, div_or_mod)
         if type(lhs) is core.tensor and type(rhs) is core.tensor:
-            left, right = lhs.dtype, rhs.dtype
-            alike = left.name == right.name and (left.name in _EXACT or left.name in _FLOATS and not div_or_mod)
-            if alike or left_ptr and type(left) is core.pointer_type and right.name in _WHOLE:
+            left, right = lhs.dtype.name, rhs.dtype.name
+            if left == right:
+                fit = left in _ALIKE and not (div_or_mod and left in _HALVES)
+            else:
+                fit = left_ptr and right in _WHOLE and type(lhs.dtype) is core.pointer_type
+            if fit:
                 return _in_one_shape(lhs, rhs)
         return check(self, lhs, rhs, left_ptr, right_ptr, arithmetic, div_or_mod)
 
@@ -225,7 +230,7 @@ def _constant(semantic: Any, value: Any, other: Any, div_or_mod: bool) -> Any:
         first = -_SIGNED.get(name, 0)
         if not first <= value < (-first or _UNSIGNED[name]):
             return value
-    elif name not in _FLOATS or kind is not int and kind is not float or div_or_mod and name not in _EXACT:
+    elif name not in _FLOATS or (div_or_mod and name in _HALVES) or (kind is not int and kind is not float):
         return value
     if (found := _constants.get((value, kind, name))) is None:
         found = _constants[value, kind, name] = semantic.scalar_constant(value, other.dtype)
