@@ -118,9 +118,14 @@ class Model:
         return matcher
 
     def admits(self, plan: Plan, text: str) -> bool:
-        matcher = self.matcher(plan)
-        ids = self.ids(text)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        """Whether an engine, which asks for each token what may come next, could write a text (the beginning of a long
+        one)."""
+        matcher, ids = self.matcher(plan), self.ids(text)
+        for token in ids[:200]:
+            if token not in next_ids(self, matcher):
+                return False
+            matcher.consume_token(token)
+        return matcher.try_consume_tokens(ids[200:]) == len(ids[200:]) and matcher.is_accepting()
 
     def write(self, message: "Message", prompt_opens: bool = False) -> str:
         """A message as the family's models write it."""
@@ -210,6 +215,14 @@ def message_of(deltas: list[Delta]) -> Message:
     return Message(texts["reasoning"] or None, texts["content"], calls)
 
 
+def next_ids(model: Model, matcher: Any) -> np.ndarray:
+    """Tokens that may come next; an engine that cannot find them out ends the answer with an error."""
+    mask = np.zeros((1, (len(model.tokenizer) + 31) // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    assert not matcher.is_error(), matcher.get_error()
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+
+
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
 
 
@@ -217,15 +230,11 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
     """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
     rng = random.Random(seed)
     matcher, ids = model.matcher(plan), []
-    words = (len(model.tokenizer) + 31) // 32
-    mask = np.zeros((1, words), np.int32)
     endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *['<|"|>'] * (model.family == "gemma4"))]
     while len(ids) < most:
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+        allowed = next_ids(model, matcher)
         if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):
             return ids, True
         tokens = rng.choice(endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
         ids += tokens[: matcher.try_consume_tokens(tokens)]
-        assert not matcher.is_error(), matcher.get_error()
     return ids, False

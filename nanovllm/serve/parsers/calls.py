@@ -20,6 +20,9 @@ _LONG = 1000
 _EARLY_END = 64
 """Characters of a text that may be longer in which its end cannot stand. Behind them it is the end where the text may
 end there."""
+_REST = r"(~/[^\s\S]/)"
+"""Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is left.
+Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
 _OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
@@ -153,20 +156,20 @@ class ToolFamily:
         last, after = self._form.value_end[0], self._terms(self._form.value_end[:1])
         is_token = isinstance(last, Mark) and self._tags[last].token_id is not None
         end = self._text(last)
-        expression = regex_term(ANYTHING)  # less what is excluded: the library sees at once where that leaves nothing
+        expression = regex_term(ANYTHING)
         if scalars := "|".join(_SCALARS[each] for each in sorted(others & _SCALARS.keys())):
             expression += f" & ~{regex_term(f'[{BLANKS}]*(?:{scalars})[{BLANKS}]*')}"
-            expression += "" if is_token else f" & ~{regex_term(f'(?:{scalars}){literal(end[0])}{ANYTHING}')}"
+            expression += "" if is_token else f" & ~({regex_term(f'(?:{scalars}){literal(end[0])}')} {_REST})"
         if nested := "".join(INITIALS[each] for each in sorted(others - _SCALARS.keys())):
-            expression += f" & ~{regex_term(f'[{BLANKS}]*[{re.escape(nested)}]{ANYTHING}')}"
+            expression += f" & ~({regex_term(f'[{BLANKS}]*[{re.escape(nested)}]')} {_REST})"
         expression = f"({expression})" + (f" & ({text})" if text else "")
         if is_token:
             return expression, after
         is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
         before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
         at_once = literal(end.removeprefix(self._written.value_begin))  # which ends an empty text
-        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)+")
-        return f"(({expression}) {after}) & ~{early}", ""
+        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)")
+        return f"(({expression}) {after}) & ~({early} {_REST})", ""
 
     def _words(self) -> str:
         """The rule for any text as a value."""
