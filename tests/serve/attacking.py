@@ -64,7 +64,8 @@ def watched(
 ) -> Iterator[Watched]:
     """A server that is watched from within. Takes what ready_server takes, and another user's key."""
     watch = watching.Watch(folder / "watch")
-    env = {watching.FILE: str(folder / "watch"), "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "scripts", ROOT / "tests" / "serve")))}
+    places = os.pathsep.join(map(str, (ROOT / "scripts", Path(__file__).parent)))
+    env = {watching.FILE: str(folder / "watch"), "PYTHONPATH": places}
     patches = {"nanovllm.host.handle:MODULE": "watching", "nanovllm.serve.lifecycle:_DESCRIPTORS": 1}
     first = "import watching; watching.watch_front(); "
     with ready_server(folder, *arguments, env=env, limits=patches | (limits or {}), first=first, **options) as server:

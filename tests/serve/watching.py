@@ -1,5 +1,6 @@
 """Watches a server from within: how long its event loop and its engine were held up, in CPU time, so that other work on
-the machine does not count, and how long the loop waited for something. Imported by the processes that are watched; the test reads the file that they map.
+the machine does not count, and how long the loop waited for something. Imported by the processes that are watched; the
+test reads the file that they map.
 
     python -c "import watching; watching.watch_front(); ..."
     python -m watching FD PARENT        an engine, see host/program.py; of SIMULATED_ENGINE, simulated_engine.py
@@ -129,7 +130,7 @@ def _watch_engine() -> None:
 
 
 def _simulate(link: socket.socket) -> None:
-    """Where a signal asks for it, it leaves its front and lingers."""
+    """Runs a simulated engine, which leaves its front and lingers where a signal asks for it."""
     from simulated_engine import simulate
 
     signal.signal(signal.SIGUSR1, lambda *_: (link.shutdown(socket.SHUT_RDWR), time.sleep(60)))

@@ -21,8 +21,8 @@ _EARLY_END = 64
 """Characters of a text that may be longer in which its end cannot stand. Behind them it is the end where the text may
 end there."""
 _REST = r"(~/[^\s\S]/)"
-"""Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is left.
-Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
+"""Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
+left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
 _OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
@@ -33,6 +33,8 @@ _SCALARS = {
 
 class ToolFamily:
     """A family's form of calls, in one tokenizer's tags."""
+
+    arguments_begin = "{"
 
     def __init__(self, form: Form, tags: Tags) -> None:
         self._form, self._written = form, form.written
@@ -80,7 +82,7 @@ class ToolFamily:
     def _body(self, free: bool) -> str:
         tag = self.opening
         if not self.is_tagged:
-            words = rf'"" | /[^{self._written.bare}](.|\n)*/ | ' if free else ""
+            words = rf'"" | /[^{re.escape(self._written.bare)}](.|\n)*/ | ' if free else ""
             return f"body: {words}{tag.lark}? calls"
         body = "TEXT | early" if free else f"{tag.lark} calls"
         return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
@@ -242,7 +244,7 @@ class ToolFamily:
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
                 if output.num_calls == num_calls:
-                    yield from source.expect("{", takes=False)
+                    yield from source.expect(self.arguments_begin, takes=False)
                     _begin_call(name, known, source, output)
                 yield from self._read_arguments(source, output)
                 output.calls_complete = True
