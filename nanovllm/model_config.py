@@ -309,6 +309,11 @@ class ModelConfig:
         return "native" if self.transformers_config is None else "transformers"
 
     @property
+    def most_sums(self) -> int:
+        """Maximum sums over ranks that go side by side, as one of as many times the rows: of an MLP and experts."""
+        return max(1, *(layer.has_dense_mlp + layer.has_experts for layer in self.layers))
+
+    @property
     def usual_context(self) -> int:
         """Tokens of a context that nobody asks to be longer. Under LongRoPE those of the original one: a longer one has
         other frequencies, which change short texts too."""

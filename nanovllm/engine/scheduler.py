@@ -144,22 +144,21 @@ class Scheduler:
                 continue  # a prompt, or a row whose last token is on its way
             if seq.needs_last_token and seq.num_inflight_tokens:
                 continue  # what it may sample next depends on a token that is not here yet
-            start = seq.num_computed_tokens
-            end = start + 1
+            end = seq.num_computed_tokens + 1
             if are_bounds:
                 end, gained = seq.next_end(places), min(seq.most_gained, places)
-                start = end - 1
             if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
-            starts.append(start)
+            starts.append(end - 1)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
             seq.num_inflight_drafts += gained - 1
             left -= places
         plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
-        plan.num_tokens = places * len(seqs)
-        plan.counts = [1] * len(seqs)
+        plan.num_tokens, plan.counts = places * len(seqs), [1] * len(seqs)
+        if self.config.enable_lora:
+            plan.sort_decodes()
         self._num_wide_in_flight += places > 1
         return left
 

@@ -58,6 +58,11 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_old_rows * self.places
 
+    def sort_decodes(self) -> None:
+        """Rows that are decodes alone come to stand by adapter, since a tile of rows multiplies by each that it has."""
+        order = sorted(range(len(self.seqs)), key=lambda row: self.seqs[row].adapter_slot)
+        self.seqs, self.starts = [self.seqs[row] for row in order], [self.starts[row] for row in order]
+
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""
         return pack_step(

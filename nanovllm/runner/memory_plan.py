@@ -271,7 +271,7 @@ def _drafting_buffers(
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     if config.tensor_parallel_size == 1 or not config.uses("peer_all_reduce"):
         return 0
-    rows, halves = config.max_num_batched_tokens, 0
+    rows, halves = config.max_num_batched_tokens * model.most_sums, 0
     if config.overlaps:
         halves = first_half(rows)
     keys = config.most_places + MAX_PREFILL_ROWS

@@ -99,8 +99,9 @@ class ModelRunner:
         self._progress()
         self.memory.count(lambda: group.peer_bytes)
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and group.size > 1:
-            rows, keys = config.max_num_batched_tokens, config.most_places + MAX_PREFILL_ROWS
-            group.use_peer_memory(rows, self.model_config.hidden_size, self.dtype, max_keys=keys)
+            model, keys = self.model_config, config.most_places + MAX_PREFILL_ROWS
+            rows = config.max_num_batched_tokens * model.most_sums
+            group.use_peer_memory(rows, model.hidden_size, self.dtype, max_keys=keys)
         return group
 
     def _build(self, module: torch.nn.Module | None) -> None:

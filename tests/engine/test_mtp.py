@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from exactness.family_cases import CASES, FULL, SHAPE, Case, randomised, save
+from mtp_layer import Layer, saved
 from safetensors.torch import load_file, save_file
 from test_eagle3 import K, Seen, watch
 from test_speculation import draft_always, outputs, params
@@ -20,63 +19,6 @@ from nanovllm.models.drafters import with_drafter
 from nanovllm.models.registry import read_model_config
 
 PROMPTS: list[list[int]] = [[(37 * i + 11) % 211 for i in range(50)], [5], [7, 3, 200, 9, 31, 77]]
-PREFIXES = {"Glm4Moe": "model.layers.4."}
-"""Beginning of the names of such a layer's tensors, by family; of others it is "mtp."."""
-NAMES = {"Glm4Moe": ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")}
-OTHER_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0.", "norm")
-
-
-class Layer:
-    """The definition, with a model of one layer in place of that layer and the norm behind it."""
-
-    def __init__(self, case: Case, target: Any) -> None:
-        torch.manual_seed(3)
-        config = getattr(transformers, f"{case.config}Config")
-        entries = {**SHAPE, **case.entries, "num_hidden_layers": 1, "first_k_dense_replace": 0}
-        entries |= {"layer_types": [FULL]} if "layer_types" in entries else {}
-        self.inner = randomised(transformers.AutoModelForCausalLM, config(**entries))
-        self.target, self.is_glm, self.kind, hidden = target, case.config == "Glm4Moe", case.config, 48
-        self.adds_one = not self.is_glm
-        self.enorm, self.hnorm = ((0.0 if self.adds_one else 1.0) + 0.3 * torch.randn(hidden) for _ in range(2))
-        self.fc = torch.randn(hidden, 2 * hidden) * 0.2
-
-    def save(self, folder: Path) -> None:
-        """Adds its tensors to the target's checkpoint."""
-        prefix, (enorm, hnorm, fc, layer, norm) = PREFIXES.get(self.kind, "mtp."), NAMES.get(self.kind, OTHER_NAMES)
-        self.inner.save_pretrained(folder / "inner")
-        own = {f"{enorm}.weight": self.enorm, f"{hnorm}.weight": self.hnorm, f"{fc}.weight": self.fc}
-        for name, tensor in load_file(folder / "inner" / "model.safetensors").items():
-            if name.startswith("model.layers.0."):
-                own[layer + name.removeprefix("model.layers.0.")] = tensor
-            elif name == "model.norm.weight":
-                own[f"{norm}.weight"] = tensor
-        found = load_file(folder / "model.safetensors")
-        if self.is_glm:  # as published, beside the model's own
-            own |= {"embed_tokens.weight": found["model.embed_tokens.weight"].clone(),
-                    "shared_head.head.weight": found["lm_head.weight"].clone()}  # fmt: skip
-        save_file({**found, **{prefix + name: tensor for name, tensor in own.items()}}, folder / "model.safetensors")
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        eps = self.target.config.rms_norm_eps
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + self.adds_one, eps)
-
-    def drafts(self, ids: list[int], hidden: torch.Tensor, count: int) -> tuple[list[int], torch.Tensor]:
-        """See eagle_head.Twin."""
-        found, text, rows, seen = [], torch.tensor(ids), [], []
-        handle = self.inner.model.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0][0, -1:]))
-        for _ in range(count):
-            embedded = self.target.get_input_embeddings()(text)
-            if self.is_glm:
-                embedded[0] = 0.0
-            x = torch.cat([self._norm(embedded, self.enorm), self._norm(hidden, self.hnorm)], -1) @ self.fc.T
-            normed = self.inner.model(inputs_embeds=x[None]).last_hidden_state[0, -1:]
-            rows.append(normed[0])
-            found.append(int(self.target.lm_head(normed).argmax()))
-            text = torch.cat([text, torch.tensor(found[-1:])])
-            hidden = torch.cat([hidden, seen[-1] if self.is_glm else normed])
-        handle.remove()
-        return found, rows[0]
-
 
 @contextmanager
 def engine(folder: Path, method: str | None, **options: Any) -> Iterator[LLM]:
@@ -101,17 +43,6 @@ def check(seen: list[Seen], texts: dict[int, list[int]], layer: Layer) -> None:
         assert drafts[:count] == expected[:count], (seed, length)
         num_full += count == K
     assert num_full > len(seen) // 2
-
-
-def saved(name: str, folder: Path) -> Layer:
-    case = CASES[name]
-    target = randomised(
-        transformers.AutoModelForCausalLM, getattr(transformers, f"{case.config}Config")(**{**SHAPE, **case.entries})
-    )
-    save(target, case, folder)
-    layer = Layer(case, target)
-    layer.save(folder)
-    return layer
 
 
 @pytest.mark.parametrize(

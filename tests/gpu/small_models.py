@@ -25,6 +25,9 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
 }  # fmt: skip
 SMALL_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 136}
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 50, "query_pre_attn_scalar": 64},
@@ -47,6 +50,19 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     # transformers reads swiglu_limit from 5.18 or so on; before it takes gpt-oss's own number, as here.
     "gpt_oss": {"num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 50, "swiglu_limit": 7.0},
+    # Heads of recurrent layers as published: 128 x 128 of Qwen3.5, 64 of Mamba-2 with states of 128.
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": {**_DELTA, "num_experts": 32, **SMALL_EXPERTS, "shared_expert_intermediate_size": 200},
+    "nemotron_h": {
+        "mamba_num_heads": 16, "mamba_head_dim": 64, "n_groups": 4, "ssm_state_size": 128, "n_routed_experts": 24,
+        **SMALL_EXPERTS, "moe_shared_expert_intermediate_size": 200,
+    },
+    "lfm2": {},
+    "gemma4": {"head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 2, "sliding_window": 50},
+    "gemma4, experts": {  # of two layers: bfloat16 changes whole texts of four
+        "global_head_dim": 128, "sliding_window": 50, "num_experts": 20, "top_k_experts": 4,
+        "moe_intermediate_size": 136, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 PROMPTS = [[(37 * i * i + 11 * n) % 1021 for i in range(n)] for n in (1, 3, 17, 60, 128, 300, 520)]
 OPTIONS: dict[str, Any] = {

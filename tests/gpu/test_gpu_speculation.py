@@ -6,7 +6,9 @@ from typing import Any
 
 import block_head
 import eagle_head
+import mtp_layer
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import drafting
@@ -17,6 +19,7 @@ DUMMY = {
     "hf_overrides": {"num_hidden_layers": 4},
 }  # fmt: skip
 DEMO = {"model": "demo", "device": "cuda"}
+LOOKUP = {"prompt_lookup_min": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,7 @@ def outputs(speculative: dict[str, Any] | None, most_id: int, **options: Any) ->
 @pytest.mark.parametrize("eager", [False, True])
 def test_outputs_are_those_without_drafts(k: int, eager: bool) -> None:
     expected, _ = outputs(None, 9000, enforce_eager=eager, **DUMMY)
-    lookup = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
+    lookup = {"method": "ngram", "num_speculative_tokens": k, **LOOKUP}
     found, (_, num_accepted) = outputs(lookup, 9000, enforce_eager=eager, **DUMMY)
     assert found == expected and num_accepted > 0
 
@@ -72,3 +75,36 @@ def test_nor_do_heads(method: str, tmp_path: Path) -> None:
     found = [outputs(head, 1000, enforce_eager=eager, **DEMO) for eager in (False, True)]
     assert [texts for texts, _ in found] == [expected] * 2
     assert found[0][1] == found[1][1] and found[0][1][0] > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+def test_nor_do_drafts_of_recurrent_layers(method: str, tmp_path: Path) -> None:
+    """Whose states are those after the tokens that hold: what a row draws has the log-probability that it has in its
+    whole text, computed as a prompt, up to the noise of rows without drafts."""
+    mtp_layer.saved("qwen3_5", tmp_path)
+    options: dict[str, Any] = {
+        "model": str(tmp_path), "skip_tokenizer_init": True, "device": "cuda", "max_num_seqs": 16,
+        "max_model_len": 256, "kvcache_block_size": 32, "num_kvcache_blocks": 64,
+    }  # fmt: skip
+    speculative = {"method": method, "num_speculative_tokens": 3, **(LOOKUP if method == "ngram" else {})}
+    prompts = [([(37 * i + 11 * number) % 211 for i in range(23)] * 4)[: 30 + 7 * number] for number in range(8)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True, logprobs=0)
+    runs = []
+    for drafts, eager in ((None, True), (speculative, True), (speculative, False)):
+        with LLM(**options, speculative_config=drafts, enforce_eager=eager) as llm:
+            found = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+            assert (llm.stats().spec_decode_num_draft_tokens > 0) == (drafts is not None)
+        runs.append(([one.token_ids for one in found], [scores_of(one.token_ids, one.logprobs) for one in found]))
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    noise = []
+    with LLM(**options) as llm:
+        for texts, ours in runs:
+            llm.reset_prefix_cache()
+            whole = llm.generate([a + b for a, b in zip(prompts, texts, strict=True)], scored, use_tqdm=False)
+            exact = [scores_of(ids, one.prompt_logprobs[-len(ids) :]) for ids, one in zip(texts, whole, strict=True)]
+            noise.append(max(abs(torch.tensor(ours) - torch.tensor(exact)).flatten().tolist()))
+    assert max(noise[1:]) < 2 * noise[0] + 0.01, noise
+
+
+def scores_of(ids: list[int], logprobs: Any) -> list[float]:
+    return [at[each].logprob for each, at in zip(ids, logprobs, strict=True)]

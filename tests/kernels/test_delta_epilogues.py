@@ -77,7 +77,7 @@ def test_sums_are_added_before_the_rounding(kind: str, config: GemmConfig, rows:
     delta = torch.randn(rows, N, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     delta[0] = -0.0
     plain = linear(x, weight, config, gated=gated)
-    found = linear(x, weight, config, gated=gated, delta=delta)
+    found = linear(x, weight, config, gated=gated, delta=delta.clone())
     base = linear(x, weight, config)
     wide = (base.sum(0) if base.dim() == 3 else base).double() + delta.double()
     if gated:

@@ -142,6 +142,14 @@ def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepB
         assert torch.equal(found, wanted) if isinstance(found, torch.Tensor) else found == wanted, f.name
 
 
+def forget_torn_ids(state: DeviceState, twin: DeviceState, buffers: StepBuffers) -> None:
+    """Takes the twin's ids where two rows have the same random block: which comes last is left open on a GPU."""
+    if state.ids is not None and twin.ids is not None:
+        slots, times = buffers.slot_mapping[0].unique(return_counts=True)
+        torn = slots[(times > 1) & (slots >= 0)].long()
+        state.ids.view(-1)[torn] = twin.ids.view(-1)[torn]
+
+
 def prepare_bounds(step: Step, state: DeviceState, rng: random.Random) -> None:
     """Decodes begin where the slot is; with drafts some have fewer places, or none, up to their bound."""
     computed = {record.slot: record.num_computed for record in step.records}
@@ -173,6 +181,7 @@ def test_apply_and_expand_equal_their_twins(
     expand_rows(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(rows, tokens), decode_rows)
     expand_rows_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(rows, tokens), decode_rows)
     assert_same(buffers, twin_buffers)
+    forget_torn_ids(state, twin_state, twin_buffers)
     assert_same(state, twin_state)
 
 
@@ -191,8 +200,9 @@ def test_prepare_decode_equals_its_twin(case: int, num_tables: int, num_drafts: 
         buffers, twin_buffers = (poisoned_buffers(bucket, bucket, device, num_tables) for _ in range(2))
         prepare_decode(packed, max_num_seqs, state, BLOCK_SIZE, buffers.narrow(bucket, bucket))
         prepare_decode_reference(packed, max_num_seqs, twin_state, BLOCK_SIZE, twin_buffers.narrow(bucket, bucket))
-        assert_same(state, twin_state)
         assert_same(buffers, twin_buffers)
+        forget_torn_ids(state, twin_state, twin_buffers)
+        assert_same(state, twin_state)
 
 
 @pytest.mark.parametrize("case", range(20))

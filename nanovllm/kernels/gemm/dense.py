@@ -44,12 +44,12 @@ def linear(
 
 
 def library_linear(x: Tensor, weight: Tensor, delta: Tensor | None) -> Tensor:
-    """x [M, K] @ weight [N, K]^T, plus delta float32 [M, N] if there is one, rounded once, by the library. Rows whose
-    delta is -0.0 have the bits of F.linear."""
+    """x [M, K] @ weight [N, K]^T, plus delta [M, N] in float32 or, on a GPU, in x's dtype, if there is one, rounded
+    once, by the library. Rows whose delta is -0.0 have the bits of F.linear. The result may be where delta was."""
     if delta is None:
         return F.linear(x, weight)
     if x.is_cuda:  # as the product alone, but that its float32 sums begin with delta, rounded
-        return torch.addmm(delta.to(x.dtype), x, weight.t())
+        return delta.to(x.dtype).addmm_(x, weight.t())
     y = F.linear(x, weight)
     if x.dtype == torch.float32:
         return y.add_(delta)
