@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
-from nanovllm.speculative import METHODS
+from nanovllm.speculative import METHODS, shared_lanes
 
 _COSTS = ((16, 1.12), (64, 1.15), (128, 1.25), (256, 1.6))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
@@ -42,7 +42,9 @@ class PlaceCost(NamedTuple):
         found, speculation = cls._of_places(model), config.speculation
         if speculation is None or model.implementation == "transformers":  # which is served without drafts
             return found
-        lanes = _lanes(config, max(layer.head_dim for layer in model.layers))
+        lanes, head_dim = 1, max(layer.head_dim for layer in model.layers)
+        if config.attention_backend in ("auto", "triton"):
+            lanes = shared_lanes(head_dim, config.kv_cache_dtype == "fp8", config.exact_bits is not None)
         found = found._replace(together=max(1, lanes * model.num_key_value_heads // model.num_attention_heads))
         method = METHODS[speculation.method]
         layers = method.layers_by_pass + method.layers_by_token * speculation.num_tokens
@@ -68,13 +70,6 @@ def cost(num_rows: int, places: int, num_keys: int, of: PlaceCost) -> float:
     tokens = next((factor - 1 for most, factor in _COSTS if num_rows * places <= most), float("inf"))
     reads = -(-places // of.together)
     return 1 + of.factor * tokens + (reads - 1) * num_keys / (of.num_keys + num_keys)
-
-
-def _lanes(config: EngineConfig, head_dim: int) -> int:
-    """Query heads that read a key head together (kernels/attention/decode_plan.py)."""
-    if config.attention_backend not in ("auto", "triton") or (config.exact_bits is not None and head_dim > 128):
-        return 1
-    return 32 if head_dim <= 128 and config.kv_cache_dtype != "fp8" and config.exact_bits is None else 16
 
 
 class Drafting:

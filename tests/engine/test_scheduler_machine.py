@@ -5,7 +5,9 @@ The properties themselves are asserted by Simulation at each step; the machine h
 
 import random
 from typing import Any
+from unittest import TestCase
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulation import Request, Simulation, Watcher
@@ -154,8 +156,15 @@ class LinesMachine(SchedulerMachine):
     num_lines = st.sampled_from([1, 2, 3, 5, 8, 20])
 
 
-TestLines = LinesMachine.TestCase
-TestTinyMemory = SchedulerMachine.TestCase
-TestSeveralTokens = SeveralTokensMachine.TestCase
-TestWindows = WindowsMachine.TestCase
-TestRoomyMemory = RoomySchedulerMachine.TestCase
+def examples_of(machine: type[SchedulerMachine]) -> type[TestCase]:
+    """Half of the usual number: five machines draw of the same rules."""
+    found: type[TestCase] = machine.TestCase
+    found.settings = settings(max_examples=settings.default.max_examples // 2)
+    return found
+
+
+TestLines = examples_of(LinesMachine)
+TestTinyMemory = examples_of(SchedulerMachine)
+TestSeveralTokens = examples_of(SeveralTokensMachine)
+TestWindows = examples_of(WindowsMachine)
+TestRoomyMemory = examples_of(RoomySchedulerMachine)

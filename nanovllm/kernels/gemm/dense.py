@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import fixed_order, skinny, stream, tile
+from nanovllm.kernels.gemm import fixed_order, fma, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -24,10 +24,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
-    * up, [M, N / 2]; not by the library. norm, residual: as in skinny.linear, by kernels for few rows alone.
+    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
     delta: as there, added to the first part."""
     if config.is_skinny:
-        few = stream if config.kernel == "stream" else skinny
+        few = stream if config.kernel == "stream" else fma
         return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
     assert norm is residual is None, config
     if config.kernel == "tile":
