@@ -34,7 +34,7 @@ from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
-from nanovllm.runner.memory_plan import check_room, host_share
+from nanovllm.runner.memory_plan import check_room, host_share, step_room
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
@@ -202,7 +202,7 @@ class ModelRunner:
             return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         budget = self.memory.kv_budget(config.gpu_memory_utilization)
-        memory.choose_lines(budget)
+        memory.choose_lines(budget - (step_room(config, self.model_config, self.device) if memory.slot_bytes else 0))
         fixed = memory.fixed_bytes
         if fixed:  # before anything is allocated
             num_blocks(budget, *needs, None, option, self.memory.crowded, fixed)

@@ -227,7 +227,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
                             PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr,
                             CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
-                            ENDS=None, window=None, PLACES: tl.constexpr = 1):
+                            ENDS=None, window=None, PLACES: tl.constexpr = 1, MIXED: tl.constexpr = False):
     """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or PARTIAL and LSE as merge_chunks_kernel
     takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK int32 [entries, 4] (work_list.py),
     NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and its G query heads. A
@@ -237,9 +237,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED:
     sums in the order of fixed_order.py, whose units the chunks are; LSE has a unit's maximum and sum. With PLACES above
     1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
-
-    With PDL work list and block table are read before gdc_wait: the plan's, with an ordinary kernel since (the
-    embedding)."""
+    MIXED: a value that the row does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are
+    read before gdc_wait: the plan's, with an ordinary kernel since (the embedding)."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
@@ -258,15 +257,16 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         row_and_slot, first, end, chunk_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        known = None if TMA else keys_within(n, first, end, BLOCK_N, WINDOWED)
+        known = None if TMA and not MIXED else keys_within(n, first, end, BLOCK_N, WINDOWED)
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
-        v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA and not MIXED)
         own_end = tl.load(ENDS + row * PLACES + place, mask=place < PLACES, other=0) if PLACES > 1 else end
         q = _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
         visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, scale_stride, PAGE, BLOCK_N)
+            scales = tl.where(known, scales, 0) if MIXED else scales
             state = attend_e4m3(q, k, v, scales, state, scale_log2, visible, CAP)
         elif FIXED:
             ends = is_last | ends_chunk(n + BLOCK_N)
@@ -313,10 +313,10 @@ class DecodeAttention:
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None,
-                 rounds: bool = False) -> torch.Tensor | FP8Rows:
+                 rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: where they are, `out`
-        is rounded by the same kernel, and returned as [num_rows, Hq * D]."""
+        is rounded by the same kernel, and returned as [num_rows, Hq * D]. mixed: see KVCache."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -325,7 +325,8 @@ class DecodeAttention:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
         block_n = tile_keys(spec.head_dim) if plan.fixed_order else c.block_n
         use_tma = self.has_tma and self.block_size % block_n == 0
-        k, v = (paged_descriptor(x, block_n) if use_tma else x for x in (k_cache, v_cache))
+        k = paged_descriptor(k_cache, block_n) if use_tma else k_cache
+        v = paged_descriptor(v_cache, block_n) if use_tma and not mixed else v_cache
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
         decode_attention_kernel[(programs,)](
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
@@ -337,7 +338,7 @@ class DecodeAttention:
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
-            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends,
+            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends, MIXED=mixed,
             window=spec.window if together > 1 else None, **pdl_options(q.device))
         if most_chunks == 1:
             return out
