@@ -310,7 +310,7 @@ class ModelConfig:
 
     @property
     def most_sums(self) -> int:
-        """Maximum sums over ranks that go side by side, as one of so many times the rows: of a dense MLP and experts."""
+        """Maximum sums over ranks that go side by side, as one of as many times the rows: of an MLP and experts."""
         return max(1, *(layer.has_dense_mlp + layer.has_experts for layer in self.layers))
 
     @property

@@ -39,28 +39,27 @@ class RequestMetrics:
 
 
 class _ByName:
-    """Base of outputs whose attributes of _NAMES are also reachable as out[name], and by dict(out)."""
+    """Base of dataclasses whose fields, and the properties of _MORE, are also reachable as out[name], and by
+    dict(out)."""
 
-    _NAMES: ClassVar[tuple[str, ...]]
+    _MORE: ClassVar[tuple[str, ...]] = ()
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._NAMES:
+        if name not in self.keys():
             raise KeyError(name)
         return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._NAMES)
+        return iter(self.keys())
 
     def keys(self) -> tuple[str, ...]:
         """Names that out[name] accepts."""
-        return self._NAMES
+        return (*vars(self), *self._MORE)
 
 
 @dataclass
 class StepOutput(_ByName):
     """Tokens that one completion of a request gained in one step."""
-
-    _NAMES = ("request_id", "new_token_ids", "finished", "finish_reason", "index", "stop_reason", "logprobs")
 
     request_id: int
     new_token_ids: list[int]
@@ -82,10 +81,7 @@ class StepOutput(_ByName):
 class CompletionOutput(_ByName):
     """One continuation of a prompt."""
 
-    _NAMES = (
-        *("index", "text", "token_ids", "finish_reason", "stop_reason"),
-        *("logprobs", "cumulative_logprob", "metrics", "sampling_mask", "weight_versions"),
-    )
+    _MORE = ("cumulative_logprob",)
 
     index: int
     text: str
@@ -111,10 +107,7 @@ class RequestOutput(_ByName):
     """A finished request. The first completion's text, token_ids and finish_reason are reachable here too. Every field
     is also reachable as out["text"]."""
 
-    _NAMES = (
-        *("request_id", "prompt", "prompt_token_ids", "outputs", "num_cached_tokens", "metrics", "finished"),
-        *("prompt_logprobs", "text", "token_ids", "finish_reason"),
-    )
+    _MORE = ("text", "token_ids", "finish_reason")
 
     request_id: int
     prompt: str | None

@@ -18,7 +18,7 @@ from typing import Any
 from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.host import wire
-from nanovllm.host.program import SocketIntake
+from nanovllm.host.program import DriverLink
 
 BLOCK_SIZE, BLOCKS = 128, 1 << 16
 END = 1023
@@ -43,7 +43,7 @@ class Simulator:
     """Rows in flight, and the clock that they follow."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link, self._intake = link, SocketIntake(link)
+        self._driver = DriverLink(link)
         self._rows: dict[int, _Row] = {}
         self._open: dict[int, int] = {}
         """Completions of each request that have not ended."""
@@ -53,7 +53,7 @@ class Simulator:
         """Serves until the front leaves, which EOFError says."""
         start = None
         while start is None:
-            start = self._intake.next(1.0)
+            start = self._driver.next(1.0)
         assert isinstance(start, wire.Start)
         options = json.loads(os.environ.get("SIMULATED_ENGINE", "{}")) | start.options
         self._text, rate, self._most = options["text"], options["rate"], options.get("rows", 1 << 30)
@@ -61,10 +61,10 @@ class Simulator:
         stamps = os.open(options.get("stamps", os.devnull), os.O_WRONLY | os.O_APPEND)
         limits = {name: options.get(name, most) for name, most in (("max_model_len", 1 << 20), ("max_num_seqs", 4096))}
         info = {**limits, "runner": "generate", "vocab_size": 1024, "eos_token_ids": [END]}
-        self._send(wire.Progress("simulating", 50, start.model))
+        self._driver.send(wire.Progress("simulating", 50, start.model))
         memory = {"num_kvcache_blocks": BLOCKS, "num_kv_tokens": BLOCKS * BLOCK_SIZE, "block_size": BLOCK_SIZE}
-        self._send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
-        self._send(Step(stats=EngineStats(iteration_tokens=(0,) * 14)))
+        self._driver.send(wire.Ready(info | memory | {"page_groups": [(None, 1)]}))
+        self._driver.send(Step(stats=EngineStats(iteration_tokens=(0,) * 14)))
         deadline = time.monotonic()
         while True:
             self._take_in(0.0 if self._rows else 1.0)
@@ -77,14 +77,14 @@ class Simulator:
                 self._take_in(0.0)
             step = self._step()
             sent = time.monotonic()
-            self._send(step)
+            self._driver.send(step)
             os.write(stamps, struct.pack("<d", sent))
 
     def _take_in(self, seconds: float) -> None:
         if time.monotonic() - self._alive > 1.0:
             self._alive = time.monotonic()
-            self._send(wire.Alive())
-        while (frame := self._intake.next(seconds)) is not None:
+            self._driver.send(wire.Alive())
+        while (frame := self._driver.next(seconds)) is not None:
             self._take(frame)
             seconds = 0.0
 
@@ -113,9 +113,6 @@ class Simulator:
                 del self._open[row.request_id]
                 step.done.append(Done(row.request_id))
         return step
-
-    def _send(self, frame: wire.Frame) -> None:
-        self._link.sendall(wire.pack(frame))
 
 
 def simulate(link: socket.socket) -> None:

@@ -3,25 +3,23 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from programs import ROOT, run_forked
 
 from nanovllm.kernels.fp8.operands import FP8Weight
 
 
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function of a test's file in an interpreter of its own, for here Triton's interpreter may be on."""
+    """Calls a function of a test's file in a process of its own, for here Triton's interpreter may be on."""
     file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (Path(__file__).parent, file.parent)))
-    command = [sys.executable, "-c", f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, file.parent)))
+    run_forked(f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})", environment)
 
 
 def launch_dependently(*modules: Any) -> None:

@@ -35,6 +35,7 @@ NAME = "fork-server"
 MARK = "NANOVLLM_TEST_MARK"
 """An environment variable that workers inherit: finds them whoever their parent is by now."""
 _READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "TRITON_", "LD_", "PYTHON")
+_READ_LATER = ("PYTHONPATH", "OMP_WAIT_POLICY", "TRITON_CACHE_DIR")
 _MOST_BYTES = 1 << 17
 _FIRST_FREE = 200
 """The server's own files are numbered from here, so that none has a number that a child wants."""
@@ -87,8 +88,8 @@ def fork(command: list[str], environment: dict[str, str], files: dict[int, int],
 
 def _key(environment: dict[str, str]) -> tuple[tuple[str, str], ...]:
     """Variables that libraries look at when they are imported."""
-    names = sorted(name for name in environment if name.startswith(_READ_AT_IMPORT))
-    return tuple((name, environment[name]) for name in names if name not in ("PYTHONPATH", "OMP_WAIT_POLICY"))
+    names = sorted(name for name in environment if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER)
+    return tuple((name, environment[name]) for name in names)
 
 
 def is_fit() -> bool:

@@ -5,11 +5,15 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
+
+import fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,9 +38,37 @@ def run(*arguments: str | Path, seconds: float = 250, cwd: Path = ROOT, **enviro
     return done.stdout
 
 
+def run_forked(code: str, environment: dict[str, str], seconds: float = 300) -> None:
+    """Runs code in a process that has imported torch already, where tests fork. A failure shows all of its output."""
+    command = [sys.executable, "-c", code]
+    with tempfile.TemporaryFile() as output:
+        if fork_server.is_fit():
+            most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            process = fork_server.ForkedCommand(command, output.fileno(), environment, most_files)
+        else:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            ended_with = process.wait(seconds)
+        finally:
+            process.kill()
+        output.seek(0)
+        assert ended_with == 0, output.read().decode()
+
+
+_INTERPRETED = """
+import runpy, sys
+import quick_interpreter
+quick_interpreter.quicken()
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_interpreted(file: str, *arguments: str) -> str:
     """Runs a test's file as a script by Triton's interpreter, which has to be chosen before triton is imported."""
-    return run(file, *arguments, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "tests"))))
+    folders = (ROOT, ROOT / "tests", Path(file).parent)
+    path = os.pathsep.join(map(str, folders))
+    return run("-c", _INTERPRETED, file, *arguments, TRITON_INTERPRET="1", PYTHONPATH=path)
 
 
 _libc, _test_run = ctypes.CDLL(None), os.getpid()

@@ -1,6 +1,7 @@
 """Triton's interpreter without what it does for nothing. It spends most of its time on types, on checks of overflow
-whose result nobody reads, and on switching its functions on again for each call of a device function; numpy's work,
-which decides what a kernel computes, is left as it is."""
+whose result nobody reads, on copies of operands in the shape of the other one, which numpy needs not, and on switching
+its functions on again for each call of a device function; numpy's work, which decides what a kernel computes, is left
+as it is."""
 
 import inspect
 import math
@@ -17,8 +18,22 @@ from triton.runtime import interpreter
 _VERSION = "3.6."
 """Triton whose internals are these; others run as they are."""
 
-_block_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-_tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_SIGNED = {f"int{bits}": 1 << bits - 1 for bits in (8, 16, 32, 64)}
+_UNSIGNED = {f"uint{bits}": 1 << bits for bits in (8, 16, 32, 64)}
+"""Integer types, with the first number that is too large."""
+_WHOLE = _SIGNED.keys() | _UNSIGNED
+_HALVES = {"fp16", "bf16"}
+"""Types in which nothing is divided."""
+_FLOATS = _HALVES | {"fp32", "fp64"}
+_ALIKE = _WHOLE | _FLOATS | {"int1"}
+"""Types of which two have a result of the same type."""
+_ORDERS = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
+           "ne": "not_equal"}  # fmt: skip
+
+_block_shapes: dict[tuple[int, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
+_block_types: dict[tuple[tuple[int, ...], str], Any] = {}
+_joint_shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+_constants: dict[tuple[Any, type, str], Any] = {}
 _switched_on: set[Any] = set()
 """Modules of Triton's language whose functions are the interpreter's at this time."""
 
@@ -32,8 +47,14 @@ def quicken() -> None:
     interpreter._patch_lang = _switch_on(interpreter._patch_lang)
     interpreter._patch_attr = _with_semantic
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
+    interpreter._validate_np_data_size = _fits
     core.tuple.__init__, core.tuple.type = _init_tuple, property(_type_of_tuple, _set_type_of_tuple)
-    core.block_type.__init__, core.tensor.__init__ = _init_block_type, _init_tensor
+    core.dtype.sizes, core.dtype.tensor_shape = None, (core.tuple([]), core.constexpr(1))
+    core.block_type.__init__, core.block_type.with_element_ty = _init_block_type, _with_element_type
+    core.block_type.name = property(_name_of_block_type)
+    core.tensor.__init__ = _init_tensor
+    TritonSemantic.to_tensor = _to_tensor(TritonSemantic.to_tensor)
+    TritonSemantic.binary_op_type_checking_impl = _operands(TritonSemantic.binary_op_type_checking_impl)
     TritonSemantic.broadcast_impl_value = _broadcast(TritonSemantic.broadcast_impl_value)
 
 
@@ -73,12 +94,27 @@ def _switch_on(patch_lang: Any) -> Any:
 
 def _with_semantic(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     semantic = TritonSemantic(builder)
+    member = getattr(member, "__wrapped__", member)  # without a check that there is a semantic
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    scope.set_attr(place, name, interpreted)
+    operation = name.strip("_")
+    if place is not core.tensor or name == operation:
+        scope.set_attr(place, name, interpreted)
+    elif operation in ("add", "sub", "mul"):
+        arithmetic = getattr(semantic, operation)
+        scope.set_attr(place, name, lambda self, other: arithmetic(self, _value(other), False))
+    elif operation in _ORDERS:
+        order, to_tensor = getattr(semantic, _ORDERS[operation]), semantic.to_tensor
+        scope.set_attr(place, name, lambda self, other: order(self, to_tensor(other)))
+    else:
+        scope.set_attr(place, name, interpreted)
+
+
+def _value(given: Any) -> Any:
+    return given.value if type(given) is core.constexpr else given
 
 
 def _numpy_types(get_np_dtype: Any) -> Any:
@@ -110,6 +146,10 @@ def _set_type_of_tuple(self: Any, type: Any) -> None:
     self.__dict__["_type"] = type
 
 
+def _fits(array: np.ndarray, dtype: Any) -> bool:
+    return type(dtype) is core.pointer_type or 8 * array.itemsize <= max(dtype.primitive_bitwidth, 8)
+
+
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     assert isinstance(shape, (list, core.tuple))
     key = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
@@ -118,20 +158,97 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         if not key:
             raise TypeError("0d block_type is forbidden")
         made = core.tuple(core._unwrap_shape(list(key)))
-        found = _block_shapes[key] = made, core.validate_block_shape(made), str(made)
-    self.element_ty = element_ty
-    self.shape, self.numel, text = found
-    self.name = f"<{text}, {element_ty}>"
+        of_tensor = core.tuple([core.constexpr(size) for size in key]), core.constexpr(math.prod(key))
+        found = _block_shapes[key] = made, core.validate_block_shape(made), str(made), of_tensor
+    self.element_ty, self.sizes = element_ty, key
+    self.shape, self.numel, _, self.tensor_shape = found
+
+
+def _name_of_block_type(self: Any) -> str:
+    return f"<{_block_shapes[self.sizes][2]}, {self.element_ty}>"
+
+
+def _with_element_type(self: Any, element: Any) -> Any:
+    return _block_type(element, self.sizes)
+
+
+def _block_type(element: Any, sizes: tuple[int, ...]) -> Any:
+    if type(element) is core.pointer_type:  # whose name does not tell all
+        return core.block_type(element, list(sizes))
+    if (found := _block_types.get((sizes, element.name))) is None:
+        found = _block_types[sizes, element.name] = core.block_type(element, list(sizes))
+    return found
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    key = tuple(type.shape.values) if type.is_block() else ()
-    found = _tensor_shapes.get(key)
-    if found is None:
-        found = core.tuple([core.constexpr(size) for size in key]), core.constexpr(math.prod(key))
-        _tensor_shapes[key] = found
-    self.shape, self.numel = found
+    self.shape, self.numel = type.tensor_shape
+
+
+def _to_tensor(to_tensor: Any) -> Any:
+    def to_one(self: Any, x: Any, check_type: bool = True) -> Any:
+        kind = type(x)
+        if kind is core.tensor:
+            return x
+        if kind is not int and kind is not float:
+            return to_tensor(self, x, check_type)
+        if (found := _constants.get((x, kind, ""))) is None:
+            found = _constants[x, kind, ""] = to_tensor(self, x)
+        return found
+
+    return to_one
+
+
+def _operands(check: Any) -> Any:
+    """Operands of one type, which has the shape of the result: numpy brings their data into it."""
+
+    def operands(self: Any, lhs: Any, rhs: Any, left_ptr: bool = False, right_ptr: bool = False,
+                 arithmetic: bool = True, div_or_mod: bool = False) -> tuple[Any, Any]:  # fmt: skip
+        if type(lhs) is not core.tensor:
+            lhs = _constant(self, lhs, rhs, div_or_mod)
+        elif type(rhs) is not core.tensor:
+            rhs = _constant(self, rhs, lhs, div_or_mod)
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
+            left, right = lhs.dtype.name, rhs.dtype.name
+            if left == right:
+                fit = left in _ALIKE and not (div_or_mod and left in _HALVES)
+            else:
+                fit = left_ptr and right in _WHOLE and type(lhs.dtype) is core.pointer_type
+            if fit:
+                return _in_one_shape(lhs, rhs)
+        return check(self, lhs, rhs, left_ptr, right_ptr, arithmetic, div_or_mod)
+
+    return operands
+
+
+def _constant(semantic: Any, value: Any, other: Any, div_or_mod: bool) -> Any:
+    """A number as a tensor of the type of the other operand, where that decides; or the number itself."""
+    if type(other) is not core.tensor:
+        return value
+    name, kind = other.dtype.name, type(value)
+    if kind is int and name in _WHOLE:
+        first = -_SIGNED.get(name, 0)
+        if not first <= value < (-first or _UNSIGNED[name]):
+            return value
+    elif name not in _FLOATS or (div_or_mod and name in _HALVES) or (kind is not int and kind is not float):
+        return value
+    if (found := _constants.get((value, kind, name))) is None:
+        found = _constants[value, kind, name] = semantic.scalar_constant(value, other.dtype)
+    return found
+
+
+def _in_one_shape(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    left, right = lhs.type.sizes, rhs.type.sizes
+    if left == right:
+        return lhs, rhs
+    if left is None or right is None:
+        joint = left or right
+    elif (joint := _joint_shapes.get((left, right))) is None:
+        joint = _joint_shapes[left, right] = np.broadcast_shapes(left, right)
+    return tuple(
+        each if sizes == joint else core.tensor(each.handle, _block_type(each.dtype, joint))
+        for each, sizes in ((lhs, left), (rhs, right))
+    )
 
 
 def _broadcast(broadcast_impl_value: Any) -> Any:

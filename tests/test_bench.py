@@ -57,10 +57,15 @@ def test_a_mixture_reads_the_experts_that_somebody_chose_and_computes_each_token
     work = StepWork(tokens=rows)
     expert = 3 * 2048 * 768
     layer = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128
-    reads = Roofline(model, 1, DeviceFigures(1.0, 1e30), element_bytes=1).step_seconds(work)
+    reads = Roofline(model, 1, DeviceFigures(2.0, 1e30)).step_seconds(work)
     assert reads == pytest.approx(48 * (layer + experts_read * expert))
     computes = Roofline(model, 1, DeviceFigures(1e30, 1.0)).step_seconds(work)
     assert computes == pytest.approx(48 * 2 * rows * (layer + 8 * expert))
+
+
+def test_experts_in_a_latent_space_are_as_small_as_it_is() -> None:
+    limits = Roofline(parse_config(PUBLISHED_SHAPES["Nemotron-3-Super-120B-A12B"]), 1, DeviceFigures(1.0, 1.0))
+    assert limits.expert_work == 40 * 2 * 1024 * 2688 and limits.expert_bytes == 2 * limits.expert_work
 
 
 def test_limit_by_hand() -> None:
@@ -68,14 +73,14 @@ def test_limit_by_hand() -> None:
     model = parse_config(TINY)
     layers = 2 * (32 * (64 + 2 * 32) + 64 * 32 + 3 * 32 * 48)
     head, kv = 97 * 32, 2 * 2 * 2 * 16
-    reads = Roofline(model, 1, DeviceFigures(1.0, 1e30), element_bytes=1)
+    reads = Roofline(model, 1, DeviceFigures(2.0, 1e30))
     # Prompts of 3 and 5 tokens, 2 and 1 output tokens, 4 tokens a step: [3 + 1], [decode + 3 of 4], [the last of them].
     contexts = (3 + 1) + (4 + 4) + 5
     assert reads.batch_seconds([3, 5], [2, 1], 8, 4) == pytest.approx(3 * layers + 3 * head + kv * contexts)
     # One at a time: [3], [decode], [4], [1].
     contexts = 3 + 4 + 4 + 5
     assert reads.batch_seconds([3, 5], [2, 1], 1, 4) == pytest.approx(4 * layers + 3 * head + kv * contexts)
-    computes = Roofline(model, 1, DeviceFigures(1e30, 1.0), element_bytes=1)
+    computes = Roofline(model, 1, DeviceFigures(1e30, 1.0))
     pairs = 4 * 2 * 64 * (3 * 4 // 2 + 5 * 6 // 2 + 4)
     assert computes.batch_seconds([3, 5], [2, 1], 8, 4) == pytest.approx(2 * layers * 9 + 2 * head * 3 + pairs)
 

@@ -27,6 +27,9 @@ class KVCache:
     they are e4m3."""
     table: int = 0
     """Index of the block table, among a row's, that lists the blocks of this cache."""
+    mixed: bool = False
+    """Whether a block is cut otherwise in other layers. Then what is a value here may have been a key there, which is
+    NaN where a row's values were not finite (kernels/pointwise/rope.py)."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:

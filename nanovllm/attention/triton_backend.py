@@ -98,7 +98,7 @@ class TritonBackend(AttentionBackend):
             table = metadata.block_tables[cache.table]
             decoded = self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
                                         merge_first=behind.merge_first, kv_scales=cache.scales,
-                                        rounds=behind.rounded and not metadata.num_prefill_rows)
+                                        rounds=behind.rounded and not metadata.num_prefill_rows, mixed=cache.mixed)
         return decoded if isinstance(decoded, FP8Rows) else out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
@@ -114,7 +114,7 @@ class TritonBackend(AttentionBackend):
         rows: PrefillRows = metadata.workspace
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
         prefill(q, cache.k, cache.v, table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
-                rows.tiles[prefill.config.block_m], out, sinks, cache.scales)
+                rows.tiles[prefill.config.block_m], out, sinks, cache.scales, cache.mixed)
 
     def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:
         """Launches both kernels once, with every size class of the decode plan."""

@@ -109,18 +109,22 @@ class Response:
 def error_of(status: int, body: bytes) -> ServerError:
     """Error that says what a response without status 200 says."""
     try:
-        error = json.loads(body)
-        message = error["error"]["message"] if isinstance(error.get("error"), dict) else error.get("message", error)
-    except (ValueError, AttributeError, KeyError):
+        message = _message(json.loads(body))
+    except ValueError:
         message = body[:500].decode("utf-8", "replace")
-    return ServerError(f"the server answers {status}: {str(message)[:1000]}", status)
+    return ServerError(f"the server answers {status}: {message}", status)
 
 
 def _checked(event: Any, status: int) -> dict[str, Any]:
     if isinstance(event, dict) and event.get("error"):
-        error = event["error"]
-        raise ServerError(str(error.get("message") if isinstance(error, dict) else error)[:1000], status)
+        raise ServerError(_message(event), status)
     return event  # type: ignore[no-any-return]
+
+
+def _message(said: Any) -> str:
+    """An error's own words, in OpenAI's envelope or in none."""
+    error = said.get("error") or said if isinstance(said, dict) else said
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
 
 
 class Client:

@@ -54,7 +54,9 @@ SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
     "reasoning_parser": {
         **dict.fromkeys(("deepseek_r1", "glm45", "minimax_m2", "qwen3"), "think"), "openai_gptoss": "harmony",
     },
-    "tool_call_parser": {"openai": "harmony", "qwen3_xml": "qwen3_coder", "glm47": "glm45"},
+    "tool_call_parser": {
+        "openai": "harmony", "qwen3_xml": "qwen3_coder", "glm47": "glm45", "pythonic": "llama4_pythonic",
+    },
 }  # fmt: skip
 
 

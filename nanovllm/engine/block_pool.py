@@ -17,6 +17,8 @@ class Page:
     """Key of the page's text, by which the prefix cache finds it; None: the cache does not have it."""
     index: int = 0
     """Index of the page's block in that text."""
+    has_entries: bool = True
+    """Whether a model that drafts has taken in what the cache knows of the page (RowPrefix.has_entries)."""
     start: bytes = b""
     """Written part of the block (block_starts.py), by which others find and copy it; empty: not registered."""
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
-from nanovllm.speculative import METHODS
+from nanovllm.speculative import METHODS, shared_lanes
 
 _COSTS = ((16, 1.12), (64, 1.15), (128, 1.25), (256, 1.6))
 """Maximum tokens of a step of decodes, and what such a step costs in steps of one token a row, for a dense model of 8B
@@ -18,6 +18,9 @@ _NARROW = 2048
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
+_READY = 2
+"""Rows of which a model that drafts takes in what they compute, at most, for each row for which drafts pay: so that
+they may have drafts when some have ended."""
 _LEARNT = 1 / 8
 """Weight of a step's drafts in the average of the last ones."""
 
@@ -42,7 +45,9 @@ class PlaceCost(NamedTuple):
         found, speculation = cls._of_places(model), config.speculation
         if speculation is None or model.implementation == "transformers":  # which is served without drafts
             return found
-        lanes = _lanes(config, max(layer.head_dim for layer in model.layers))
+        lanes, head_dim = 1, max(layer.head_dim for layer in model.layers)
+        if config.attention_backend in ("auto", "triton"):
+            lanes = shared_lanes(head_dim, config.kv_cache_dtype == "fp8", config.exact_bits is not None)
         found = found._replace(together=max(1, lanes * model.num_key_value_heads // model.num_attention_heads))
         method = METHODS[speculation.method]
         layers = method.layers_by_pass + method.layers_by_token * speculation.num_tokens
@@ -70,13 +75,6 @@ def cost(num_rows: int, places: int, num_keys: int, of: PlaceCost) -> float:
     return 1 + of.factor * tokens + (reads - 1) * num_keys / (of.num_keys + num_keys)
 
 
-def _lanes(config: EngineConfig, head_dim: int) -> int:
-    """Query heads that read a key head together (kernels/attention/decode_plan.py)."""
-    if config.attention_backend not in ("auto", "triton") or (config.exact_bits is not None and head_dim > 128):
-        return 1
-    return 32 if head_dim <= 128 and config.kv_cache_dtype != "fp8" and config.exact_bits is None else 16
-
-
 class Drafting:
     """Drafts that were verified, how many were right, and what follows from that. A function of counts alone, so that
     a run can be repeated."""
@@ -100,6 +98,13 @@ class Drafting:
         expected = 1 + self._found * self._right
         return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1
 
+    def wants_entries(self, num_rows: int) -> bool:
+        """Whether a model that drafts is to take in what so many rows compute: all drafts being right, they would pay
+        for the rows that are left once most have ended."""
+        places, num_left = self.tokens_per_step, -(-num_rows // _READY)
+        spent = cost(num_left, places, 0, self._place_cost) + self._place_cost.drafting
+        return num_left * places <= self.most_places and places > spent
+
     def wants_drafts(self, rows: Collection[Sequence]) -> bool:
         """Whether a model is to draft for rows that run: the drafts that are right are likely to bring more than places
         and drafting cost."""
@@ -107,7 +112,8 @@ class Drafting:
         if not of.drafting or len(rows) * places > self.most_places:
             return False
         spent = cost(len(rows), places, sum(seq.num_tokens for seq in rows), of) + of.drafting
-        return 1 + (places - 1) * self._right > spent
+        num_able = sum(seq.prefix.has_entries for seq in rows)
+        return len(rows) + num_able * (places - 1) * self._right > spent * len(rows)
 
     def note_found(self, num_tokens: int, num_rows: int) -> None:
         """Notes how many tokens a step's drafter proposed for its rows."""

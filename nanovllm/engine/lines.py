@@ -3,12 +3,15 @@ states after whole blocks of text are kept for rows to come.
 
 In a step a row reads one line and writes one, mostly the same. A row that begins reads the line of a kept state, or
 zeros; a row whose state is kept goes on in another line. So nothing is ever copied or cleared.
+
+Where steps verify drafts, nobody knows before a step where it leaves a row. Then a decode has one line more, for the
+state after its next whole block: the device swaps it in when the row gets there (kernels/step/drafts.py).
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import RowPages, Sequence
 from nanovllm.wire.step import NO_LINE
 
 
@@ -32,12 +35,18 @@ class LinePool:
         """Lines that get a state in the step being planned."""
         self._forgotten: set[int] = set()
         """Lines with readers whose states are kept no more."""
+        self._lent: dict[int, RowPages] = {}
+        """Rows by their keep_line, which is taken from them when it is needed otherwise."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
 
     @property
     def has_free(self) -> bool:
+        return self._has_spare or bool(self._lent)
+
+    @property
+    def _has_spare(self) -> bool:
         return bool(self._unused) or any(not self._readers[line] for line in self._kept.values())
 
     def begin_step(self) -> None:
@@ -87,6 +96,28 @@ class LinePool:
             self._readers[seq.memory.read_line] += 1
             seq.memory.line, seq.prefix.saved_key = self._take(), key
 
+    def lend(self, memory: RowPages) -> bool:
+        """Gives a row that decodes a keep_line, if it has none and one is to spare. Returns whether it has one."""
+        if memory.keep_line == NO_LINE and self._has_spare:
+            memory.keep_line, memory.has_passed = self._take(), False
+            self._lent[memory.keep_line] = memory
+        return memory.keep_line != NO_LINE
+
+    def keep_passed(self, seq: Sequence, key: bytes) -> None:
+        """Keeps the state in a row's keep_line, after a block of this key, in place of the last one saved so."""
+        line = self._take_back(seq.memory)
+        if key in self._kept or key in self._being_written:
+            self._unused.append(line)
+            return
+        if seq.prefix.saved_key is not None:
+            self.forget(seq.prefix.saved_key)
+        self._kept[key], seq.prefix.saved_key = line, key
+
+    def _take_back(self, memory: RowPages) -> int:
+        line, memory.keep_line = memory.keep_line, NO_LINE
+        del self._lent[line]
+        return line
+
     def keep(self, key: bytes) -> int:
         """Line for a state that a row passes in the step being planned; NO_LINE: it is kept, or there is no room."""
         if key in self._kept:
@@ -102,6 +133,8 @@ class LinePool:
         if memory.read_line not in (memory.line, NO_LINE):
             self._drop_reader(memory.read_line)
         self._unused.append(memory.line)
+        if memory.keep_line != NO_LINE:
+            self._unused.append(self._take_back(memory))
 
     def forget(self, key: bytes) -> None:
         """Keeps the state after a block no longer, if it does."""
@@ -119,7 +152,9 @@ class LinePool:
             self.forget(key)
 
     def _take(self) -> int:
-        if not self._unused:
+        if not self._unused and not self._has_spare:
+            self._unused.append(self._take_back(next(iter(self._lent.values()))))
+        elif not self._unused:
             self.forget(next(key for key, line in self._kept.items() if not self._readers[line]))
         return self._unused.pop()
 
@@ -135,6 +170,8 @@ class LinePool:
         """Asserts that each line is unused, kept, or one row's."""
         rows = [seq.memory for seq in owners]
         held = [*(row.line for row in rows), *self._kept.values(), *self._being_written.values(), *self._forgotten]
+        held += [row.keep_line for row in rows if row.keep_line != NO_LINE]
+        assert all(row.keep_line == line for line, row in self._lent.items()), self._lent
         assert sorted(held + self._unused) == list(range(self.count)), (held, self._unused)
         begun = Counter(row.read_line for row in rows if row.read_line not in (row.line, NO_LINE)) + Counter(self._left)
         assert +self._readers == begun, (self._readers, begun)

@@ -78,7 +78,7 @@ class LLMEngine:
         return self.loop.is_busy()
 
     def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
-        """See EngineLoop.wait_for_work."""
+        """See Engine.wait_for_work."""
         return self.loop.wait_for_work(timeout, or_until)
 
     def wake(self) -> None:

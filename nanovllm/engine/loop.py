@@ -1,6 +1,5 @@
 """The loop: schedule, launch, collect, finish. One step is scheduled and sent while the step before it runs."""
 
-import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -19,7 +18,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
-from nanovllm.errors import check_alive
+from nanovllm.engine.work import Work
 from nanovllm.executor.protocol import Executor
 from nanovllm.model_config import ModelConfig
 from nanovllm.wire.sampling import append_section
@@ -32,30 +31,23 @@ class Launched(NamedTuple):
     sampling: StepSampling | None
 
 
-class EngineLoop:
+class EngineLoop(Work):
     """Schedules, launches and collects steps; takes in requests and aborts of other threads between them. One thread at
     a time steps."""
 
     def __init__(
         self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState
     ) -> None:
+        super().__init__()
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
         self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
             PlaceCost.of(model_config, self.config),
         )
-        self._work = threading.Condition()
-        """Notified when a request or an abort comes in, and when the engine is closed."""
-        self._inbox: deque[tuple[str, list[Sequence]]] = deque()
         self._num_sampling = 0
         """Number of unfinished rows that need more than greedy or temperature."""
         self._launched: deque[Launched] = deque()
-        self._unreported = Step()
-        """Outputs collected between two steps; the next step hands them out."""
-        self._closed = False
-        self._error: BaseException | None = None
-        """The error that ended this engine."""
         self.rests = False
         """Whether requests wait, and no step is launched, while memory sleeps or weights are incomplete. False: `step`
         raises then."""
@@ -72,14 +64,11 @@ class EngineLoop:
         """Queues a request's rows. From any thread."""
         with self._work:
             self._num_sampling += sum(seq.sampling is not None for seq in seqs)
-            self._inbox.append(("add", seqs))
-            self._work.notify_all()
+        self.ask(("add", seqs))
 
     def abort(self, requests: Iterable[list[Sequence]]) -> None:
         """Ends the unfinished rows of some requests. From any thread."""
-        with self._work:
-            self._inbox += [("abort", seqs) for seqs in requests]
-            self._work.notify_all()
+        self.ask(*(("abort", seqs) for seqs in requests))
 
     @property
     def num_waiting(self) -> int:
@@ -130,7 +119,8 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
-        sampling = plan_sampling(plan, self.config.max_num_seqs) if self._num_sampling else None
+        speculates = self.executor.tokens_per_step > 1
+        sampling = plan_sampling(plan, self.config.max_num_seqs, speculates) if self._num_sampling else None
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
@@ -226,14 +216,8 @@ class EngineLoop:
         """Takes in requests and aborts of other threads without a step. The next step hands out what was aborted."""
         self.settle(lambda: self._drain_inbox(self._unreported))
 
-    def take_unreported(self) -> Step:
-        """Returns, once, the outputs that the next step would hand out beside its own."""
-        gained, self._unreported = self._unreported, Step()
-        return gained
-
     def raise_failure(self) -> None:
-        """Raises RuntimeError if this engine is closed or has failed."""
-        check_alive(self._closed, self._error)
+        super().raise_failure()
         self.executor.check()
 
     def has_unfinished_requests(self) -> bool:
@@ -245,17 +229,6 @@ class EngineLoop:
             return True
         scheduler = self.scheduler
         return not self.is_held and (scheduler.has_begun() if scheduler.holds_new else scheduler.has_unfinished())
-
-    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
-        """Sleeps until a step has something to do, `or_until` is true after a `wake`, or the engine is closed; at most
-        `timeout` seconds. Returns whether it was woken."""
-        with self._work:
-            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
-
-    def wake(self) -> None:
-        """Lets a thread that waits for work look again. From any thread."""
-        with self._work:
-            self._work.notify_all()
 
     def stats(self) -> EngineStats:
         """Gauges of now, and counters since the start. From any thread, at any time."""

@@ -10,7 +10,7 @@ found pages and no state. There nothing is copied inside a block.
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from nanovllm.engine.block_pool import Page
@@ -252,6 +252,7 @@ class PrefixCache:
     def begin(self, seq: Sequence, prefix: CachedPrefix) -> None:
         """Notes that a row begins to run with this prefix."""
         seq.prefix.num_published, seq.prefix.matched, seq.prefix.keeps_states = prefix.num_blocks, [], True
+        seq.prefix.has_entries = all(page.has_entries for page in chain(*prefix.pages, prefix.source))
         if self._lines is not None:
             if seq.index == 0 and seq.num_prompt_cached_tokens is None:
                 found = min(seq.prefix.num_cached * self.block_size, seq.num_prompt_tokens)
@@ -278,6 +279,7 @@ class PrefixCache:
                 if page is not None and key not in pages:  # else: computed twice at once; the first stays the hit
                     assert page.key is None and page.num_owners > 0, page
                     page.key, page.index, pages[key] = key, index, page
+                    page.has_entries = seq.prefix.has_entries
             seq.prefix.num_published = index + 1
         self._note_start(seq, seq.prefix.num_published, num_tokens)
 
@@ -298,7 +300,7 @@ class PrefixCache:
             self._starts.add(start)
         self._pages_of_start[start] = pages
         for page in pages:
-            page.start = start
+            page.start, page.has_entries = start, seq.prefix.has_entries
 
     def _forget_start(self, page: Page) -> None:
         if page.start:

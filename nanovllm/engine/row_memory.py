@@ -6,7 +6,8 @@ gets their pages for what it computes next, and gives them back as the window mo
 prefix cache until their blocks are reused. Layers with memory of fixed size have a line for each row (lines.py).
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from nanovllm.engine.block_pool import BlockPool, Page
@@ -26,6 +27,7 @@ class RowMemory:
     ) -> None:  # fmt: skip
         """table_width: blocks of one block table on the device; needed where rows have several tables.
         tokens_per_step: most tokens that a row gains in one step. recomputes: see PrefixCache."""
+        self._verifies = tokens_per_step > 1
         margin = 2 * (tokens_per_step - 1)  # between least and most computed after a step in flight and one more
         num_blocks, block_size, groups = size.num_blocks, size.block_size, size.groups
         self._held = tuple(group.widened(margin) for group in groups)
@@ -72,6 +74,10 @@ class RowMemory:
     def num_kv_tokens(self) -> int:
         """Number of tokens that all blocks hold together."""
         return min(self.capacity_tokens, self.num_blocks * self.block_size)
+
+    def room_beside(self, num_rows: int) -> int:
+        """Number of rows for which there is memory beside the `num_rows` that run, if they are as long as these."""
+        return num_rows * self.num_free_blocks // max(1, self.num_blocks - self.num_free_blocks)
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -191,10 +197,47 @@ class RowMemory:
     def save_state(self, seq: Sequence) -> None:
         """Keeps the state of a row that decodes and has filled its blocks, as far as their text is known."""
         number = seq.num_computed_tokens // self.block_size
-        is_known = seq.num_computed_tokens <= seq.num_tokens and not seq.num_inflight_drafts
-        is_whole = number * self.block_size == seq.num_computed_tokens  # with drafts blocks come before they are needed
-        if self.lines is not None and self.cache.places_to_keep(seq) and is_known and is_whole:
+        is_known = seq.num_computed_tokens <= seq.num_tokens and not self._verifies
+        if self.lines is not None and self.cache.places_to_keep(seq) and is_known:
             self.lines.save(seq, self.cache.key_of(seq, number))
+
+    def expect_states(self, seqs: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
+        """StepPlan.keeps of the decodes of a planned step, where steps verify drafts: each keeps the state that it has
+        passed, and has a line for the one after its next whole block, if it may get there and a line is to spare."""
+        found = {}
+        for seq in seqs if self._verifies else ():
+            self._keep_passed(seq)
+            memory = seq.memory
+            if memory.keep_at < seq.num_tokens - 1:  # where the oldest step in flight begins
+                begin = seq.num_least_computed - 1  # of this step, at least
+                memory.keep_at = self.num_blocks_for(begin) * self.block_size
+            if memory.keep_at < seq.num_computed_tokens and self.cache.places_to_keep(seq):
+                assert self.lines is not None
+                if self.lines.lend(memory):
+                    found[seq] = memory.keep_line, memory.keep_at
+        return found
+
+    def note_passed(
+        self, keeps: Mapping[Sequence, tuple[int, int]], results: Iterable[tuple[Sequence, int]]
+    ) -> Iterable[tuple[Sequence, int]]:
+        """Notes which decodes of a step, of which these are StepPlan.keeps, have got past the block whose state they
+        keep. results: the tokens that the step brings, before they are taken in; returns them."""
+        if not keeps:
+            return results
+        results = [*results]
+        gained = Counter(seq for seq, _ in results)
+        for seq, kept in keeps.items():
+            memory = seq.memory
+            is_expected = kept == (memory.keep_line, memory.keep_at) and memory.keep_line != NO_LINE
+            if is_expected and 0 <= memory.keep_at - (seq.num_tokens - 1) < gained[seq]:
+                memory.has_passed = True
+        return results
+
+    def _keep_passed(self, seq: Sequence) -> None:
+        memory = seq.memory
+        is_there = memory.has_passed and memory.keep_line != NO_LINE and memory.keep_at < seq.num_tokens
+        if self.lines is not None and is_there and self.cache.places_to_keep(seq):
+            self.lines.keep_passed(seq, self.cache.key_of(seq, memory.keep_at // self.block_size))
 
     def leave_behind(self, seq: Sequence) -> None:
         """Gives back the pages of a row that no later query reaches, if it has any."""
@@ -226,6 +269,7 @@ class RowMemory:
                 if page is not None:
                     self.pool.give_back(page)
         if self.lines is not None:
+            self._keep_passed(seq)
             self.lines.release(seq)
         seq.memory = RowPages()
 

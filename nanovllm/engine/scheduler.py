@@ -76,8 +76,6 @@ class Scheduler:
         """Queues `seq`."""
         assert seq.status is SequenceStatus.WAITING and seq.arrival < 0, seq
         assert seq.num_tokens < seq.max_total_tokens <= self.capacity_tokens + 1, seq  # the last token needs no KV
-        if seq.sampling is None or not seq.sampling.depends_on_output:
-            seq.most_gained = self.drafting.tokens_per_step
         seq.arrival = self._num_added
         self._num_added += 1
         self.waiting.append(seq)
@@ -121,9 +119,12 @@ class Scheduler:
         if prompts or self.waiting:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
-            plan.drafts = self.drafting.wants_drafts(self.running)
+            if self.config.model_drafts:
+                load = len(self.running) + min(len(self.waiting), self.memory.room_beside(len(self.running)))
+                plan.enter(self.drafting.wants_entries(load), self.drafting.wants_drafts(self.running))
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
+                plan.keeps |= self.memory.expect_states(plan.seqs[: plan.num_old_rows])
                 plan.lines = lines.columns(plan.seqs, plan.keeps)
             self._last_plan, plan.num_adapted = plan, self.slots.num_adapted(plan.seqs)
         return self._last_plan
@@ -144,22 +145,21 @@ class Scheduler:
                 continue  # a prompt, or a row whose last token is on its way
             if seq.needs_last_token and seq.num_inflight_tokens:
                 continue  # what it may sample next depends on a token that is not here yet
-            start = seq.num_computed_tokens
-            end = start + 1
+            end = seq.num_computed_tokens + 1
             if are_bounds:
-                end, gained = seq.next_end(places), min(seq.most_gained, places)
-                start = end - 1
+                end, gained = seq.next_end(places), places
             if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
-            starts.append(start)
+            starts.append(end - 1)
             seq.num_computed_tokens = end
             seq.num_inflight_tokens += gained
             seq.num_inflight_drafts += gained - 1
             left -= places
         plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
-        plan.num_tokens = places * len(seqs)
-        plan.counts = [1] * len(seqs)
+        plan.num_tokens, plan.counts = places * len(seqs), [1] * len(seqs)
+        if self.config.enable_lora:
+            plan.sort_decodes()
         self._num_wide_in_flight += places > 1
         return left
 
@@ -295,8 +295,6 @@ class Scheduler:
             plan.num_sample_rows += 1
             seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
-        elif self.config.model_drafts:
-            plan.following_ids.append(seq.token_ids[start + count])
 
     def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
         """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode
@@ -316,6 +314,7 @@ class Scheduler:
         gained: list[tuple[Sequence, int]] = []
         rows = plan.seqs[: plan.num_sample_rows]
         results = self.drafting.results(rows, token_ids, plan.num_decode_rows, plan.places, drafted)
+        results = self.memory.note_passed(plan.keeps, results)
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in results:

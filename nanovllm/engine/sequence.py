@@ -39,6 +39,11 @@ class RowPages:
     """Line of memory of fixed size (engine/lines.py) that the row writes in its next step; LinePool writes both."""
     read_line: int = NO_LINE
     """Line that it reads there; NO_LINE: zeros."""
+    keep_line: int = NO_LINE
+    """Line that gets the state after `keep_at` tokens in the step that passes these, where steps verify drafts."""
+    keep_at: int = -1
+    has_passed: bool = False
+    """Whether that state is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +59,9 @@ class RowPrefix:
     """The cache's generation (PrefixCache) when `matched` was found."""
     num_published: int = 0
     """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
+    has_entries: bool = True
+    """Whether a model that drafts has taken in all tokens computed so far, those of shared blocks too; StepPlan.enter
+    writes it as well."""
     keeps_states: bool = True
     """Whether what layers of fixed size remember may be shared: nothing of it is older than the cache's contents."""
     num_cached: int = 0
@@ -74,9 +82,10 @@ class Sequence:
     `num_computed_tokens` advances when a step is scheduled, not when it ends: everything on the device happens in the
     order of launches, so what a launched step writes is there for every later one.
 
-    A step may bring a row that decodes several tokens (`most_gained`), and only the device knows how many until they
-    are read. Computed and total are then the most that they can be: memory is kept for these. What has left a window,
-    and whether the row has ended, goes by the least (`num_least_tokens`): each step in flight brings one at least.
+    A step may bring a row that decodes several tokens, one for each of its places, and only the device knows how many
+    until they are read. Computed and total are then the most that they can be: memory is kept for these. What has left
+    a window, and whether the row has ended, goes by the least (`num_least_tokens`): each step in flight brings one at
+    least.
     """
 
     request_id: int
@@ -114,8 +123,6 @@ class Sequence:
     may_stop: bool = field(init=False)
     """Whether anything but its length may end the output."""
     num_tokens: int = field(init=False)
-    most_gained: int = field(default=1, init=False)
-    """Maximum tokens that one step brings."""
     num_inflight_tokens: int = field(default=0, init=False)
     """Maximum tokens that launched steps bring whose tokens are not read yet."""
     num_inflight_drafts: int = field(default=0, init=False)
@@ -165,7 +172,7 @@ class Sequence:
     def next_end(self, places: int) -> int:
         """End of what the row may compute in its next step, of so many places: before the last token of all, which
         needs no KV."""
-        return min(self.num_computed_tokens + min(self.most_gained, places), self.max_total_tokens - 1)
+        return min(self.num_computed_tokens + places, self.max_total_tokens - 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -188,9 +195,8 @@ class Sequence:
     def note_gained(self, num_tokens: int, places: int) -> None:
         """Notes that a step of so many places has brought `num_tokens` tokens and no more: its bound no longer
         counts."""
-        bound = min(self.most_gained, places)
-        self.num_inflight_tokens -= bound - num_tokens
-        self.num_inflight_drafts -= bound - 1
+        self.num_inflight_tokens -= places - num_tokens
+        self.num_inflight_drafts -= places - 1
         if self.last_token_on_device:
             self.num_computed_tokens = min(self.num_computed_tokens, self.num_total_tokens - 1)
 

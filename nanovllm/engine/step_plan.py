@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.wire.step import SlotRecord, pack_step
+from nanovllm.wire.step import DRAFT, ENTER, SlotRecord, pack_step
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class StepPlan:
     block_copies: list[int] = field(default_factory=list)
     """Flat pairs source, destination of blocks to copy, one after another, before anything is computed."""
     keeps: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
-    """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within)."""
+    """Line that keeps the state of a row after so many of its tokens in this step (RowMemory.keep_within); of decodes,
+    after so many of their text, if they get there."""
     lines: list[list[int]] = field(default_factory=list)
     """Lines of rows with memory of fixed size, by row: to read, to write, to keep, and tokens before that."""
     new_slots: list[Sequence] = field(default_factory=list)
@@ -46,9 +47,9 @@ class StepPlan:
     host_token_ids: list[int] = field(default_factory=list)
     """Tokens of all rows that are not decodes, in row order."""
     following_ids: list[int] = field(default_factory=list)
-    """The token after the last of each row that samples none, where a model drafts."""
-    drafts: bool = False
-    """Whether a model drafts after this step."""
+    """Token after the last of each row, or whether it may have drafts, where a model that drafts takes the step in."""
+    drafts: int = 0
+    """Work of such a model after this step: 0 (none), ENTER or DRAFT."""
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +58,23 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_old_rows * self.places
+
+    def enter(self, enters: bool, drafts: bool) -> None:
+        """Says whether a model that drafts takes the step in, and drafts then. Rows that it misses a token of have no
+        drafts any more."""
+        if not enters:
+            for seq in self.seqs:
+                seq.prefix.has_entries = False
+            return
+        self.drafts = DRAFT if drafts else ENTER
+        self.following_ids = [seq.prefix.has_entries for seq in self.seqs[: self.num_sample_rows]]
+        for row in range(self.num_sample_rows, self.num_rows):
+            self.following_ids.append(self.seqs[row].token_ids[self.starts[row] + self.counts[row]])
+
+    def sort_decodes(self) -> None:
+        """Rows that are decodes alone come to stand by adapter, since a tile of rows multiplies by each that it has."""
+        order = sorted(range(len(self.seqs)), key=lambda row: self.seqs[row].adapter_slot)
+        self.seqs, self.starts = [self.seqs[row] for row in order], [self.starts[row] for row in order]
 
     def pack(self, max_num_seqs: int) -> np.ndarray:
         """The step as every rank receives it (wire/step.py)."""

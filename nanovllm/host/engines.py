@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.frame_reader import FrameReader
-from nanovllm.host.handle import EXIT_GRACE, SILENCE, ChildHandle, Handle, Lost
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, Handle, Lost
 
 _LOOK_SECONDS = 1.0  # between two looks for silent engines
 _AWAY_SECONDS = 5.0  # between two checks: an owner that was away so long cannot tell who was silent
@@ -25,7 +25,7 @@ class Engines:
         backend = options.get("data_parallel_backend")
         self._on_ray = backend == "ray"
         self._has_failover = self.count > 1 or backend is not None
-        self._make: Callable[[wire.Start], Handle] = ChildHandle
+        self._make: Callable[[wire.Start], Handle] = Handle
         self._close_cluster: Callable[[], None] = lambda: None
         self.all: list[Handle] = []
         self.fleet: Fleet | None = None

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, aborted
-from nanovllm.errors import ReplicaError, check_alive
+from nanovllm.engine.work import Work
+from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 from nanovllm.host.engines import Engines
 from nanovllm.host.fleet_rows import FleetRows
@@ -39,13 +40,14 @@ _MOST_UNSENT = 64 << 20  # bytes of weights that may wait for one engine
 _SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: first tokens are polled for this long, if no more requests run
 
 
-class FleetEngine:
+class FleetEngine(Work):
     """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may be called from any."""
 
     def __init__(
         self, engines: Engines, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer
     ) -> None:
         """`engines`: that are ready; this engine closes them. `config`: as the user gave it."""
+        super().__init__()
         self.engines, first = engines, engines.ready[0]
         assert engines.fleet is not None
         resolved = EngineConfig(first.info["model"], **first.config)
@@ -61,12 +63,6 @@ class FleetEngine:
         self._rows = FleetRows(self.book)
         self.owner, self.shares_weights = os.getpid(), False
         self.startup_seconds = 0.0
-        self._work = threading.Condition()
-        self._inbox: deque[Callable[[], object]] = deque()
-        """Tasks of other threads for the one that steps."""
-        self._unreported = Step()
-        self._closed = False
-        self._error: BaseException | None = None
         self._reads = threading.Lock()
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -80,25 +76,18 @@ class FleetEngine:
             self.engines.all[0].rouse()
         return self.book.open(
             *(prompt, params, request_id, output_token_ids), num_waiting=lambda: self.stats().num_waiting,
-            queue=lambda seqs: self._enqueue(partial(self._queue, seqs)),
+            queue=lambda seqs: self.ask(partial(self._queue, seqs)),
         )  # fmt: skip
-
-    def _enqueue(self, task: Callable[[], object]) -> None:
-        """Queues a task for the thread that steps. From any thread."""
-        with self._work:
-            self._inbox.append(task)
-        self.wake()
 
     def abort(self, request_id: int) -> None:
         """See Engine.abort."""
         if self.book.rows_of(request_id) is not None:
-            self._enqueue(partial(self._requests.abort, request_id))
+            self.ask(partial(self._requests.abort, request_id))
 
     def abort_all(self) -> list[int]:
         """See Engine.abort_all."""
         ids = [*self.book.unfinished()]
-        for request_id in ids:
-            self._enqueue(partial(self._requests.abort, request_id))
+        self.ask(*(partial(self._requests.abort, request_id) for request_id in ids))
         return ids
 
     def _drain_inbox(self) -> None:
@@ -116,7 +105,7 @@ class FleetEngine:
 
     def step(self) -> Step:
         """Takes in results of the engines; waits a moment if there are none."""
-        check_alive(self._closed, self._error)
+        self.raise_failure()
         if not self.state.is_paused:
             self.state.require_awake()
             self.state.require_weights()
@@ -127,11 +116,7 @@ class FleetEngine:
         except BaseException as error:
             self._error = self._error or error
             raise
-        return self._take_unreported()
-
-    def _take_unreported(self) -> Step:
-        gained, self._unreported = self._unreported, Step()
-        return gained
+        return self.take_unreported()
 
     def _advance(self, timeout: float = _LOOK_SECONDS) -> None:
         """Handles the frames that have arrived, after a wait of up to `timeout` seconds for some, and what other
@@ -147,7 +132,7 @@ class FleetEngine:
 
     def _read(self, timeout: float) -> bool:
         """See Engines.read. The caller holds _reads, so that the engine is not closed meanwhile."""
-        check_alive(self._closed, self._error)
+        self.raise_failure()
         return self.engines.read(timeout)
 
     def _hand_out(self) -> None:
@@ -183,22 +168,16 @@ class FleetEngine:
                 self._reads.release()
         return bool(self.engines.reader.frames)
 
-    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
-        """See Engine.wait_for_work."""
-        with self._work:
-            return self._work.wait_for(lambda: self._closed or self.is_busy() or or_until(), timeout=timeout)
-
     def wake(self) -> None:
         """See Engine.wake."""
-        with self._work:
-            self._work.notify_all()
+        super().wake()
         self.engines.reader.ring()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
     def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """See Engine.call."""
-        check_alive(self._closed, self._error)
+        self.raise_failure()
         weights = options.pop("weights", None)
         if isinstance(weights, (str, Path)):
             options["folder"] = str(Path(weights).absolute())  # replicas may have other working folders
@@ -239,7 +218,7 @@ class FleetEngine:
         try:
             while pending.waiting:
                 self._advance()
-                yield self._take_unreported()
+                yield self.take_unreported()
         except GeneratorExit:
             if CALLS[name].in_flight(options)[1] == "wait":
                 self.resume()  # else it would run later, when the requests have ended
@@ -279,10 +258,7 @@ class FleetEngine:
     def resume(self) -> None:
         """See Engine.resume; sent to the engines by the next step."""
         self.fleet.is_resuming, self.state.pause_mode = True, None
-        self._enqueue(self._resume)
-
-    def _resume(self) -> None:
-        self.fleet.call("resume", {})
+        self.ask(lambda: self.fleet.call("resume", {}))
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

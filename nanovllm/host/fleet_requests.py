@@ -13,7 +13,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.step import Done, Finish, Step, aborted
 from nanovllm.host import wire
 from nanovllm.host.fleet_stats import FleetStats
-from nanovllm.host.flight import NO_BOUND, Flight
+from nanovllm.host.flight import NO_BOUND, Completion, Flight
 from nanovllm.host.router import Load, Router
 from nanovllm.wire.state import PageGroup
 
@@ -45,10 +45,8 @@ class FleetRequests:
         """Unfinished requests and parts of requests, by their id for engines."""
         self._split: dict[int, set[int]] = {}
         """Unfinished parts of each request that was split: request id -> ids for engines."""
-        self._rows: dict[int, list[int]] = {}
-        """Output tokens of each unfinished completion, by row, if tokens are kept."""
-        self._flights: dict[int, Flight] = {}
-        """Flights of `_live` by row, if tokens are kept."""
+        self._rows: dict[int, Completion] = {}
+        """Completions of unfinished requests by row, if tokens are kept."""
         self._stats = FleetStats(count)
         for number, info in enumerate(infos):
             self.join(number, info)
@@ -80,8 +78,7 @@ class FleetRequests:
         if parts != [flight]:
             del self._live[flight.row]
             self._split[flight.request_id] = {part.row for part in parts}
-            for part in parts:
-                self._live[part.row] = self._flights[part.row] = part
+            self._live.update((part.row, part) for part in parts)
         return parts
 
     def note_version(self, number: int, version: int) -> None:
@@ -90,9 +87,9 @@ class FleetRequests:
             return
         self._versions[number] = version
         for flight in self._live.values() if self._keeps_tokens else ():
-            if flight.engine == number:
-                for index in set(range(flight.n)) - flight.ended:
-                    flight.note_version(index, version)
+            for completion in flight.completions if flight.engine == number else ():
+                if not completion.has_ended:
+                    completion.note_version(version)
 
     def forget_cached(self) -> None:
         """Notes that the engines' prefix caches were emptied."""
@@ -119,14 +116,10 @@ class FleetRequests:
 
     def add(self, request_id: int, prompt: Prompt, params: dict[str, Any], known: Sequence[int] = ()) -> None:
         """Queues a request; `bind` sends it."""
-        n = params.get("n", 1)
-        tokens = [list(known) for _ in range(n)]
-        flight = Flight(request_id, request_id, prompt, params, tokens, [[] for _ in range(n)])
-        self._live[request_id] = flight
+        completions = [Completion(list(known)) for _ in range(params.get("n", 1))]
+        self._live[request_id] = flight = Flight(request_id, request_id, prompt, params, completions)
         if self._keeps_tokens:
-            for index in range(n):
-                self._rows[request_id + index] = tokens[index]
-                self._flights[request_id + index] = flight
+            self._rows.update(enumerate(completions, request_id))
         self._queue(flight)
 
     def _queue(self, flight: Flight, first: bool = False) -> None:
@@ -153,9 +146,9 @@ class FleetRequests:
 
     def _bound(self, number: int, flight: Flight) -> wire.Add:
         flight.engine = number
-        flight.num_engines += 1
-        for index in range(flight.n) if self._keeps_tokens else ():
-            flight.note_version(index, self._versions[number])
+        for completion in flight.completions if self._keeps_tokens else ():
+            completion.num_engines += 1
+            completion.note_version(self._versions[number])
         params, most = flight.params, self.max_total - len(flight.prompt)
         if not self._is_alone and flight.most_tokens > most:
             # Another engine that may have to continue it may have a smaller KV cache.
@@ -184,9 +177,11 @@ class FleetRequests:
     def _drop(self, flight: Flight, why: str | None = None) -> None:
         """Ends unfinished completions with reason "abort" and stop reason `why`."""
         step = aborted(flight.row, flight.n, why)
-        step.finishes = [end for end in step.finishes if end.row - flight.row not in flight.ended]
-        for end in step.finishes:
-            end.weight_versions = flight.spans(end.row - flight.row)
+        ends, step.finishes = step.finishes, []
+        for end, completion in zip(ends, flight.completions, strict=True):
+            if not completion.has_ended:
+                end.weight_versions = completion.spans()
+                step.finishes.append(end)
         step.done = self._end(flight, step.done[0])
         self.out.append(step)
 
@@ -195,7 +190,6 @@ class FleetRequests:
         del self._live[flight.row]
         for row in range(flight.row, flight.row + flight.n):
             self._rows.pop(row, None)
-            self._flights.pop(row, None)
         if (rest := self._split.get(flight.request_id)) is not None:
             rest.discard(flight.row)
             if rest:
@@ -225,8 +219,8 @@ class FleetRequests:
         if self._keeps_tokens:
             known = self._rows
             for row, token in zip(step.rows, step.tokens, strict=True):
-                if (tokens := known.get(row)) is not None:
-                    tokens.append(token)
+                if (completion := known.get(row)) is not None:
+                    completion.tokens.append(token)
             for end in step.finishes:
                 self._note_end(end)
         if self._split:
@@ -243,18 +237,15 @@ class FleetRequests:
             self.bind()
 
     def _note_end(self, end: Finish) -> None:
-        if (tokens := self._rows.get(end.row)) is None:
+        if (completion := self._rows.get(end.row)) is None:
             return
         if end.token is not None:
-            tokens.append(end.token)
-        flight = self._flights[end.row]
-        index = end.row - flight.row
-        flight.ended.add(index)
-        if flight.num_engines > 1:
-            end.weight_versions = flight.spans(index)
+            completion.tokens.append(end.token)
+        completion.has_ended = True
+        if completion.num_engines > 1:
+            end.weight_versions = completion.spans()
 
     def _release(self, number: int, flight: Flight) -> None:
         """Tells the router that an engine has ended what it computed."""
-        count = sum(map(len, flight.tokens))
-        left = [digest for tokens in flight.tokens for digest in self._hashes(flight, tokens[:-1])]
-        self._router.finish(number, flight.row, count, left)
+        left = [digest for each in flight.completions for digest in self._hashes(flight, each.tokens[:-1])]
+        self._router.finish(number, flight.row, flight.num_tokens, left)

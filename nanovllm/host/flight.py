@@ -13,6 +13,26 @@ _OF_WHOLE = ("n", "prompt_logprobs", "prompt_logprob_start")
 
 
 @dataclass(eq=False, slots=True)
+class Completion:
+    """A completion of a request: its output so far."""
+
+    tokens: list[int]
+    versions: VersionStarts = field(default_factory=list)
+    """Versions of the weights that its tokens come from."""
+    has_ended: bool = False
+    num_engines: int = 0
+    """Number of times that it was sent to an engine."""
+
+    def note_version(self, version: int) -> None:
+        """Notes that its next tokens come from weights of this version."""
+        note_version(self.versions, version, len(self.tokens))
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """See CompletionOutput.weight_versions."""
+        return version_spans(self.versions, len(self.tokens))
+
+
+@dataclass(eq=False, slots=True)
 class Flight:
     """An unfinished request, or a part of one: a completion that continues on another engine."""
 
@@ -23,16 +43,9 @@ class Flight:
     prompt: Prompt
     params: dict[str, Any]
     """See wire.Add.params."""
-    tokens: list[list[int]]
-    """Output tokens of each completion so far."""
-    versions: list[VersionStarts]
-    """Versions of the weights that the tokens of each completion come from."""
-    ended: set[int] = field(default_factory=set)
-    """Indices of the completions that have ended."""
+    completions: list[Completion]
     engine: int | None = None
     """Engine that computes it; None while it waits."""
-    num_engines: int = 0
-    """Number of times that it was sent to an engine."""
     is_aborted: bool = False
     num_losses: int = 0
     """Engines that were lost in a row while they computed it, without a new token."""
@@ -41,50 +54,47 @@ class Flight:
 
     def note_loss(self) -> int:
         """Notes that its engine is lost; returns num_losses."""
-        self.engine, count = None, sum(map(len, self.tokens))
+        self.engine, count = None, self.num_tokens
         self.num_losses = 0 if count > self.num_tokens_before else self.num_losses + 1
         self.num_tokens_before = count
         return self.num_losses
 
     @property
     def n(self) -> int:
-        return len(self.tokens)
+        return len(self.completions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all completions."""
+        return sum(len(each.tokens) for each in self.completions)
 
     @property
     def known(self) -> list[int]:
         """Output tokens that an engine is to continue. Several completions begin anew: those that have begun are
         parts."""
-        return self.tokens[0] if self.n == 1 else []
+        return self.completions[0].tokens if self.n == 1 else []
 
     @property
     def most_tokens(self) -> int:
         """See SamplingParams.most_tokens."""
         return NO_BOUND if (most := self.params.get("max_tokens", SamplingParams.max_tokens)) is None else most
 
-    def note_version(self, index: int, version: int) -> None:
-        """Notes that the next tokens of a completion come from weights of this version."""
-        note_version(self.versions[index], version, len(self.tokens[index]))
-
-    def spans(self, index: int) -> list[tuple[int, int, int]]:
-        """See CompletionOutput.weight_versions."""
-        return version_spans(self.versions[index], len(self.tokens[index]))
-
     def parts(self) -> list["Flight"]:
         """Splits a request of several completions, of which any has begun, into those that have not ended. Each goes
         on as it would have gone on among the others, since seeds go up with rows. The first brings what is asked about
         the prompt. Returns itself if there is nothing to split."""
-        if self.n == 1 or not (self.ended or any(self.tokens)):
+        if self.n == 1 or not any(each.has_ended or each.tokens for each in self.completions):
             return [self]
         own = {name: value for name, value in self.params.items() if name not in _OF_WHOLE}
         of_prompt = {name: value for name, value in self.params.items() if name in _OF_WHOLE[1:]}
         found: list[Flight] = []
-        for index in sorted({*range(self.n)} - self.ended):
+        for index, completion in enumerate(self.completions):
+            if completion.has_ended:
+                continue
             params = own if found else own | of_prompt
             if (seed := params.get("seed")) is not None:
                 params = {**params, "seed": wrap_seed(seed + index)}
-            tokens, versions = [self.tokens[index]], [self.versions[index]]
-            part = Flight(self.request_id, self.row + index, self.prompt, params, tokens, versions)
-            part.num_engines, part.num_losses = self.num_engines, self.num_losses
-            part.num_tokens_before = len(self.tokens[index])
+            part = Flight(self.request_id, self.row + index, self.prompt, params, [completion])
+            part.num_losses, part.num_tokens_before = self.num_losses, part.num_tokens
             found.append(part)
         return found

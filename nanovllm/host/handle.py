@@ -1,4 +1,4 @@
-"""Handle of an engine in another process, for its driver: the interface, and an engine in a child process."""
+"""Handle of an engine in another process, for its driver."""
 
 import os
 import select
@@ -7,14 +7,15 @@ import socket
 import subprocess
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from nanovllm.host import wire
-from nanovllm.processes.child import end, socket_pair, start_python
+from nanovllm.processes.child import Process, end, socket_pair, start_python
 from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 
 MODULE = "nanovllm.host.program"
@@ -40,138 +41,51 @@ class Lost:
     """Exception to raise if it was the user's mistake, else None."""
 
 
-class Handle(ABC):
+class Handle:
     """An engine in another process. For one thread at a time; `rouse` and `close` may be called from any."""
 
-    backlog = 0
-    """Bytes that have not been sent yet, because the engine is slow to read."""
-    waits = False
-    """Whether `flush` is to be called when `fileno` becomes writable."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, start: wire.Start, start_process: Callable[[socket.socket], Process] | None = None) -> None:
+        """`start_process`: takes over the engine's end of the connection; None: starts a child process. A thread calls
+        it: that may take long where memory is short."""
+        self.number = start.number
+        self._socket, theirs = socket_pair()
+        starter = ThreadPoolExecutor(1)
+        self._started: Future[Process] = starter.submit(start_process or partial(_start_process, MODULE), theirs)
+        starter.shutdown(wait=False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        self._socket.setblocking(False)
         self._buffer = FrameBuffer()
+        self._sends, self._closes = threading.Lock(), threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        self.backlog = 0
+        """Bytes that have not been sent yet, because the engine is slow to read."""
+        self.waits = False
+        """Whether `flush` is to be called when `fileno` becomes writable."""
+        self._is_there = True
+        self._exit_due = 0.0
+        """Time until which the exit code of a process without a connection is awaited; 0 while there is one."""
         self._failure: wire.Failed | None = None
         """Failure that the engine has reported."""
         self._reason: str | None = None
         """Reason why it was given up; None if it was not."""
         self._heard = time.monotonic()
         """Monotonic time of the last sign of life."""
-        self._closes = threading.Lock()
-
-    def send(self, *frames: wire.Down) -> None:
-        """Queues frames and sends as much as possible without waiting. Frames to a lost engine are dropped."""
-        self._send(b"".join(map(wire.pack, frames)))
-
-    @abstractmethod
-    def _send(self, packed: bytes) -> None: ...
-
-    def rouse(self) -> None:  # noqa: B027 (optional)
-        """Wakes an idle engine before a request is sent, if that is faster than the request itself. From any thread."""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """File descriptor that is readable when `receive` has something."""
-
-    @abstractmethod
-    def receive(self) -> "list[wire.Up | Lost]":
-        """Returns the frames that have arrived, without waiting. The last one ever is Lost."""
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether its connection has ended, and it is not known yet how the engine has. `fileno` stays readable
-        meanwhile: the owner looks at it now and then instead."""
-        return False
-
-    def _complete(self, data: bytes) -> list[wire.Up]:
-        """Frames that these bytes complete, without signs of life. A failure is kept for `_lost`."""
-        frames: list[wire.Up] = []
-        for body in self._buffer.feed(data):
-            frame = wire.up_decoder.decode(body)
-            if isinstance(frame, wire.Failed):
-                self._failure = frame
-            elif not isinstance(frame, wire.Alive):
-                frames.append(frame)
-        return frames
-
-    def _lost(self, how: str) -> Lost:
-        """End of the engine. The reason is the failure that it reported, or why it was given up, or else `how` it
-        ended."""
-        if (failure := self._failure) is not None:
-            return Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])
-        return Lost(self._reason or how)
-
-    def flush(self) -> None:  # noqa: B027 (optional)
-        """Sends more of the backlog."""
-
-    def silent_for(self) -> float:
-        """Seconds since the last sign of life."""
-        return time.monotonic() - self._heard
-
-    def reset_silence(self) -> None:
-        """Counts silence from now on, because the owner has not listened for a while."""
-        self._heard = time.monotonic()
-
-    def give_up(self, reason: str) -> None:
-        """Kills the engine; `receive` will return Lost with this reason."""
-        if self._reason is None:
-            self._reason = reason
-            self._kill()
-
-    @abstractmethod
-    def _kill(self) -> None: ...
-
-    @abstractmethod
-    def request_exit(self) -> None:
-        """Asks the engine to exit."""
-
-    def close(self, patience: float = EXIT_GRACE) -> None:
-        """Waits up to `patience` seconds for the engine to exit, then kills it. Its ranks end with it. Does nothing the
-        second time. From any thread."""
-        with self._closes:
-            if self.fileno() >= 0:
-                self.request_exit()
-                self._close(patience)
-
-    @abstractmethod
-    def _close(self, patience: float) -> None: ...
-
-
-class ChildHandle(Handle):
-    """An engine in a child process, which a thread starts: that may take long where memory is short."""
-
-    def __init__(self, start: wire.Start) -> None:
-        super().__init__(start.number)
-        self._socket, theirs = socket_pair()
-        starter = ThreadPoolExecutor(1)
-        self._started: Future[subprocess.Popen[bytes]] = starter.submit(_start_process, MODULE, theirs)
-        starter.shutdown(wait=False)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        self._socket.setblocking(False)
-        self._sends = threading.Lock()
-        self._unsent: deque[memoryview] = deque()
-        self._is_there = True
-        self._exit_due = 0.0
-        """Time until which the exit code of a process without a connection is awaited; 0 while there is one."""
         self.send(start)
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> Process:
         """The process, once it has been started. Raises the error of its start."""
         return self._started.result()
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def is_ending(self) -> bool:
-        return self._is_there and self._exit_due > 0
-
     def fileno(self) -> int:
+        """File descriptor that is readable when `receive` has something."""
         return self._socket.fileno()
 
-    def _send(self, packed: bytes) -> None:
+    # -- to the engine ------------------------------------------------------------------------------------------
+
+    def send(self, *frames: wire.Down) -> None:
+        """Queues frames and sends as much as possible without waiting. Frames to a lost engine are dropped."""
+        packed = b"".join(map(wire.pack, frames))
         with self._sends:
             if not self._is_there:
                 return
@@ -182,11 +96,13 @@ class ChildHandle(Handle):
             self.flush()
 
     def rouse(self) -> None:
+        """Wakes an idle engine before a request is sent, which is faster than the request itself. From any thread."""
         with self._sends, suppress(OSError):  # its end is found out by `receive`
             if self._is_there and not self._unsent:
                 self._socket.send(_ROUSE)  # so short that it goes as a whole or not at all
 
     def flush(self) -> None:
+        """Sends more of the backlog."""
         with self._sends:
             try:
                 while self._unsent:
@@ -203,7 +119,11 @@ class ChildHandle(Handle):
                 self.backlog = 0
             self.waits = bool(self._unsent)
 
-    def receive(self) -> "list[wire.Up | Lost]":
+    # -- from the engine ----------------------------------------------------------------------------------------
+
+    def receive(self) -> list[wire.Up | Lost]:
+        """Returns the frames that have arrived, without waiting and without signs of life. The last one ever is
+        Lost."""
         if not self._is_there:
             return []
         try:
@@ -215,14 +135,25 @@ class ChildHandle(Handle):
         if not data:
             return self._end()
         self._heard = time.monotonic()
-        return [*self._complete(data)]
+        frames: list[wire.Up | Lost] = []
+        for body in self._buffer.feed(data):
+            frame = wire.up_decoder.decode(body)
+            if isinstance(frame, wire.Failed):
+                self._failure = frame
+            elif not isinstance(frame, wire.Alive):
+                frames.append(frame)
+        return frames
 
-    def _kill(self) -> None:
-        self._started.add_done_callback(lambda started: None if started.exception() else started.result().kill())
+    @property
+    def is_ending(self) -> bool:
+        """Whether its connection has ended, and it is not known yet how the engine has. `fileno` stays readable
+        meanwhile: the owner looks at it now and then instead."""
+        return self._is_there and self._exit_due > 0
 
     def _end(self) -> list[wire.Up | Lost]:
-        """Handles the end of the connection. The exit code is the best reason, but a process may take a moment to exit,
-        for example while its device is freed. Until then nothing is returned, and the handle `is_ending`."""
+        """Handles the end of the connection. The reason is the failure that the engine reported, or why it was given
+        up, or how its process ended, which may take a moment to exit, for example while its device is freed. Until
+        then nothing is returned, and the handle `is_ending`."""
         now = time.monotonic()
         self._exit_due = self._exit_due or now + _EXIT_SECONDS
         if (error := self._started.exception()) is not None:
@@ -232,20 +163,40 @@ class ChildHandle(Handle):
         with self._sends:
             self._is_there = False
             self._unsent.clear()
-        return [self._lost(self._reason or self._how_it_ended())]
+        if (failure := self._failure) is not None:
+            return [Lost(failure.message, None if failure.kind is None else wire.KINDS[failure.kind])]
+        return [Lost(self._reason or _how_it_ended(self.process.poll()))]
 
-    def _how_it_ended(self) -> str:
-        code = self.process.poll()
-        if code is None:
-            return "closed its connection"
-        return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self._heard
+
+    def reset_silence(self) -> None:
+        """Counts silence from now on, because the owner has not listened for a while."""
+        self._heard = time.monotonic()
+
+    # -- its end ------------------------------------------------------------------------------------------------
+
+    def give_up(self, reason: str) -> None:
+        """Kills the engine; `receive` will return Lost with this reason."""
+        if self._reason is None:
+            self._reason = reason
+            self._started.add_done_callback(lambda started: None if started.exception() else started.result().kill())
 
     def request_exit(self) -> None:
+        """Asks the engine to exit."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
-    def _close(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
+    def close(self, patience: float = EXIT_GRACE) -> None:
+        """Waits up to `patience` seconds for the engine to exit, then kills it. Its ranks end with it. Does nothing the
+        second time. From any thread."""
+        with self._closes:
+            if self.fileno() >= 0:
+                self.request_exit()
+                self._close(time.monotonic() + patience)
+
+    def _close(self, deadline: float) -> None:
         look = select.poll()
         look.register(self._socket, select.POLLIN)
         with suppress(OSError):
@@ -256,6 +207,15 @@ class ChildHandle(Handle):
             end(self.process, deadline - time.monotonic())
         self._is_there = False
         self._socket.close()
+
+
+def _how_it_ended(code: int | str | None) -> str:
+    """`code`: what its process says of its end."""
+    if isinstance(code, str):
+        return code
+    if code is None:
+        return "closed its connection"
+    return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
 
 
 def _start_process(module: str, link: socket.socket) -> "subprocess.Popen[bytes]":

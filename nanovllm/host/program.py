@@ -36,6 +36,8 @@ _STAGES = {
     "capture": ("capturing graphs", 81, 100),
 }
 """Stages of an executor's start: text and range of percents."""
+_SHOWN_OPTIONS = ("model", "max_num_seqs", "dtype", "device", "tensor_parallel_size", "logprobs_mode", "runner")
+"""Options that drivers want to know as they are."""
 
 
 def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
@@ -114,9 +116,8 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
     """Sizes and limits of a started engine, for its driver."""
     config, model = engine.config, engine.model_config
     return {
-        "model": config.model,
+        **{name: getattr(config, name) for name in _SHOWN_OPTIONS},
         "max_model_len": engine.book.max_total_tokens,
-        "max_num_seqs": config.max_num_seqs,
         "vocab_size": model.vocab_size,
         "eos_token_ids": list(model.eos_token_ids),
         "num_kv_tokens": engine.scheduler.memory.num_kv_tokens,
@@ -124,23 +125,19 @@ def describe(engine: "LLMEngine") -> dict[str, Any]:
         "page_groups": engine.executor.state_size.groups,
         "block_size": config.kvcache_block_size,
         "startup_seconds": engine.startup_seconds,
-        "dtype": config.dtype,
-        "device": config.device,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "logprobs_mode": config.logprobs_mode,
         "prefix_caching": config.enable_prefix_caching,
         "max_loras": config.max_loras if config.enable_lora else 0,
-        "runner": config.runner,
         "pooling": None if model.pooling is None else vars(model.pooling),
         "hidden_size": model.hidden_size,
     }
 
 
-class SocketIntake:
-    """Frames of a driver on this host, from a socket."""
+class DriverLink:
+    """Connection of an engine to its driver, by a socket: frames both ways, and signs of life."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link = link
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        self._link, self._sends = link, threading.Lock()
         self._buffer = FrameBuffer()
         self._frames: deque[wire.Down] = deque()
         self._heard, self._rung = socket.socketpair()
@@ -151,6 +148,7 @@ class SocketIntake:
             self._poll.register(end, select.POLLIN)
 
     def next(self, seconds: float) -> wire.Down | None:
+        """See Intake.next."""
         if not self._frames:
             for fd, _ in self._poll.poll(seconds * 1000):
                 if fd == self._heard.fileno():
@@ -166,37 +164,44 @@ class SocketIntake:
         return self._frames.popleft() if self._frames else None
 
     def wake(self) -> None:
+        """See Intake.wake."""
         with suppress(OSError):  # it rings already
             self._rung.send(b"!")
+
+    def send(self, frame: wire.Up) -> None:
+        """Sends a frame. From any thread. Raises OSError where the driver has gone."""
+        data = wire.pack(frame)
+        with self._sends:
+            self._link.sendall(data)
+
+    def live(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Sends signs of life until the driver has gone, or `is_over`."""
+        gone = select.poll()
+        gone.register(self._link, select.POLLRDHUP)
+        while not gone.poll(_LIFE_SECONDS * 1000) and not is_over():
+            if self._sends.acquire(blocking=False):  # else a frame is being sent, which is a sign of life too
+                with suppress(OSError):  # dropped if the buffer is full: the driver may not read for hours
+                    self._link.send(_ALIVE, socket.MSG_DONTWAIT)
+                self._sends.release()
 
 
 def main(fd: int, parent: int) -> None:
     """`fd`: of the socket to the driver. `parent`: the driver's process id."""
     leave_signals_to_parent()
-    link = socket.socket(fileno=fd)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    lock = threading.Lock()
+    link = DriverLink(socket.socket(fileno=fd))
     is_serving = threading.Event()
 
     def send(frame: wire.Up) -> None:
-        data = wire.pack(frame)
         if isinstance(frame, wire.Ready):
             is_serving.set()
         try:
-            with lock:
-                link.sendall(data)
+            link.send(frame)
         except OSError:
             os._exit(1)  # the driver has gone; ranks end with this process
 
     def live() -> None:
-        gone = select.poll()
-        gone.register(link, select.POLLRDHUP)
         # A fork of the driver may keep the other end open, so its process is looked at too.
-        while not gone.poll(_LIFE_SECONDS * 1000) and os.getppid() == parent:
-            if lock.acquire(blocking=False):  # else a frame is being sent, which is a sign of life too
-                with suppress(OSError):  # dropped if the buffer is full: the driver may not read for hours
-                    link.send(_ALIVE, socket.MSG_DONTWAIT)
-                lock.release()
+        link.live(lambda: os.getppid() != parent)
         if is_serving.is_set() and os.getppid() == parent:
             time.sleep(_EXIT_GRACE)
         os._exit(1)
@@ -204,7 +209,7 @@ def main(fd: int, parent: int) -> None:
     threading.Thread(target=live, name="nanovllm-life", daemon=True).start()
     code = 1
     try:
-        code = run(send, SocketIntake(link))
+        code = run(send, link)
     except BaseException:
         traceback.print_exc()
     end_this(code)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ def reserve(config: EngineConfig) -> tuple[Callable[[wire.Start], Handle], Calla
         placement = Placement(config)
         reserved.callback(placement.close)
         placement.check_nodes(config)
-        from nanovllm.host.ray_handle import RayHandle
+        from nanovllm.host.ray_actor import ActorProcess
 
         held = reserved.pop_all()
 
     def make(start: wire.Start) -> Handle:
         options = start.options if tokenizer is None else {**start.options, "tokenizer": tokenizer}
         placed = placement.options(start.number, **placement.share())
-        return RayHandle(wire.Start(model, options, start.number), placed)
+        return Handle(wire.Start(model, options, start.number), partial(ActorProcess, placed))
 
     return make, held.close
 

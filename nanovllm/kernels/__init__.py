@@ -44,6 +44,7 @@ class Kernels:
     place_drafts: Annotated[Callable[..., None], "step.model_drafts"]
     copy_blocks: Annotated[Callable[..., None], "step.blocks"]
     edit_logits: Annotated[Callable[..., torch.Tensor], "sampling.penalties"]
+    count_tokens: Annotated[Callable[..., None], "sampling.penalties"]
     sample_filtered: Annotated[Callable[..., torch.Tensor | None], "sampling.filters"]
     sample_kept: Annotated[Callable[..., None], "sampling.kept"]
     token_logprobs: Annotated[Callable[..., torch.Tensor], "sampling.logprobs"]

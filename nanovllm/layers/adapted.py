@@ -11,8 +11,9 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.adapters import MOST_PARTS
 from nanovllm.kernels.moe.routing import choices_of
+from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
-from nanovllm.layers.matrix import Weight
+from nanovllm.layers.matrix import DenseMatrix, Weight
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard
 
@@ -105,7 +106,10 @@ class AdaptedMatrix(nn.Module):
                 rows, slots = x[token] if launch.gate else x, slots[token]
                 slots = torch.where(slots < 0, -1, slots * self.stack[0] + expert)
                 a, b = a.flatten(0, 1), b.flatten(0, 1)
-            delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, norm)
+            # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
+            takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
+            dtype = rows.dtype if takes_own else torch.float32
+            delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, norm, dtype)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.fp8 import few_experts
 from nanovllm.kernels.fp8.reference import BLOCK
+from nanovllm.kernels.moe import few_streamed
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.router import router_logits
@@ -202,7 +202,7 @@ def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
         return True
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
         return False
-    return device.has_tma and few_experts.takes(gate_up.for_kernel(), down.for_kernel())
+    return device.has_tma and few_streamed.takes(gate_up.for_kernel(), down.for_kernel())
 
 
 def is_plain_mixture(config: MoEConfig, is_packed: bool = False) -> bool:

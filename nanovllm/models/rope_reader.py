@@ -8,7 +8,7 @@ from nanovllm.errors import near_miss, refuse
 from nanovllm.model_config import FULL, SLIDING, RopeConfig
 from nanovllm.models.config_reader import ConfigReader
 
-KINDS = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "longrope", "proportional")
 _NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _TYPELESS = {"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned"}
 """Entries that need no type: the first two hold for every one, the others change nothing in text."""
@@ -66,7 +66,7 @@ def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> 
         hint = near_miss(unknown[0], _KNOWN)
         raise ValueError(f"rope_scaling: {unknown[0]!r} is no entry of a rotary embedding here{hint}")
     default = None if rope.raw.keys() - _TYPELESS else "default"
-    kind = rope.choice("rope_type", (*KINDS, "mrope"), rope.get("type", default))
+    kind = rope.choice("rope_type", (*ROPE_TYPES, "mrope"), rope.get("type", default))
     if kind == "mrope":  # three positions a token, which are one in text
         kind = "default"
     if kind in ("linear", "yarn", "llama3") and rope.get("factor") is None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Environment variables that keep NCCL, torch and NVSHMEM from creating NVLink multicast objects; to be set before CUDA
@@ -42,7 +42,20 @@ def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subproce
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end(process: "subprocess.Popen[bytes]", patience: float) -> None:
+class Process(Protocol):
+    """A child process, or what stands for one."""
+
+    def poll(self) -> int | str | None:
+        """Returns its exit code, or how it has ended in words; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Ends it, without waiting for that."""
+
+
+def end(process: Process, patience: float) -> None:
     """Waits `patience` seconds for a child to exit, then kills it. One that a device driver holds even then is left
     behind."""
     try:

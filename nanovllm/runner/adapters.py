@@ -96,7 +96,17 @@ class RankAdapters:
             for name in found:
                 used.add(path)
                 self._load(name, adapter, part)
-        return {path: halves for path, halves in made.items() if path in used}
+        return self._held_together({path: halves for path, halves in made.items() if path in used})
+
+    def _held_together(self, halves: dict[str, Halves]) -> dict[str, Halves]:
+        """The same halves in one piece of memory, pinned where slots are on a GPU: each piece takes the driver as long
+        as copying a megabyte."""
+        is_pinned = next(iter(self._layers.values())).a.is_cuda
+        every = [half for pair in halves.values() for half in pair]
+        held = torch.empty(sum(half.numel() for half in every), dtype=self._dtype, pin_memory=is_pinned)
+        pieces = held.split([half.numel() for half in every])
+        placed = iter([piece.view_as(half).copy_(half) for piece, half in zip(pieces, every, strict=True)])
+        return {path: (a, b) for path, a, b in zip(halves, placed, placed, strict=True)}
 
     def _load(self, name: str, adapter: Adapter, part: AdapterPart) -> None:
         """Loads what an adapter has under this name into a part of a layer, or into one of its experts."""
@@ -126,11 +136,10 @@ class RankAdapters:
             weight.load(tensor.expand(weight.shape))
 
     def _parts(self, path: str, made: dict[str, Halves]) -> Iterator[tuple[str, AdapterPart]]:
-        """The parts of a layer with their modules in the checkpoint, in host memory that `made` gets. A module that the
+        """The parts of a layer with their modules in the checkpoint, in memory that `made` gets. A module that the
         checkpoint holds as one with others has one A for all of them, and B of all their rows."""
         layer = self._layers[path]
-        is_pinned = layer.a.is_cuda
-        a, b = (torch.zeros(one.shape[1:], dtype=one.dtype, pin_memory=is_pinned) for one in (layer.a, layer.b))
+        a, b = (torch.zeros(one.shape[1:], dtype=one.dtype) for one in (layer.a, layer.b))
         made[path] = a, b
         parts = list(layer.parts(a, b))
         of_b = {weight.name: weight for weight in in_checkpoint((part.b for part in parts), self._config)}

@@ -160,7 +160,7 @@ class StepGraphs:
         # thread_local: other threads (NCCL's watchdog, another engine) may use CUDA meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run(shape)
-        # Once on what `run` has read: a new graph's first replay may be wrong (docs/kernels.md), and it is slower.
+        # Once on what `run` has read: a new graph's first replay may be wrong (docs/notebook.md), and it is slower.
         graph.replay()
         self._graphs[run, shape] = graph
         self._progress()

@@ -157,6 +157,13 @@ def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -
         raise ValueError(f"{needed}, must be at most {share / GIB:.1f}, its share of the memory here")
 
 
+def step_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """Bytes that the largest step, graphs and filters take on this GPU, as planned: for what is chosen before they are
+    measured."""
+    gpu = Gpu(Device.of(device), torch.cuda.mem_get_info(device)[1])
+    return sum(plan_rank(config, model, gpu).reserved.values())
+
+
 def host_share(config: EngineConfig) -> float:
     """Bytes of the memory here that a rank on a CPU may take."""
     return usable_memory() / config.tensor_parallel_size
@@ -198,7 +205,8 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
     spare = spare_lines(config)
-    lines = lines_for(config, share - plan.used - spare * line_bytes, line_bytes, bool(block_bytes))
+    room = kv_room(share, plan.used, share, reserved) - spare * line_bytes
+    lines = lines_for(config, room, line_bytes, bool(block_bytes))
     return replace(plan, num_lines=lines, line_bytes=line_bytes, slots=(lines + 1 + spare) * line_bytes)
 
 

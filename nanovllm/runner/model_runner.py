@@ -34,7 +34,7 @@ from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
-from nanovllm.runner.memory_plan import check_room, host_share
+from nanovllm.runner.memory_plan import check_room, host_share, step_room
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes
@@ -202,7 +202,7 @@ class ModelRunner:
             return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         budget = self.memory.kv_budget(config.gpu_memory_utilization)
-        memory.choose_lines(budget)
+        memory.choose_lines(budget - (step_room(config, self.model_config, self.device) if memory.slot_bytes else 0))
         fixed = memory.fixed_bytes
         if fixed:  # before anything is allocated
             num_blocks(budget, *needs, None, option, self.memory.crowded, fixed)
@@ -333,9 +333,9 @@ class ModelRunner:
                 )
             num_results = first_chunk_row + num_sample_rows - num_decode_rows
             if speculates:
-                work.finish(step, counts, bool(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
-                if scores is not None:
-                    self.option_sampler.add_drafts(scores, work.state)
+                work.finish(step, counts, int(packed[DRAFTS_WORD]), places, first_chunk_row, shape, graphs)
+            if section is not None:
+                self.option_sampler.finish(scores, work.state)
             tokens = work.buffers.tokens[: num_results + speculates]
             padding = slice(num_decode_rows, first_chunk_row)
             if pools and logits is not None and num_sample_rows:

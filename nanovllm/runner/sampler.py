@@ -25,6 +25,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.wire.sampling import (
     CHANGED,
+    EDIT_WORDS,
     EDITED_FEW,
     FILTERED,
     MASK,
@@ -78,6 +79,8 @@ class OptionSampler:
         """int32 [places * S, vocab_size / 32]; None until a request has a mask."""
         self._drafted = torch.empty(0, dtype=torch.int32, device=device)
         """Slots whose drafts the host wants to know after this step."""
+        self._counted: Rows | None = None
+        """Rows of this step that may have penalties."""
         self._identity = torch.empty(0, dtype=torch.int32, device=device)
         self._pinned: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -93,7 +96,7 @@ class OptionSampler:
         section = self._upload(section, first_chunk_row, num_decode_rows)
         places = 1 if state.drafts is None else 1 + state.drafts.shape[1]
         self._take_slots(section, state.temperature.shape[0], places)
-        self._drafted = section["drafted"]
+        self._drafted, self._counted = section["drafted"], None
         scored: list[torch.Tensor | None] = [None] * len(SCORES)
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
@@ -112,9 +115,12 @@ class OptionSampler:
             )
         return None
 
-    def add_drafts(self, scores: StepScores, state: DeviceState) -> None:
-        """Adds what was drafted, last in a step, for its rows that want to know to what `run` has returned."""
-        if self._drafted.shape[0] and state.drafts is not None:
+    def finish(self, scores: StepScores | None, state: DeviceState) -> None:
+        """Last in the step: counts the tokens that hold, and adds what was drafted for rows that want to know to
+        `scores`, which `run` has returned."""
+        if self._counted is not None and self._counts is not None:
+            self._kernels.count_tokens(self._counted, self._counts)
+        if scores is not None and self._drafted.shape[0] and state.drafts is not None:
             scores.drafts = self._download("drafts", state.drafts.index_select(0, self._drafted))
 
     def hand_out(self, hidden: torch.Tensor) -> StepScores | None:
@@ -134,25 +140,27 @@ class OptionSampler:
         records = section["records"].view(-1, RECORD_WORDS)
         rows = Rows(
             raw, raw_rows, section["slots"], records, section["rows"], state.temperature, state.seed,
-            buffers.sample_positions, buffers.tokens, state.last_token, self._vocab_size,
+            buffers.sample_positions, buffers.input_ids, buffers.tokens, state.last_token, self._vocab_size,
         )  # fmt: skip
         copied, changed, filtered, _ = section.of_kind
+        if (section.copied_flags | section.changed_flags) & PENALTIES:
+            self._counted = rows.part(slice(copied.start, changed.stop))
         x = least = kept = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
             own = rows.part(copied)
-            x = self._kernels.edit_logits(own, counts, masks, section["edits"].view(-1, 3))
+            x = self._kernels.edit_logits(own, counts, masks, section["edits"].view(-1, EDIT_WORDS))
             own = replace(own, logits=x, rows=self._range(len(own)))
             if section.copies_filter:
-                least = self._kernels.sample_filtered(own, counts, has_winner=False)
+                least = self._kernels.sample_filtered(own, has_winner=False)
             else:
-                self._kernels.sample_kept(own, counts)
+                self._kernels.sample_kept(own)
                 least = torch.full_like(x[:, 0], -torch.inf)
         if changed.start < changed.stop:
             counts, masks = self._tables(section.changed_flags)
-            self._kernels.sample_kept(rows.part(changed), counts, masks=masks, edits=True)
+            self._kernels.sample_kept(rows.part(changed), None, counts, masks)
         if filtered.start < filtered.stop:
-            self._kernels.sample_filtered(rows.part(filtered), None, has_winner=True)
+            self._kernels.sample_filtered(rows.part(filtered), has_winner=True)
         if section.size("kept"):
             assert x is not None and least is not None
             kept = _kept_bits(x, least, section["kept"])
@@ -244,6 +252,7 @@ class OptionSampler:
     def _dry_step(self, section: Section, raw: torch.Tensor, buffers: StepBuffers, state: DeviceState) -> None:
         section = section.on(torch.from_numpy(section.words.copy()).to(self._device))
         self._sample(section, raw, self._range(section.size("rows")), buffers, state)
+        self.finish(None, state)
 
     # -- what stays on the device -------------------------------------------------------------------------------
 

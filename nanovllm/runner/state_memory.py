@@ -184,7 +184,7 @@ class StateMemory:
                     own.append(line.view(one.dtype).view(num_lines, *one.shape))
                 else:
                     table, lane = next(places)
-                    own.append(replace(of_tables[table][lane], table=table))
+                    own.append(replace(of_tables[table][lane], table=table, mixed=layout.is_mixed))
             mixer.bind(*own)
         parts = [cut] if layout.is_mixed else [part for lane in lanes[0] for part in lane.tensors]
         if self._id_bytes:

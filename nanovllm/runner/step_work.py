@@ -17,7 +17,7 @@ from nanovllm.runner.cuda_graphs import LogitsView, StepGraphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
-from nanovllm.wire.step import ADAPTERS_WORD, PLACES_WORD, StepCounts, row_lengths
+from nanovllm.wire.step import ADAPTERS_WORD, DRAFT, PLACES_WORD, StepCounts, row_lengths
 
 
 class StepWork:
@@ -102,12 +102,12 @@ class StepWork:
         self.captured_logits[shape] = LogitsView(logits)
 
     def finish(
-        self, step: torch.Tensor, counts: StepCounts, wants_drafts: bool, places: int, first_chunk_row: int,
+        self, step: torch.Tensor, counts: StepCounts, drafts: int, places: int, first_chunk_row: int,
         shape: StepShape | None, graphs: StepGraphs | None,
     ) -> None:  # fmt: skip
         """Takes, after all that draws, what a step drew, int32 words on the device, and drafts what may follow. The
         word behind the tokens of the rows that gained one becomes the number of drafted ones. counts: of sequences;
-        wants_drafts: of a model; shape: of the step's graph."""
+        drafts: 0, ENTER or DRAFT, of a model; shape: of the step's graph."""
         num_decodes, num_rows = counts.num_decode_rows, counts.num_sample_rows
         end = first_chunk_row + num_rows - num_decodes
         self._kernels.take_draws(self.state, self.buffers, num_decodes, places, end, self._rates)
@@ -115,11 +115,11 @@ class StepWork:
             if num_rows:
                 self.look_up(num_decodes, places, first_chunk_row, num_rows)
             return
-        if graphs is not None and shape is not None:
+        if drafts and graphs is not None and shape is not None:
             graphs.replay_see(shape)
-        else:
+        elif drafts:
             self.see_exact(step, num_rows)
-        if wants_drafts and num_rows:
+        if drafts == DRAFT and num_rows:
             if graphs is not None:
                 graphs.replay_draft(num_rows)
             else:

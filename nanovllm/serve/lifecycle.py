@@ -68,12 +68,12 @@ def _free_path(path: str) -> str:
             probe.settimeout(1.0)
             try:
                 probe.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
-            except OSError:  # its queue is full
-                raise OSError(f"socket {path} is taken") from None
-            else:
-                raise OSError(f"socket {path} is taken")
+                is_taken = True
+            except OSError as error:  # refused: nobody listens; else its queue is full
+                is_taken = not isinstance(error, ConnectionRefusedError)
+        if is_taken:
+            raise OSError(f"socket {path} is taken")
+        os.unlink(path)
     return path
 
 
@@ -225,10 +225,7 @@ class _Life:
     async def _report_failure(self) -> int:
         failure = self._front.admission.failure
         assert failure is not None
-        if failure.kind is not None:
-            logger.error("%s", failure.reason)
-        else:
-            logger.error("the engine has failed: %s", failure.reason)
+        logger.error("%s%s", "" if failure.kind is not None else "the engine has failed: ", failure.reason)
         await self._http.finish()
         return 1
 

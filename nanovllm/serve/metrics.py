@@ -22,6 +22,12 @@ _PER_TOKEN = (
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 600)
+_COUNTERS = (
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
+    *("prefix_cache_state_misses", "num_preemptions"),
+)
+_DRAFT_COUNTERS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+"""Fields of EngineStats that are shown under their names."""
 _LORA_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Names of the sleep states by level."""
@@ -143,24 +149,15 @@ class Metrics:
             "kv_cache_usage_perc": engine.kv_cache_usage,
             "gpu_cache_usage_perc": engine.kv_cache_usage,
         }
-        counters = {
-            "prompt_tokens": engine.prompt_tokens,
-            "generation_tokens": engine.generation_tokens,
-            "prefix_cache_queries": engine.prefix_cache_queries,
-            "prefix_cache_hits": engine.prefix_cache_hits,
-            "prompt_tokens_cached": engine.prefix_cache_hits,
-            "prefix_cache_state_misses": engine.prefix_cache_state_misses,
-            "num_preemptions": engine.num_preemptions,
-            "slow_clients_closed": self.slow_clients,
-        }
+        counters = {name: getattr(engine, name) for name in _COUNTERS}
+        counters |= {"prompt_tokens_cached": engine.prefix_cache_hits, "slow_clients_closed": self.slow_clients}
         for name, number in gauges.items():
             yield self._family(GaugeMetricFamily, name, {"": number})
         for name, number in counters.items():
             yield self._family(CounterMetricFamily, name, {"": number})
         if accepted := engine.spec_decode_accepted_per_pos:
-            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-                number = getattr(engine, f"spec_decode_{name}")
-                yield self._family(CounterMetricFamily, f"spec_decode_{name}", {"": number})
+            for name in _DRAFT_COUNTERS:
+                yield self._family(CounterMetricFamily, name, {"": getattr(engine, name)})
             by_place = {str(place): number for place, number in enumerate(accepted)}
             yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", by_place, "position")
         if most := self.info.get("max_loras"):

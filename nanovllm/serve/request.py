@@ -30,6 +30,8 @@ class Prepared(NamedTuple):
     """Maximum output tokens for each prompt."""
     plan: Plan | None = None
     """Plan by which the answer to a chat is held to a form and read."""
+    given: Any = None
+    """Value that its format needs beside these."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,8 @@ from nanovllm.serve.http.call import Call
 from nanovllm.serve.metrics import Metrics
 
 Result = TypeVar("Result")
+IsShort = Callable[[Call, dict[str, Any]], bool]
+"""(a call, its body) -> whether its text is short."""
 SHORT = 512
 """Characters whose tokenizing takes less than a hand-over to a thread and back."""
 _SHORT_NUMBERS, _SHORT_TEXT = 2048, 32 << 10
@@ -40,7 +42,7 @@ class TextPool:
         self,
         call: Call,
         work: Callable[[dict[str, Any]], Result],
-        is_short: Callable[[dict[str, Any]], bool] = lambda body: True,
+        is_short: IsShort = lambda call, body: True,
     ) -> Result:
         """Returns what `work` makes of the object in a body that has been received. Raises ApiError, as `in_thread`. A
         large body is read and worked on in a thread. `is_short`: whether `work` on a small one is less than a
@@ -48,7 +50,7 @@ class TextPool:
         if call.size > limits.SMALL_BODY:
             return await self.in_thread(call, lambda: work(limits.parse_json(call.body())), call.size)
         body = limits.parse_json(call.body())
-        return work(body) if is_short(body) else await self.in_thread(call, lambda: work(body), call.size)
+        return work(body) if is_short(call, body) else await self.in_thread(call, lambda: work(body), call.size)
 
     async def in_thread(self, call: Call, work: Callable[[], Result], size: int) -> Result:
         """Runs `work` on so many bytes in a thread. Raises what `work` raises, and ApiError: 503 where too much waits

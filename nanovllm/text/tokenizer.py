@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,24 @@ class Tokenizer:
         """`given`: a transformers tokenizer, of which the engine takes a copy; None: it is loaded from its folder."""
         self._folder = config.tokenizer or config.model
         self._given = given
-        self._own: CheckpointTokenizer | None = NoTokenizer() if config.skip_tokenizer_init else None
         self._of_user: Any = None
         self._lock = threading.Lock()
-        self._error: Exception | None = None
+        self._own: Future[CheckpointTokenizer] = Future()
         self.is_there = not config.skip_tokenizer_init
         """Whether there is a tokenizer at all."""
-        self._thread = threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True)
         if self.is_there:
-            self._thread.start()
+            threading.Thread(target=self._load, name="nanovllm-tokenizer", daemon=True).start()
+        else:
+            self._own.set_result(NoTokenizer())
 
     def _load(self) -> None:
         try:
             if self._given is None and (Path(self._folder) / "tokenizer.json").is_file():
-                self._own = CheckpointTokenizer(self._folder)
+                self._own.set_result(CheckpointTokenizer(self._folder))
             else:
-                self._own = CheckpointTokenizer.of_transformers(self._transformers())
+                self._own.set_result(CheckpointTokenizer.of_transformers(self._transformers()))
         except Exception as error:
-            self._error = error
+            self._own.set_exception(error)
 
     def _transformers(self) -> Any:
         """A transformers tokenizer that nobody else has."""
@@ -68,12 +69,9 @@ class Tokenizer:
     def own(self) -> CheckpointTokenizer:
         """The engine's tokenizer, once it is loaded. Raises ValueError where it cannot be; under skip_tokenizer_init
         it refuses text."""
-        if self.is_there:
-            self._thread.join()
-        if self._error is not None:
-            raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {short(self._error)}") from self._error
-        assert self._own is not None
-        return self._own
+        if (error := self._own.exception()) is not None:
+            raise ValueError(f"tokenizer={self._folder!r}: cannot be loaded: {short(error)}") from error
+        return self._own.result()
 
     @property
     def of_user(self) -> Any:

@@ -7,12 +7,13 @@ length. It has a header (the words of each of LISTS, then NUMBERS) and the lists
 rows, slots, records: which rows of the step, their slots, and a RECORD each; by how they are sampled, in the order of
 KINDS. scored: option rows whose log-probabilities are wanted, in the order of SCORES; scored_rows: room for which rows
 of the step these are, which a rank fills in. kept: option rows of which the ids that could be sampled are wanted.
-edits: (g, id, float32 `add`) to the logit of `id` in option row g (-inf bans it). resets: slots whose token counts
+edits: (g, id, float32 `add`, n) to the logit of `id` in option row g (-inf bans it), where n > 0 at positions below n
+alone, else from -n on: two entries of one id share the positions. resets: slots whose token counts
 start at zero; counts: (slot, id, n) that they hold then, 2 * (times in the output) + (1 if in the prompt); an id may
 come twice, with the same count. hidden, targets: tokens of the step (in its exact, unpadded order) after which the
 log-probability of a known prompt token is wanted, and that token; those that want many likeliest ids come last.
 mask_slots, masks: new bits of the ids that a slot may sample; of place p of a step with several the line is slot + p *
-max_num_seqs. drafted: slots whose drafts the host wants to know, of rows under a grammar.
+max_num_seqs. drafted: slots whose drafts the host wants to know, of rows under a grammar or with bad words.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,9 @@ NUMBERS = 20
 likeliest ids at most, of each of SCORES and of these two; and four about all rows (Section)."""
 RECORD_WORDS = 8
 RECORD = Struct("<iifffff4x")
-"""flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty; and MASK_WORD, 0 unless `masked_at` says
+"""flags, top_k, top_p, log(min_p), presence, frequency, repetition penalty; and MASK_WORD, 0 unless `placed` says
 otherwise."""
+EDIT_WORDS = 4
 MASK_WORD = 7
 """Word of a record that has the number of lines from the mask of the row's slot to its own."""
 assert RECORD.size == 4 * RECORD_WORDS
@@ -44,6 +46,8 @@ assert RECORD.size == 4 * RECORD_WORDS
 PENALTIES, MASK, TEMPERED = 1, 2, 4
 """Flags of a row: its logits depend on its token counts; on its mask; its log-probabilities are those after
 temperature."""
+PLACE_SHIFT = 8
+"""First bit in the word of the flags of the row's place among those of its decode."""
 
 COPIED, CHANGED, FILTERED, UNCHANGED = KINDS = range(4)
 """Ways of sampling an option row. COPIED: from an edited copy of its logits (single ids, or filters after penalties or
@@ -56,9 +60,10 @@ RAW_FEW, RAW_MANY, EDITED_FEW, EDITED_MANY = SCORES = range(4)
 likeliest ids are wanted beside the token. A row's values do not depend on its neighbours."""
 
 
-def masked_at(record: bytes, line: int) -> bytes:
-    """The RECORD of a row whose mask is so many lines behind that of its slot."""
-    return record[: 4 * MASK_WORD] + line.to_bytes(4, "little")
+def placed(record: bytes, place: int, mask_line: int) -> bytes:
+    """The RECORD, of place 0, for another place of its decode, whose mask is so many lines behind that of its slot."""
+    flags = int.from_bytes(record[:4], "little") | place << PLACE_SHIFT
+    return flags.to_bytes(4, "little") + record[4 : 4 * MASK_WORD] + mask_line.to_bytes(4, "little")
 
 
 @dataclass
@@ -103,7 +108,7 @@ class SectionBuilder:
     kept: list[int] = field(default_factory=list)
     """Places among the rows of kind COPIED."""
     edits: list[np.ndarray] = field(default_factory=list)
-    """int32 [n, 3] each, the first column empty until pack fills in the option row."""
+    """int32 [n, EDIT_WORDS] each, the first column empty until pack fills in the option row."""
     edit_rows: list[int] = field(default_factory=list)
     """The option row of each (of kind COPIED, whose rows come first)."""
     resets: list[int] = field(default_factory=list)
@@ -127,8 +132,7 @@ class SectionBuilder:
     num_prompt_logprobs: list[int] = field(default_factory=lambda: [0, 0])
 
     def pack(self) -> np.ndarray:
-        nothing = np.empty((0, 3), np.int32)
-        edits = np.concatenate([nothing, *self.edits])
+        edits = np.concatenate([np.empty((0, EDIT_WORDS), np.int32), *self.edits])
         edits[:, 0] = np.repeat(self.edit_rows, [len(entries) for entries in self.edits])
         begins = [*accumulate(map(len, self.rows), initial=0)]
         scored = [begins[kind] + place for kind, place in chain(*self.scored)]
@@ -141,7 +145,7 @@ class SectionBuilder:
             self.kept,
             edits.ravel(),
             self.resets,
-            np.concatenate([nothing, *self.counts]).ravel(),
+            np.concatenate([np.empty((0, 3), np.int32), *self.counts]).ravel(),
             [*chain(*self.hidden)],
             [*chain(*self.targets)],
             self.mask_slots,

@@ -13,9 +13,10 @@
     header: 0 rows R, 1 decode rows, 2 rows that sample a token, 3 tokens, 4 block updates U, 5 slot records N,
             6 most tokens of a row, 7 words of the sampling section after all this (wire/sampling.py),
             8 block copies C, 9 rows with lines (R, or 0 where layers have no memory of fixed size),
-            10 places of each decode, 11 whether drafts are wanted, 12 rows with an adapter, 13.. reserved
+            10 places of each decode, 11 what a model that drafts does: 0 nothing, 1 it takes the step in (ENTER), 2 and
+            drafts (DRAFT), 12 rows with an adapter, 13.. reserved
     lines: the line that each row reads, + 1; that it writes, + 1; that keeps its state, + 1; and after how many of its
-           tokens (0: no line)
+           tokens (0: no line), of decodes where steps verify drafts: of their text, if the step brings them there
     slot record: slot, temperature (float32 bits), seed low word, seed high word, last token id, tokens computed,
                  slot of its adapter (-1: none), 1 reserved
 
@@ -24,8 +25,9 @@ step, else the one sampled last, which only the device need know. Its position i
 or by the step before: `start` is the last that this can be. In a step with several places each decode becomes as many
 rows of one token on the device, for one position after another: the first has the last token, the others what was
 drafted for the slot. Behind `start`, or where nothing was drafted, they compute nothing. Word 3 counts all places.
-Where a model drafts, the ids that follow are those after the last token of each row that samples none. Within a step
-each slot, each (slot, index) and each slot record appears once.
+Where a model that drafts takes the step in, the ids that follow are a word for each row: the token after its last where
+it samples none, else whether it may have drafts. Within a step each slot, each (slot, index) and each slot record
+appears once.
 """
 
 import struct
@@ -45,6 +47,8 @@ LINES_WORD = 9
 PLACES_WORD = 10
 DRAFTS_WORD = 11
 ADAPTERS_WORD = 12
+ENTER, DRAFT = 1, 2
+"""Values of DRAFTS_WORD: see the drawing."""
 NO_LINE = -1
 UPDATE_SIZE = 3
 COPY_SIZE = 2
@@ -112,12 +116,11 @@ def pack_step(
     num_sample_rows: int, num_tokens: int, block_updates: list[int],
     slot_records: Iterable[tuple[int, SlotConstants, int, int] | SlotRecord], token_ids: list[int],
     block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1,
-    following_ids: Sequence[int] = (), drafts: bool = False, num_adapted: int = 0,
+    following_ids: Sequence[int] = (), drafts: int = 0, num_adapted: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Packs a step into the int32 array of the drawing. slot_records: SlotRecords, or their first fields, of each row
-    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. following_ids:
-    where a model drafts, the token after each row that samples none. drafts: whether any are wanted. num_adapted: rows
-    with an adapter."""
+    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. following_ids,
+    drafts: as in the drawing. num_adapted: rows with an adapter."""
     records = [
         _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed, adapter)
         for slot, constants, last_token, num_computed, adapter in (SlotRecord(*record) for record in slot_records)

@@ -11,7 +11,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.sampling.logprobs import Scored
 from nanovllm.kernels.sampling.rows import Rows as OptionRows
-from nanovllm.wire.sampling import RECORD
+from nanovllm.wire.sampling import EDIT_WORDS, RECORD
 
 FILTERS = {
     "top_p 0.9": (0, 0.9, -math.inf),
@@ -50,18 +50,19 @@ class Rows:
     def filtered(self, records: torch.Tensor, index: int) -> torch.Tensor:
         """Tokens int32 [rows] from what the filters keep."""
         rows = self.general(records, index)
-        self.kernels.sample_filtered(rows, None, has_winner=False)
+        self.kernels.sample_filtered(rows, has_winner=False)
         return rows.tokens
 
     def penalised(self, records: torch.Tensor, index: int) -> torch.Tensor:
         """Logits float32 [rows, vocabulary]."""
-        edits = torch.empty(0, 3, dtype=torch.int32, device=self.slots.device)
+        edits = torch.empty(0, EDIT_WORDS, dtype=torch.int32, device=self.slots.device)
         return self.kernels.edit_logits(self.general(records, index), self.counts, None, edits)
 
     def general(self, records: torch.Tensor, index: int) -> OptionRows:
         """All rows as general ones."""
         own = (self.logits[index], self.slots, self.slots, records, self.slots, self.temperature, self.seed)
-        return OptionRows(*own, self.slots, torch.zeros_like(self.slots), self.last_token, self.vocab_size)
+        tokens = torch.zeros_like(self.slots)
+        return OptionRows(*own, self.slots, self.slots, tokens, self.last_token, self.vocab_size)
 
     def logprobs(self, index: int) -> torch.Tensor:
         """int32 [rows, 13]: token, rank, five likeliest ids; bits of log-probabilities."""

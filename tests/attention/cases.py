@@ -42,7 +42,13 @@ class Case:
 
     @property
     def cache(self) -> KVCache:
-        return KVCache(self.k_cache, self.v_cache, self.kv_scales)
+        return KVCache(self.k_cache, self.v_cache, self.kv_scales, mixed=self.is_mixed)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether other layers cut a block otherwise: where layers with windows are a group, all of a block lies
+        together, see block_by_block."""
+        return self.spec.window is not None
 
     def reference(self) -> torch.Tensor:
         """The plain twin's attention in float64, as this case's rows and caches are now."""
@@ -125,7 +131,16 @@ def make_case(query_lens: list[int], context_lens: list[int], num_decode_rows: i
     cache = [None if part is None else part.to(DEVICE) for part in (k, v, scales)]
     if window is not None:  # where layers with windows are a group, all that is of a block lies together
         cache = block_by_block(cache)
+        _spoil(cache[1:], context_lens, table[row_slot], block_size)
     return Case(q, cache[0], cache[1], metadata, expected.to(DEVICE), spec, sinks, cache[2])
+
+
+def _spoil(parts: list[Any], context_lens: list[int], blocks: torch.Tensor, block_size: int) -> None:
+    """Puts NaN behind the values of each row, which may be what keys of other layers were, whose rows have ended."""
+    for context, own in zip(context_lens, blocks, strict=True):
+        for part in parts if context % block_size else ():
+            if part is not None:
+                part[own[context // block_size], :, context % block_size :] = float("nan")
 
 
 def block_by_block(parts: list[torch.Tensor | None]) -> list[Any]:

@@ -22,8 +22,10 @@ def zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90, dtype: str = "bfloat16") -> None:
-    """shape: arguments of an AttentionSpec."""
+def compile_attention(
+    shape: tuple[object, ...], fp8: bool, capability: int = 90, dtype: str = "bfloat16", mixed: bool = False
+) -> None:
+    """shape: arguments of an AttentionSpec. mixed: see KVCache."""
 
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype))
@@ -43,11 +45,11 @@ def compile_attention(shape: tuple[object, ...], fp8: bool, capability: int = 90
         plan.make(zeros(rows), zeros(rows), rows)
         decode_rows = DecodeAttention(spec, page, plan, DecodeScratch.for_specs({spec: plan}, CPU))
         for rounds in {False, spec.head_dim == 128}:
-            decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds)
+            decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds, mixed=mixed)
     config = prefill_config(spec.head_dim, q.dtype, fp8, SHARED_BYTES[capability])
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.plan(zeros(3), zeros(2), rows)
-    attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales)
+    attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales, mixed)
     if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:
         return
     for rows, places in ((1, 1), (16, 1), (32, 1), (48, 1), (64, 1), (16, 4), (64, 4)):
@@ -76,3 +78,13 @@ def test_the_widest_heads_fit_a_multiprocessor_of_every_kind(capability: int) ->
     for spec in ((8, 4, 256, 0.1), (16, 8, 192, 0.1, 4096, 50.0), (8, 1, 512, 1.0)):
         for fp8, dtype in ((False, "bfloat16"), (False, "float32"), (True, "bfloat16")):
             run_alone(compile_attention, spec, fp8, capability, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("spec", [(16, 8, 256, 1.0, 1024), (8, 1, 512, 1.0)])
+def test_blocks_that_are_cut_otherwise_elsewhere_fit_a_multiprocessor(
+    spec: tuple[object, ...], capability: int
+) -> None:
+    for fp8 in (False, True):
+        run_alone(compile_attention, spec, fp8, capability, "bfloat16", True)

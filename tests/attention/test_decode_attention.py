@@ -49,7 +49,7 @@ def run(case: Case, attention: DecodeAttention | None = None, rounds: bool = Fal
     m = case.metadata
     attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q),
-                     case.sinks, kv_scales=case.kv_scales, rounds=rounds)
+                     case.sinks, kv_scales=case.kv_scales, rounds=rounds, mixed=case.is_mixed)
 
 
 def decode_case(lengths: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:

@@ -43,7 +43,7 @@ def decode(case: Case, first_unit: int, **places: int) -> torch.Tensor:
     plan.make(m.row_slot, m.context_lens, m.num_rows)
     attention = DecodeAttention(spec, size, plan, scratch)
     args = (case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len)
-    return attention(*args, nan_like(case.q), case.sinks)
+    return attention(*args, nan_like(case.q), case.sinks, mixed=case.is_mixed)
 
 
 def prefill(case: Case) -> torch.Tensor:
@@ -51,7 +51,8 @@ def prefill(case: Case) -> torch.Tensor:
     attention = PrefillAttention(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)
-    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], *rows, nan_like(case.q), case.sinks)
+    return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], *rows, nan_like(case.q), case.sinks,
+                     mixed=case.is_mixed)
 
 
 @pytest.mark.parametrize("options", FEATURES)

@@ -29,7 +29,7 @@ def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
     m = case.metadata
     tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.row_slot, m.cu_seqlens_q, m.context_lens,
-                     tiles, nan_like(case.q), case.sinks)
+                     tiles, nan_like(case.q), case.sinks, mixed=case.is_mixed)
 
 
 def chunk_case(queries: list[int], contexts: list[int], *, heads: tuple[int, int] = (4, 2), **options: Any) -> Case:

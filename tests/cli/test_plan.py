@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import block_head
 import eagle_head
@@ -19,7 +20,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
 from nanovllm.kernels.plan.device import Device
 from nanovllm.models.registry import read_model_config
-from nanovllm.runner.memory_plan import GPUS, check_room, plan_rank, weight_bytes
+from nanovllm.runner.memory_plan import GPUS, Gpu, RankPlan, check_room, plan_rank, weight_bytes
+from nanovllm.runner.model_runner import ModelRunner
 
 sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
 from family_cases import CASES, OPTIONS, make_model, save
@@ -138,6 +140,39 @@ def test_the_start_refuses_by_it(
     plan = plan_rank(config, model, GPUS["H200"])
     total = int((plan.weights + plan.buffers + plan.reserved["filters"] + plan.block_bytes) / 0.9) + 2
     check_room(config, model, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_states_of_recurrent_layers_leave_room_to_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one state would fit beside the largest step, those that an engine chooses do: before it measures a step, it
+    leaves what is planned for it."""
+    folder, device = str(save(make_model(CASES[name]), CASES[name], tmp_path)), Device.named("H100")
+    monkeypatch.setattr(Device, "of", lambda _: device)
+
+    def planned(total: int, **options: Any) -> RankPlan:
+        config = EngineConfig(folder, device="cpu", dtype="float32", max_num_seqs=4096, **options)
+        model = read_model_config(config)
+        config = settle(config, model, device.capability)
+        plan = plan_rank(config, model, Gpu(device, total))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total, total))
+        memory = Mock(slot_bytes=plan.line_bytes, choose_lines=Mock(side_effect=KeyError))
+        probe, where = Mock(kv_budget=lambda _: total), torch.device("cuda")
+        with pytest.raises(KeyError):
+            ModelRunner._num_blocks(
+                Mock(config=config, model_config=model, device=where, state_memory=memory, memory=probe)
+            )
+        memory.choose_lines.assert_called_once_with(total - sum(plan.reserved.values()))
+        return plan
+
+    one = planned(1 << 40, num_state_lines=1)
+    least = one.used + sum(one.reserved.values()) + 8 * one.block_bytes
+    for more in (0, one.line_bytes, 8 * one.line_bytes, 1 << 20, 1 << 30):
+        total = int((least + more) / 0.9) + 2
+        plan = planned(total)
+        assert plan.blocks >= one.layout.num_tables and plan.slots == (plan.num_lines + 1) * plan.line_bytes
+        assert plan.num_lines >= min(more // plan.line_bytes // 5, 6144 * 9 // 10)
 
 
 @pytest.mark.parametrize("on_hub", [False, True])

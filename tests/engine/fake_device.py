@@ -107,6 +107,7 @@ class FakeDevice:
             self.num_computed[slot] = start + len(tokens)
             wrong = [VOCAB_SIZE] * (count - len(tokens))
             node = nodes[row]
+            passed = [node]
             for position, token in enumerate(tokens + wrong, start):
                 node = self._descend(node, token)
                 if position < self.num_computed[slot]:
@@ -116,10 +117,9 @@ class FakeDevice:
                     assert place not in written, f"two rows write {place}"
                     written.add(place)
                     self.kv[place[0]][place[1]] = (self.weights_version, node)
-                if lines[row] and position - start + 1 == lines[row][3]:
-                    self.lines[lines[row][2]] = (self.weights_version, node)
+                passed.append(node)
             if lines[row]:
-                self.lines[lines[row][1]] = (self.weights_version, nodes[row])
+                self._write_states(lines[row], passed, nodes[row], row < num_decodes, start, len(tokens))
             if num_decodes <= row < num_samples:
                 gained.append([self._sample(slot, nodes[row])])
         for slot, start in zip(slots, starts, strict=True):
@@ -147,7 +147,8 @@ class FakeDevice:
             self._take_record(packed[at + record * RECORD_SIZE :][:RECORD_SIZE])
         prompt_tokens = data[at + num_records * RECORD_SIZE :]
         if self.lines:
-            del prompt_tokens[data[3] - data[1] : data[3] - data[1] + 4 * num_rows]  # with one place a decode
+            begin = data[3] - data[1] * data[PLACES_WORD]
+            del prompt_tokens[begin : begin + 4 * num_rows]
         if (where := block_copies(packed)) is not None:
             del prompt_tokens[-len(data[where]) :]
             for source, destination in zip(data[where][::2], data[where][1::2], strict=True):
@@ -157,6 +158,16 @@ class FakeDevice:
     def _state(self, line: int) -> tuple[int, int] | None:
         """State with which a row that reads this line begins; the empty text may be of any weights."""
         return (self.weights_version, ROOT) if line == NO_LINE else self.lines[line]
+
+    def _write_states(
+        self, lines: list[int], passed: list[int], last: int, decodes: bool, start: int, num_gained: int
+    ) -> None:
+        """Writes a row's lines. passed: texts after 0, 1, ... of its tokens; of a decode those before its last that
+        holds can be kept, by their lengths."""
+        _, write, keep, at = lines
+        self.lines[write] = (self.weights_version, last)
+        if keep != NO_LINE and (not decodes or 0 <= at - start < num_gained):
+            self.lines[keep] = (self.weights_version, passed[at - start if decodes else at])
 
     def _check_lines(self, lines: list[list[int]]) -> None:
         """No line that a step writes is another row's, or read by another."""

@@ -30,7 +30,7 @@ class Watcher:
     watches = True
 
     def __init__(self, last_two: tuple[int, int], is_grammar: bool) -> None:
-        self.last_two, self.needs_last_token, self.depends_on_output = last_two, is_grammar, is_grammar
+        self.last_two, self.needs_last_token = last_two, is_grammar
 
     def accept(self, token_ids: list[int], num_output_tokens: int) -> Ended | None:
         is_end = num_output_tokens > 1 and tuple(token_ids[-2:]) == self.last_two

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import block_head
@@ -17,6 +18,7 @@ from test_speculation import LONG, PROMPTS, draft_always, outputs, params
 from nanovllm import LLM
 from nanovllm.config import DEMO_MODEL, EngineConfig
 from nanovllm.engine.drafting import Drafting, PlaceCost
+from nanovllm.engine.sequence import RowPrefix
 from nanovllm.kernels.step.state import DeviceState
 from nanovllm.models.drafters import with_drafter
 from nanovllm.models.registry import read_model_config
@@ -263,14 +265,62 @@ def test_new_weights_leave_texts_right_and_the_head_in_place(
 
 
 def test_a_head_drafts_where_its_drafts_are_likely_to_pay() -> None:
-    class Row:
-        num_tokens = 100
+    def rows(count: int, has_entries: bool = True) -> list[Any]:
+        return [SimpleNamespace(num_tokens=100, prefix=RowPrefix(has_entries=has_entries))] * count
 
-    def wants(rows: int, right: float) -> bool:
+    def wants(given: list[Any], right: float) -> bool:
         one = Drafting(4, 256, PlaceCost(drafting=0.15))
         for _ in range(50):
             one.note_verified([3] * 10, [1 + round(3 * right)] * 10)
-        return one.wants_drafts([Row()] * rows)  # type: ignore[list-item]
+        return one.wants_drafts(given)
 
-    assert wants(1, 0.7) and not wants(1, 0.0) and not wants(65, 0.7)
-    assert not Drafting(4, 256, PlaceCost()).wants_drafts([Row()]), "looking up is no model's"  # type: ignore[list-item]
+    assert wants(rows(1), 0.7) and not wants(rows(1), 0.0) and not wants(rows(65), 0.7)
+    assert wants(rows(3) + rows(1, False), 0.7) and not wants(rows(3, False), 0.7)
+    assert not wants(rows(1) + rows(9, False), 0.7), "rows without entries cost places too"
+    assert not Drafting(4, 256, PlaceCost()).wants_drafts(rows(1)), "looking up is no model's"
+
+
+def test_a_head_takes_in_what_rows_compute_up_to_twice_the_load_at_which_drafts_pay() -> None:
+    for cost, most in ((PlaceCost(drafting=0.15), 128), (PlaceCost(10.0, drafting=0.15), 64)):
+        drafting = Drafting(4, 256, cost)
+        assert [rows for rows in range(1, 257) if drafting.wants_entries(rows)] == [*range(1, most + 1)]
+
+
+@pytest.mark.parametrize("head", ["plain", "DFlash"])
+def test_a_head_rests_at_high_load_and_drafts_for_rows_of_which_it_has_all(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin while few run have drafts, and those are of the definition; others have none, nor have rows that
+    begin with blocks of such. Texts are the same."""
+    draft_always(monkeypatch)
+    monkeypatch.setattr(Drafting, "wants_entries", lambda self, num_rows: num_rows <= 2)
+    folder, changed = saved(tmp_path, HEADS[head]), {"method": "eagle3", **HEADS[head]}
+    texts: dict[int, list[int]] = {}
+
+    def run(llm: LLM, prompts: list[list[int]], seeds: list[int]) -> int:
+        """Runs requests, more steps of which end earlier; returns the hits."""
+        before = llm.stats().prefix_cache_hits
+        given = [params(temperature=0.0, seed=seed, max_tokens=24 - 4 * at) for at, seed in enumerate(seeds)]
+        for seed, result in zip(seeds, llm.generate(prompts, given, use_tqdm=False), strict=True):
+            texts[seed] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+        return llm.stats().prefix_cache_hits - before
+
+    with engine(folder, changed["method"]) as llm:
+        long = llm.tokenizer(LONG)["input_ids"][:100]
+        prompts = [[7 + seed, *long] for seed in range(4)]
+        drafter: Any = llm.engine.executor.runner.work.drafter  # type: ignore[attr-defined]
+        taken_in, take_in, seen = [], drafter.see, watch(llm)
+        monkeypatch.setattr(drafter, "see", lambda *args: (taken_in.append(args), take_in(*args)))
+        run(llm, prompts, [0, 1, 2, 3])
+        assert 0 < len(taken_in) < 12, "steps in which two are left"
+        assert seen and all(each[3] == [-1] * K for each in seen)
+        assert run(llm, [texts[0] + long[:20], [99, *long]], [8, 9]) > 100  # the first goes on from no entries
+        assert all((each[3] == [-1] * K) == (each[0] != 9) for each in seen)
+        assert run(llm, [texts[9] + long[:9]], [10]) > 90  # and one from a text that has them
+        own = [each for each in seen if each[0] in (9, 10)]
+        assert {each[0] for each in own} == {9, 10}
+        check([each for each in own if len(texts[each[0]]) > each[1]], texts, folder, **changed)
+    expected = dict(texts)
+    with LLM("demo", device="cpu", seed=5, max_num_seqs=8) as llm:
+        run(llm, prompts, [0, 1, 2, 3])
+    assert texts == expected

@@ -5,7 +5,9 @@ The properties themselves are asserted by Simulation at each step; the machine h
 
 import random
 from typing import Any
+from unittest import TestCase
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulation import Request, Simulation, Watcher
@@ -147,15 +149,24 @@ class WindowsMachine(SchedulerMachine):
 
 
 class LinesMachine(SchedulerMachine):
-    """Layers that remember a state of fixed size: in few lines and many, kept for others, waited for, taken over."""
+    """Layers that remember a state of fixed size: in few lines and many, kept for others, waited for, taken over; by
+    rows that gain several tokens in a step, too."""
 
     highest_num_blocks = 40
     groups = st.sampled_from([(PageGroup(),), (PageGroup(),), (PageGroup(), PageGroup(6))])
     num_lines = st.sampled_from([1, 2, 3, 5, 8, 20])
+    tokens_per_step = st.sampled_from([1, 1, 2, 4, 9])
 
 
-TestLines = LinesMachine.TestCase
-TestTinyMemory = SchedulerMachine.TestCase
-TestSeveralTokens = SeveralTokensMachine.TestCase
-TestWindows = WindowsMachine.TestCase
-TestRoomyMemory = RoomySchedulerMachine.TestCase
+def examples_of(machine: type[SchedulerMachine]) -> type[TestCase]:
+    """Half of the usual number: five machines draw of the same rules."""
+    found: type[TestCase] = machine.TestCase
+    found.settings = settings(max_examples=settings.default.max_examples // 2)
+    return found
+
+
+TestLines = examples_of(LinesMachine)
+TestTinyMemory = examples_of(SchedulerMachine)
+TestSeveralTokens = examples_of(SeveralTokensMachine)
+TestWindows = examples_of(WindowsMachine)
+TestRoomyMemory = examples_of(RoomySchedulerMachine)

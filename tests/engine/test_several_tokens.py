@@ -59,26 +59,24 @@ def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "bad_words", "matcher", "most"),
+    ("bad_words", "drafts", "banned"),
     [
-        ({"min_tokens": 5}, (), None, 1),
-        ({"presence_penalty": 0.5}, (), None, 1),
-        ({}, ((3, 4),), None, 1),
-        ({}, (), object(), 4),  # places have masks of their own
-        ({"logit_bias": {3: 1.0}, "top_p": 0.5, "allowed_token_ids": (1, 3)}, ((4,),), None, 4),
+        ((), [], [{1}, {1}, set()]),
+        (((3, 4), (4, 5, 6)), [4, 5], [{1, 4}, {1}, {6}]),
+        (((3, 7), (9, 7, 2)), [-1, -1], [{1, 7}, {1}, set()]),
     ],
 )
-def test_rows_whose_tokens_depend_on_those_before_gain_one_at_a_time(
-    options: dict[str, Any], bad_words: tuple[tuple[int, ...], ...], matcher: Any, most: int
+def test_bans_at_a_place_are_those_of_the_text_with_the_drafts_before_it(
+    bad_words: tuple[tuple[int, ...], ...], drafts: list[int], banned: list[set[int]]
 ) -> None:
-    scheduler = scheduler_of(40, 4)
-    params, stop = SamplingParams(stop_token_ids=(STOP,), max_tokens=9, **options), frozenset({STOP})
-    row: Any = SamplingRow(params, stop_ids=stop, vocab_size=16, text=None, bad_words=bad_words, matcher=matcher)
-    row.watches = False
-    seq = make_sequence(0, [3] * 6, 9, stop=stop, watcher=row)
-    begin(scheduler, seq)
-    plan = scheduler.schedule()
-    assert plan.places == 4 and (seq.num_inflight_tokens, plan.starts) == (most, [5 + most])
+    """1 ends texts of at least 5 tokens."""
+    params = SamplingParams(stop_token_ids=(1,), min_tokens=5)
+    own: Any = {"text": None, "matcher": None, "num_prompt_tokens": 2}
+    row = SamplingRow(params, stop_ids=frozenset({1}), vocab_size=16, bad_words=bad_words, **own)
+    row.drafts = drafts
+    for place, expected in enumerate(banned):
+        edits = row.edits([9, 7, 8, 8, 3], 3, place)
+        assert {entry[1] for entry in ([] if edits is None else edits.tolist())} == expected
 
 
 def outputs_of(tokens_per_step: int) -> list[Any]:

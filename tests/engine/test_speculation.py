@@ -47,6 +47,11 @@ OPTIONS = [
     params(temperature=1.0, seed=13, stop_token_ids=(13, 200, 300, 14, 15)), params(temperature=0.5, seed=14, n=2),
     params(temperature=0.8, seed=7, top_p=0.8, sampling_mask=True), params(temperature=0.5, seed=15, max_tokens=2),
     params(temperature=0.8, seed=12, structured_outputs={"regex": "[a-c]{3,20}"}),
+    params(temperature=0.0, frequency_penalty=1.5),
+    params(temperature=0.0, repetition_penalty=1.8, logit_bias={5: 2.0}),
+    params(temperature=0.0, presence_penalty=2.0, top_p=0.9, allowed_token_ids=tuple(range(20, 400)), logprobs=1),
+    params(temperature=1.0, seed=16, bad_words=["and then", "the", " of the"], frequency_penalty=0.5),
+    params(temperature=1.0, seed=17, stop_token_ids=tuple(range(0, 1030, 4)), min_tokens=11, logit_bias={8: 3.0}),
 ]  # fmt: skip
 OBJECT = {
     "type": "object", "properties": {"place": {"enum": ["north", "south"]}, "count": {"type": "integer", "maximum": 99},
@@ -65,7 +70,7 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "tiny pool": (PROMPTS, MIXED, TINY_POOL),
     "tiny pool, not one ahead": (PROMPTS, MIXED, {**TINY_POOL, "disable": "lookahead,async_scheduling"}),
     "chunks": ([LONG + PROMPTS[i] if i % 2 else PROMPTS[i] for i in range(8)], MIXED, {"max_num_batched_tokens": 48}),
-    "options": (PROMPTS * 2, OPTIONS, {}),
+    "options": ((PROMPTS * 3)[: len(OPTIONS)], OPTIONS, {}),
     "grammars": (PROMPTS[:6], GRAMMARS, {}),
     "grammars, padded": (PROMPTS[:6], [replace(one, top_p=0.9) for one in GRAMMARS], {"max_num_batched_tokens": 128}),
     "ends": (PROMPTS, [params(temperature=0.5, seed=i, max_tokens=i + 1) for i in range(8)], {}),
@@ -73,7 +78,9 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
     "windows": (PROMPTS, MIXED, {"hf_overrides": WINDOWS, **TINY_POOL}),
     "exact": (PROMPTS, [replace(one, logprobs=2) for one in MIXED], {"exact_bits": "batch"}),
     "padded": (PROMPTS, MIXED, {"max_num_batched_tokens": 64}),
-    "padded options": (PROMPTS * 2, OPTIONS, {"max_num_batched_tokens": 128}),
+    "padded options": ((PROMPTS * 3)[: len(OPTIONS)], OPTIONS, {"max_num_batched_tokens": 128}),
+    "options, two ranks": (PROMPTS, [*OPTIONS[3:4], *OPTIONS[-5:], *OPTIONS[6:8]], {"tensor_parallel_size": 2}),
+    "options, tiny pool": (PROMPTS, [*OPTIONS[3:4], *OPTIONS[-5:], *OPTIONS[6:8]], TINY_POOL),
     "two ranks": (PROMPTS[:4], MIXED[:4], {"tensor_parallel_size": 2}),
     "padded adapters": (PROMPTS, [replace(one, logprobs=0) for one in MIXED], {"enable_lora": True, "max_loras": 2}),
 }
@@ -199,7 +206,7 @@ CASES = [
     ("chunks", "half", 3), ("options", "half", 3), ("ends", "right", 3), ("the model's end", "right", 3),
     ("padded", "half", 3), ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3),
     ("two ranks", "lookup", 3), ("grammars", "right", 3), ("grammars, padded", "half", 3),
-    ("padded adapters", "half", 3),
+    ("padded adapters", "half", 3), ("options, two ranks", "lookup", 3), ("options, tiny pool", "half", 3),
 ]  # fmt: skip
 MORE = [
     ("mixed", "random", 3), ("mixed", "half", 1), ("mixed", "half", 3), ("mixed", "right", 15),
@@ -293,11 +300,11 @@ def test_wrong_drafts_leave_states_right(
     save(make_model(FAMILIES[family]), FAMILIES[family], tmp_path)
     given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=40) for i in range(len(NUMBERS))]
     after = [params(temperature=0.0, max_tokens=20)] * len(NUMBERS)
-    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16}
-    found, texts = [], []
+    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16, "num_state_lines": 30}
+    found, hits, texts = [], [], []
     for speculative in (None, {"method": "ngram", "num_speculative_tokens": k}):
         shared = {**sizes, "skip_tokenizer_init": True, "device": "cpu", "speculative_config": speculative}
-        with LLM(str(tmp_path), **shared, **options) as llm:
+        with LLM(str(tmp_path), **{**shared, **options}) as llm:
             padded = PaddedSteps(llm, monkeypatch) if "max_num_batched_tokens" in options else None
             if speculative is not None:
                 use(llm, {"wrong": wrong, "half": right(texts, 0.5)}[drafter])
@@ -307,12 +314,26 @@ def test_wrong_drafts_leave_states_right(
             texts = [text + one[0] for text, one in zip(texts, found[-1][len(texts) :], strict=True)]
             llm.engine.scheduler.check_integrity()
             stats = llm.stats()
+            hits.append(stats.prefix_cache_hits)
             assert padded is None or len(padded.used) > 2
             is_small = "num_kvcache_blocks" in options
             assert (stats.num_preemptions > 0) == is_small and (stats.prefix_cache_hits > 0 or is_small)
     assert found[0] == found[1]
+    assert is_small or "num_state_lines" in options or hits[0] == hits[1], "states are kept as without drafts"
     assert stats.spec_decode_num_draft_tokens > 0
     assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
+
+
+def test_drafts_of_rows_are_verified_whatever_their_options() -> None:
+    """A step brings several tokens also where what may be drawn depends on the tokens before."""
+    _, texts = without("options")
+    with start(3, {}) as llm:
+        use(llm, right(texts))
+        for prompt, one in zip(*SCENARIOS["options"][:2], strict=True):
+            before, _, after = llm.stats(), llm.generate([prompt], [one], use_tqdm=False), llm.stats()
+            num_tokens = after.generation_tokens - before.generation_tokens
+            num_drafts = after.spec_decode_num_drafts - before.spec_decode_num_drafts
+            assert num_tokens < 5 or 1 <= num_drafts < num_tokens / 2, one
 
 
 def test_texts_of_a_grammar_are_as_valid_with_drafts() -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 
 from nanovllm.host import wire
-from nanovllm.host.handle import ChildHandle
+from nanovllm.host.handle import Handle
 from nanovllm.processes.framing import LENGTH, FrameBuffer
 
 DEMO = os.path.join(os.path.dirname(wire.__file__), "..", "demo_model")
@@ -30,8 +30,8 @@ def echo(link: socket.socket) -> None:
 
 
 def drive() -> None:
-    handle = ChildHandle(wire.Start(DEMO, {"device": "cpu", "num_kvcache_blocks": 64, "skip_tokenizer_init": True}))
-    pid = handle.pid  # it is started: the fork has one end of its connection
+    handle = Handle(wire.Start(DEMO, {"device": "cpu", "num_kvcache_blocks": 64, "skip_tokenizer_init": True}))
+    pid = handle.process.pid  # it is started: the fork has one end of its connection
     if (fork := os.fork()) == 0:
         time.sleep(120)
         os._exit(0)

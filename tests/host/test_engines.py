@@ -32,7 +32,7 @@ def take(engines: Engines, handle: Any, frame: wire.Up | Lost) -> None:
 
 def of_two(monkeypatch: pytest.MonkeyPatch, start: Callable[[wire.Start], Any]) -> Engines:
     """Two engines that are ready."""
-    monkeypatch.setattr(module, "ChildHandle", start)
+    monkeypatch.setattr(module, "Handle", start)
     engines = Engines("model", {"data_parallel_size": 2})
     for handle in engines.all:
         take(engines, handle, wire.Ready({**INFO, "num_kv_tokens": 1024}))
@@ -90,7 +90,7 @@ def test_all_engines_together_have_the_time_of_one_to_end(monkeypatch: pytest.Mo
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     engines = Engines("model", {"data_parallel_size": 4})
     for each in engines.all:
-        os.kill(each.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        os.kill(each.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     begin = time.monotonic()
     engines.close(patience=2.0)
     assert time.monotonic() - begin < 6

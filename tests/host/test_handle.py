@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nanovllm.engine.step import Step
 from nanovllm.errors import WorkerError
 from nanovllm.host import program, wire
 from nanovllm.host.frame_reader import FrameReader
-from nanovllm.host.handle import ChildHandle, Handle, Lost
+from nanovllm.host.handle import Handle, Lost
 from nanovllm.processes.child import LEFT_TO_PARENT, start_python
 from nanovllm.processes.framing import LENGTH
 
@@ -43,7 +44,7 @@ def frames_until(handle: Handle, is_it: Callable[[Any], bool]) -> list[Any]:
     return found
 
 
-def end_of(handle: ChildHandle) -> Lost:
+def end_of(handle: Handle) -> Lost:
     """Last frame of an engine that ends by itself; closes it."""
     lost = frames_until(handle, lambda frame: isinstance(frame, Lost))[-1]
     assert isinstance(lost, Lost) and handle.receive() == []
@@ -52,8 +53,8 @@ def end_of(handle: ChildHandle) -> Lost:
 
 
 @pytest.fixture(scope="module")
-def handle() -> Iterator[ChildHandle]:
-    handle = ChildHandle(wire.Start(DEMO, OPTIONS))
+def handle() -> Iterator[Handle]:
+    handle = Handle(wire.Start(DEMO, OPTIONS))
     said = frames_until(handle, lambda frame: isinstance(frame, wire.Ready | Lost))
     assert [type(frame) for frame in said[:2]] == [wire.Progress] * 2 and isinstance(said[-1], wire.Ready)
     yield handle
@@ -68,7 +69,7 @@ def test_a_prompt_travels_whole_but_for_its_text() -> None:
     assert add.prompt() == Prompt([5, 2**31 - 1], ((0, b"digest"),))
 
 
-def test_a_request_gains_its_tokens_and_ends_once(handle: ChildHandle) -> None:
+def test_a_request_gains_its_tokens_and_ends_once(handle: Handle) -> None:
     prompt = Prompt([5, 6, 7])
     handle.send(wire.Add.of(3, prompt, {"max_tokens": 4, "ignore_eos": True, "n": 2}))
     handle.send(wire.Add.of(9, prompt, {"max_tokens": 100_000, "temperature": -1}))
@@ -80,7 +81,7 @@ def test_a_request_gains_its_tokens_and_ends_once(handle: ChildHandle) -> None:
     assert refused.request_id == 9 and "temperature=-1" in (refused.message or "")
 
 
-def test_a_call_is_answered_with_the_engines_state(handle: ChildHandle) -> None:
+def test_a_call_is_answered_with_the_engines_state(handle: Handle) -> None:
     for number, name in enumerate(("pause", "wake_up", "resume"), 1):
         handle.send(wire.Call(number, name, {}))
     said = frames_until(handle, lambda frame: isinstance(frame, wire.Answer) and frame.number == 2)
@@ -90,14 +91,14 @@ def test_a_call_is_answered_with_the_engines_state(handle: ChildHandle) -> None:
     assert answers[2].kind == "RuntimeError" and "not asleep" in answers[2].message
 
 
-def test_an_engine_that_stands_still_is_silent(handle: ChildHandle) -> None:
-    os.kill(handle.pid, signal.SIGSTOP)
+def test_an_engine_that_stands_still_is_silent(handle: Handle) -> None:
+    os.kill(handle.process.pid, signal.SIGSTOP)
     try:
         handle.receive()
         time.sleep(2.5)
         assert not handle.receive() and handle.silent_for() > 2
     finally:
-        os.kill(handle.pid, signal.SIGCONT)
+        os.kill(handle.process.pid, signal.SIGCONT)
     deadline = time.monotonic() + 20
     while handle.silent_for() > 1 and time.monotonic() < deadline:
         select.select([handle], [], [], 1.0)
@@ -117,9 +118,9 @@ def test_the_end_of_an_engine_says_why(
     model: str, options: dict[str, Any], signals: Sequence[int], reason: str, code: int
 ) -> None:
     """As the error that is to be raised, if it was a mistake of the user."""
-    handle = ChildHandle(wire.Start(model, {**OPTIONS, **options}))
+    handle = Handle(wire.Start(model, {**OPTIONS, **options}))
     for number in signals:
-        os.kill(handle.pid, number)
+        os.kill(handle.process.pid, number)
     lost = end_of(handle)
     assert reason in lost.reason and handle.process.returncode == code
     assert (lost.kind is None) == (code != 0) and (lost.kind is ValueError or "max_model_len" not in options)
@@ -129,7 +130,7 @@ def test_a_lost_engine_whose_process_lingers_holds_up_nobody(monkeypatch: pytest
     """As one does whose device is being freed. How it ended is told once that is known."""
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
     for kills, reason in ((True, "died by signal 9 (SIGKILL)"), (False, "closed its connection")):
-        handle = ChildHandle(wire.Start(DEMO, {}))
+        handle = Handle(wire.Start(DEMO, {}))
         reader = FrameReader()
         reader.watch(handle)
         handle.rouse()
@@ -159,7 +160,7 @@ def test_a_start_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (0, 1):
         goes_on.clear()
         begin = time.monotonic()
-        handle = ChildHandle(wire.Start(DEMO, {}, number))
+        handle = Handle(wire.Start(DEMO, {}, number))
         handle.send(sent := wire.Bucket(7, b"abc"))
         assert handle.receive() == [] and time.monotonic() - begin < 5
         goes_on.set()
@@ -177,7 +178,8 @@ def test_a_start_on_ray_holds_up_nobody() -> None:
             error or (lambda goes_on=goes_on: goes_on.wait(20) and Mock())
         )
         with patch.dict(sys.modules, {"ray": ray}):
-            handle = import_module("nanovllm.host.ray_handle").RayHandle(wire.Start(DEMO, {}), {})
+            kind = import_module("nanovllm.host.ray_actor").ActorProcess
+            handle = Handle(wire.Start(DEMO, {}), partial(kind, {}))
             assert error or handle.receive() == []
             goes_on.set()
             assert frames_until(handle, lambda frame: isinstance(frame, Lost)) == [Lost(reason)]
@@ -190,7 +192,7 @@ def test_an_engine_that_is_given_up_while_it_starts_is_killed(monkeypatch: pytes
     monkeypatch.setattr(
         "nanovllm.host.handle.start_python", lambda *a, **o: (goes_on.wait(20), start_python(*a, **o))[1]
     )
-    handle = ChildHandle(wire.Start(DEMO, {}))
+    handle = Handle(wire.Start(DEMO, {}))
     handle.give_up("silent")
     goes_on.set()
     assert end_of(handle) == Lost("silent") and handle.process.returncode == -signal.SIGKILL
@@ -199,7 +201,7 @@ def test_an_engine_that_is_given_up_while_it_starts_is_killed(monkeypatch: pytes
 def test_two_threads_may_close_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one does that ends a lost engine, and the one that ends all."""
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
-    handle, asked = ChildHandle(wire.Start(DEMO, {})), []
+    handle, asked = Handle(wire.Start(DEMO, {})), []
 
     def request_exit() -> None:
         asked.append(time.monotonic())
@@ -214,7 +216,7 @@ def test_driver_and_engine_that_both_send_do_not_wait_for_each_other(monkeypatch
     """The engine does not read while it cannot send, and nothing is taken out meanwhile; all arrives, in order."""
     sent: list[Any] = [wire.Bucket(number, os.urandom(1 << 18)) for number in range(60)]
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")
-    echo = ChildHandle(wire.Start(DEMO, {}))
+    echo = Handle(wire.Start(DEMO, {}))
     for frame in sent:
         echo.send(frame)
     assert echo.backlog and echo.waits
@@ -235,8 +237,8 @@ def test_an_engine_of_a_program_without_output_ends_in_order() -> None:
     output = os.dup(1)
     os.close(1)
     try:
-        handle = ChildHandle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
-        assert handle.pid
+        handle = Handle(wire.Start(DEMO, {**OPTIONS, "max_model_len": 999999}))
+        assert handle.process.pid
     finally:
         os.dup2(output, 1)
         os.close(output)

@@ -3,13 +3,13 @@ from itertools import product
 import pytest
 import torch
 
-from nanovllm.kernels.pointwise.activation import KINDS, activation, activation_reference
+from nanovllm.kernels.pointwise.activation import ACTIVATIONS, activation, activation_reference
 
 
 @pytest.mark.parametrize(
     ("kind", "gated", "biased", "rows", "width"),
     [
-        *product(KINDS, (True, False), (True, False), [5], [1400]),
+        *product(ACTIVATIONS, (True, False), (True, False), [5], [1400]),
         *(("silu", True, False, *shape) for shape in ((1, 128), (5, 192), (2, 6000), (70, 320), (0, 128))),
     ],
 )

@@ -51,6 +51,18 @@ def test_a_rows_bits_are_its_own() -> None:
         assert torch.equal(found[5].view(torch.int32), other.view(torch.int32))
 
 
+def test_nor_do_the_sums_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one program adds up."""
+    x, a, b = operands(70, 1100, 136, 2)
+    slots = torch.tensor([2] * 30 + [-1, 0] * 20, dtype=torch.int32, device=DEVICE)
+    few = adapter_delta(x, slots, a, b, (0, 40))
+    monkeypatch.setattr(adapters, "_PROGRAMS", 2)
+    many = adapter_delta(x, slots, a, b, (0, 40))
+    assert torch.equal(few.view(torch.int32), many.view(torch.int32))
+    rounded = adapter_delta(x, slots, a, b, (0, 40), dtype=torch.float16)
+    assert torch.equal(rounded.view(torch.int16), many.half().view(torch.int16))
+
+
 def compile_all(rank: int, capability: int) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma" in ptx
@@ -58,7 +70,7 @@ def compile_all(rank: int, capability: int) -> None:
     if capability >= 90:
         launch_dependently(adapters)
     compile_only(check, most_spilled=64 if capability == 90 else None, capability=capability)
-    for rows in (1, 1024):
+    for rows in (1, 16384):
         for starts in ((0,), (0, 4096, 5120)):
             slots = empty(rows, dtype=torch.int32)
             a, b = empty(8, len(starts) * rank, 4096), empty(8, 6144, rank)

@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import skinny, stream, tile
+from nanovllm.kernels.gemm import fma, stream, tile
 from nanovllm.kernels.moe.experts import ExpertActivation, expert_down, expert_gate_up
 from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
@@ -119,7 +119,7 @@ def test_experts(rows: int, in_fp8: bool) -> None:
     first, second = expert_tiles(rows * OPTIONS.top_k, EXPERTS, FP8 if in_fp8 else "bfloat16")
 
     def few(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm(), out_dtype=torch.float32)
+        logits = fma.linear(residual, router, FEW_ROUTER, norm=norm(), out_dtype=torch.float32)
         return mixed(residual, logits, OPTIONS, gate_up, down, norm())
 
     def many(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -155,12 +155,12 @@ def test_attention_behind_rope(rows: int, in_fp8: bool) -> None:
     config = GemmConfig("fma", 8, block_k=512, stages=2)
 
     def layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        mixed = skinny.linear(residual, qkv, config, norm=norm())
+        mixed = fma.linear(residual, qkv, config, norm=norm())
         args = (lengths - 1, slots, k, v)
         q = qk_norm_rope_store(mixed, how, *args, cos_sin=cos_sin, kv_scales=scales)
         out = torch.empty(rows, heads, dim, dtype=mixed.dtype, device=DEVICE)
         attention(q, k, v, table, 1024, out, kv_scales=scales)
-        return skinny.linear(out.view(rows, -1), o, config, residual=residual)
+        return fma.linear(out.view(rows, -1), o, config, residual=residual)
 
     check(layer, rows)
 

@@ -11,15 +11,15 @@ from packed_experts import packed_experts
 from test_int4_gemm import made_of
 from test_packed_experts import CLAMPED, CODES
 
-from nanovllm.kernels.gemm import skinny, stream
+from nanovllm.kernels.gemm import fma, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.moe import few_packed
+from nanovllm.kernels.moe import few_streamed
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down_reference,
     expert_gate_up_reference,
 )
-from nanovllm.kernels.moe.few_packed import Chosen
+from nanovllm.kernels.moe.few_rows import Chosen
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, streaming
 from nanovllm.kernels.plan.rules import FEW_ROUTER
@@ -68,8 +68,8 @@ def mixed(
     biases: tuple[Any, Any], activation: ExpertActivation, residual: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     limits = (activation.alpha, activation.limit)
-    h = few_packed.gate_up(x, gate_up, chosen, config, norm, biases[0], limits)
-    return few_packed.down(h, down, chosen, config, residual, biases[1])
+    h = few_streamed.gate_up(x, gate_up, chosen, config, norm, biases[0], limits)
+    return few_streamed.down(h, down, chosen, config, residual, biases[1])
 
 
 @pytest.mark.parametrize(("name", "config", "biased"), some_nightly(
@@ -127,7 +127,7 @@ def test_experts_launched_dependently_in_a_graph_give_the_same_bits(name: str) -
     down, _ = packed_experts(*CODES[name], experts, hidden, width, DTYPE, DEVICE, seed=1)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        logits = skinny.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
+        logits = fma.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
         chosen, biases = Chosen(logits, options), (None, None)
         mixed(residual, gate_up, down, chosen, streaming(4, 2), norm, biases, PLAIN, residual)
         hidden.copy_(residual)

@@ -9,12 +9,13 @@ from token_by_token import mixed
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.fp8 import few_experts, gemm
+from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.moe import experts as grouped
+from nanovllm.kernels.moe import few_streamed
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, streaming
 from nanovllm.kernels.plan.device import Device
@@ -203,7 +204,7 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
             values, scales, _ = quantize_rows_reference(x)
             return FP8Rows(values, scales.t().contiguous().t(), x.dtype)
 
-        monkeypatch.setattr(few_experts, "quantize_rows", rounded)
+        monkeypatch.setattr(few_streamed, "quantize_rows", rounded)
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
     config = GemmConfig("tile", 64, 16, 128, 2)
     x = norm.norm_reference(residual, norm.Norm(gain, 1e-6))

@@ -241,7 +241,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_every_entry_multiplies_on_gpu() -> None:
     """All kernels of the table for bfloat16, on the shapes that they are for, against float32. (The fused
-    forms have their tests in test_skinny_gemm.py and test_tile_gemm.py.)"""
+    forms have their tests in test_few_rows.py and test_tile_gemm.py.)"""
     for gemm, ranges in H200.entries.items():
         if gemm.dtype != "bfloat16":
             continue

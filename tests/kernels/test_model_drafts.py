@@ -44,7 +44,8 @@ def test_kernels_equal_their_twins(case: int, device: torch.device) -> None:
     rng = random.Random(case)
     state = random_state(SIZE, device, num_drafts=NUM_DRAFTS, num_ids=4)
     step, out = expanded(rng, state)
-    step.given_ids += [rng.randrange(1000) for _ in range(len(step.slots) - step.num_sample)]
+    step.following_ids = [rng.random() < 0.7 for _ in range(step.num_sample)]
+    step.following_ids += [rng.randrange(1000) for _ in range(len(step.slots) - step.num_sample)]
     packed, decode_rows = step.pack().to(device), step.num_decode_rows
     end = decode_rows + step.num_sample - step.num_decode
     take_draws_reference(state, out, step.num_decode, step.places, end)

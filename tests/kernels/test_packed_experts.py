@@ -7,7 +7,7 @@ from interpreting import some_nightly
 from packed_experts import E2M1_VALUES, e2m1, e4m3, packed_experts
 
 from nanovllm.kernels.gemm.e2m1 import E2M1, MOST_EXPONENT, quantize, scales_of, words_of
-from nanovllm.kernels.gemm.packed import INT8, WORDS, PackedWeight
+from nanovllm.kernels.gemm.packed import GROUPS, INT8, PackedWeight
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down,
@@ -78,7 +78,7 @@ def test_products_are_those_of_the_twins(name: str, config: GemmConfig, rows: in
 def test_no_code_is_a_type_to_triton() -> None:
     """Which would take it for one where it compiles kernels ahead."""
     tl = pytest.importorskip("triton.language")
-    assert not any(map(tl.dtype.is_dtype, WORDS)) and tl.dtype.is_dtype("int8")
+    assert not any(map(tl.dtype.is_dtype, GROUPS)) and tl.dtype.is_dtype("int8")
 
 
 def test_experts_without_gates_are_those_of_the_twin() -> None:

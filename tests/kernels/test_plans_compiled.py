@@ -98,9 +98,7 @@ def choose(one: Product, rows: int, launch: Launch) -> None:
     biases = (None, None) if is_plain else (empty(count, one.n), empty(count, one.n))
     routing = None if launch.config.is_skinny else route(logits, options, launch.config.block_m)
     routed = Routed(KERNELS, logits, options, routing, activation, biases)
-    shape = (rows, top_k, one.k) if launch.config.is_skinny and dtype != FP8 else (rows * top_k, one.k)
-    if launch.config.is_skinny and dtype == FP8:
-        shape = (rows, top_k * one.k)
+    shape = (rows, top_k, one.k) if launch.config.is_skinny else (rows * top_k, one.k)
     x = empty(rows, one.k) if gated else empty(*shape)
     call = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n), routed)
     y = experts.linear(x, weight, launch.config, routed, **call.around(launch))

@@ -21,7 +21,7 @@ from nanovllm.kernels.step.input import (
     prepare_decode_reference,
 )
 from nanovllm.kernels.step.state import DeviceState, StepBuffers
-from nanovllm.wire.step import HEADER_SIZE, SlotConstants, SlotRecord, pack_step
+from nanovllm.wire.step import HEADER_SIZE, NO_LINE, SlotConstants, SlotRecord, pack_step
 from tests.kernels.conftest import poison
 
 BLOCK_SIZE = 16
@@ -46,6 +46,7 @@ class Step:
     records: list[SlotRecord] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
     lines: list[list[int]] = field(default_factory=list)
+    following_ids: list[int] = field(default_factory=list)
     places: int = 1
 
     @property
@@ -67,7 +68,7 @@ class Step:
             self.max_num_seqs, slots=self.slots, starts=self.starts, counts=self.counts,
             num_decode_rows=self.num_decode, num_sample_rows=self.num_sample, num_tokens=self.num_tokens,
             block_updates=[number for update in self.updates for number in update], slot_records=self.records,
-            token_ids=self.given_ids, lines=self.lines, places=self.places,
+            token_ids=self.given_ids, lines=self.lines, places=self.places, following_ids=self.following_ids,
         ).copy())  # fmt: skip
         packed[HEADER_SIZE:][: 3 * self.max_num_seqs].view(3, -1)[:, len(self.slots) :] = 999
         return torch.cat((packed, torch.full((50,), 777, dtype=torch.int32)))
@@ -91,8 +92,8 @@ def random_step(
         constants = SlotConstants(rng.random(), rng.randint(-(2**63), 2**63 - 1))
         numbers = rng.randrange(10**6), rng.randrange(600), rng.randrange(-1, 5)
         step.records.append(SlotRecord(slot, constants, *numbers))
-    step.lines = [rng.sample(range(-1, 1000), len(step.slots)) for _ in range(4)]
-    step.lines[3] = [abs(number) for number in step.lines[3]]
+    numbers_of = range(-1, 1000), range(500), range(500, 1000), range(1000)
+    step.lines = [rng.sample(numbers, len(step.slots)) for numbers in numbers_of]
     step.given_ids = [rng.randint(0, 10**6) for _ in range(sum(step.counts) - step.num_decode)]
     return step
 
@@ -143,7 +144,7 @@ def assert_same(actual: DeviceState | StepBuffers, expected: DeviceState | StepB
 
 
 def forget_torn_ids(state: DeviceState, twin: DeviceState, buffers: StepBuffers) -> None:
-    """Which of two rows with the same random block comes last is left open on a GPU."""
+    """Takes the twin's ids where two rows have the same random block: which comes last is left open on a GPU."""
     if state.ids is not None and twin.ids is not None:
         slots, times = buffers.slot_mapping[0].unique(return_counts=True)
         torn = slots[(times > 1) & (slots >= 0)].long()
@@ -156,6 +157,9 @@ def prepare_bounds(step: Step, state: DeviceState, rng: random.Random) -> None:
     for row, slot in enumerate(step.slots[: step.num_decode]):
         begin = computed.get(slot, int(state.num_computed[slot]))
         step.starts[row] = max(0, begin + rng.randint(-1, step.places)) if state.drafts is not None else begin
+        if state.drafts is not None:  # in or near the step it gets to where its state is kept, or has no line for that
+            step.lines[2][row] = rng.choice([NO_LINE, step.lines[2][row], step.lines[2][row]])
+            step.lines[3][row] = max(0, begin + rng.randint(-1, step.places))
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import select_kernels
-from nanovllm.kernels.gemm import dense, skinny
+from nanovllm.kernels.gemm import dense, fma
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -94,9 +94,9 @@ def test_a_kernel_for_few_rows_computes_the_activation(monkeypatch: pytest.Monke
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, **_: None) -> torch.Tensor:
         chosen.append(config)
-        return skinny.linear_reference(x, weight, gated=gated)
+        return fma.linear_reference(x, weight, gated=gated)
 
-    monkeypatch.setattr(skinny, "linear", multiply)
+    monkeypatch.setattr(fma, "linear", multiply)
     ranks = context(1, 2)
     layer = MergedColumnParallelLinear(ranks, 16, {"gate_proj": 24, "up_proj": 24}, around=GATED)
     layer.weight.normal_()
@@ -151,10 +151,10 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
         delta: None,
     ) -> torch.Tensor:  # fmt: skip
         done.append(config.kernel)
-        return skinny.linear_reference(x, weight, residual=residual)
+        return fma.linear_reference(x, weight, residual=residual)
 
     monkeypatch.setattr(dense, "split_linear", by_halves)
-    monkeypatch.setattr(skinny, "linear", fused)
+    monkeypatch.setattr(fma, "linear", fused)
     ranks = context()
     layer = RowParallelLinear(ranks, 16, 24, bias=bias, around=ADDED)
     load(layer, "o", {"o.weight": torch.randn(24, 16)} | ({"o.bias": torch.randn(24)} if bias else {}))

@@ -77,7 +77,7 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
     llm.load_weights({**weights, name: -weights[name]}.items())
     expected = [output.token_ids for output in llm.generate(PROMPTS, few, use_tqdm=False)]
     restarts = llm.engine_info()["num_restarts"]
-    os.kill(llm.engine.engines.all[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(llm.engine.engines.all[1].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     while llm.engine_info()["num_restarts"] == restarts:
         llm.generate(PROMPTS, few, use_tqdm=False)
     changed = llm.checksum()
@@ -88,7 +88,7 @@ def test_a_replica_that_was_lost_comes_back_with_the_next_weights(llm: LLM) -> N
 
 
 def test_the_end_of_a_fork_leaves_the_replicas_alone(llm: LLM) -> None:
-    pids = {handle.pid for handle in llm.engine.engines.all}  # type: ignore[attr-defined]
+    pids = {handle.process.pid for handle in llm.engine.engines.all}  # type: ignore[attr-defined]
     if (child := os.fork()) == 0:
         llm.close()
         os._exit(0)

@@ -23,7 +23,7 @@ from nanovllm.host import fleet, ray_cluster, wire
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
-ray_handle = pytest.importorskip("nanovllm.host.ray_handle")
+ray_actor = pytest.importorskip("nanovllm.host.ray_actor")
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,9 @@ def test_tokens_do_not_depend_on_the_cluster(cluster: Any, expected: list[Any]) 
 
 
 def pids(llm: LLM) -> list[int]:
-    links = list(llm.engine.engines.reader.handles.values())  # type: ignore[attr-defined]
-    return ray.get([link._actor.__ray_call__.remote(lambda actor: os.getpid()) for link in links], timeout=60)
+    processes = [handle.process for handle in llm.engine.engines.reader.handles.values()]  # type: ignore[attr-defined]
+    actors = [process._started.result() for process in processes]
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors], timeout=60)
 
 
 def actors(cluster: Any) -> list[str]:
@@ -121,12 +122,12 @@ def test_an_actor_that_stands_still_holds_up_nobody(
     cluster: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though more is sent to it than Ray takes."""
-    monkeypatch.setattr(ray_handle, "SILENCE", 10.0)
+    monkeypatch.setattr(ray_actor, "SILENCE", 10.0)
     with on_ray(cluster, 2) as llm:
         handle = llm.engine.engines.all[0]  # type: ignore[attr-defined]
         os.kill(pids(llm)[0], signal.SIGSTOP)
         begin = time.monotonic()
-        for _ in range(6):
+        for _ in range(12):
             handle.send(wire.Bucket(99, bytes(1 << 20)))
         assert time.monotonic() - begin < 5 and handle.backlog > 1 << 20
         assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected

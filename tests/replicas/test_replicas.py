@@ -28,7 +28,7 @@ def replicated(count: int, **options: Any) -> LLM:
 
 
 def pids(llm: LLM) -> list[int]:
-    return [handle.pid for handle in llm.engine.engines.reader.handles.values()]  # type: ignore[attr-defined]
+    return [handle.process.pid for handle in llm.engine.engines.reader.handles.values()]  # type: ignore[attr-defined]
 
 
 @contextmanager

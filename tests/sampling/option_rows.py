@@ -21,6 +21,7 @@ class Rows:
     temperature: torch.Tensor
     seed: torch.Tensor
     positions: torch.Tensor
+    input_ids: torch.Tensor
 
     @property
     def filter_args(self) -> tuple[torch.Tensor, ...]:
@@ -33,7 +34,7 @@ class Rows:
             for sizes in (self.positions, self.temperature)
         )
         given = (self.logits, self.rows, self.slots, self.records, self.rows, self.temperature, self.seed)
-        return rows_module.Rows(*given, self.positions, tokens, last_token, self.logits.shape[1])
+        return rows_module.Rows(*given, self.positions, self.input_ids, tokens, last_token, self.logits.shape[1])
 
 
 def record(
@@ -83,4 +84,5 @@ def make_rows(seed: int, num_rows: int, vocab: int, device: torch.device, dtype:
         temperature=temperature.to(device),
         seed=torch.randint(-(2**62), 2**62, (len(slots),), generator=generator).to(device),
         positions=torch.randint(0, 5000, (num_rows + 3,), generator=generator, dtype=torch.int32).to(device),
+        input_ids=torch.randint(0, min(vocab, 40), (num_rows + 3,), generator=generator, dtype=torch.int32).to(device),
     )

@@ -8,19 +8,20 @@ from interpreting import nightly
 from option_rows import Rows, make_rows, record
 
 from nanovllm.kernels.sampling import filters, kept, logprobs, penalties
-from nanovllm.wire.sampling import MASK_WORD, PENALTIES
+from nanovllm.wire.sampling import MASK_WORD, PENALTIES, PLACE_SHIFT
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
-def drawn(draw: Any, case: Rows, counts: torch.Tensor | None = None, start: torch.Tensor | None = None,
-          **options: Any) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def drawn(
+    draw: Any, case: Rows, start: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens by row and by slot that a draw leaves behind."""
     rows = case.option_rows()
     if start is not None:
         rows.tokens[case.rows.long()] = rows.last_token[case.slots.long()] = start
-    draw(rows, counts, **options)
+    draw(rows, **options)
     return rows.tokens, rows.last_token
 
 
@@ -53,18 +54,16 @@ def test_filtered_draws(vocab: int, kind: str, has_winner: bool, dtype: torch.dt
 @pytest.mark.parametrize("options", [{"top_k": 700}, {"top_p": 0.9}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.02},
                                      {"top_k": 800, "top_p": 0.5, "min_p": 0.01}, {"min_p": 1e-9}])  # fmt: skip
 def test_every_way_to_filter(options: dict[str, float], device: torch.device) -> None:
-    """Searches over the whole row, and tokens that stand, give the twin's token; it is counted where it counts."""
+    """Searches over the whole row, and tokens that stand, give the twin's token."""
     vocab = 1500
     case = make_rows(11, 2, vocab, device)
     case.records = torch.stack([record(flags, **options) for flags in (0, PENALTIES)]).to(device)
     case.temperature.fill_(1.0)
-    counts = torch.zeros(2, case.temperature.shape[0], vocab, dtype=torch.int32, device=device)
     whole = drawn(kept.sample_kept_reference, case)[0]
-    wanted = drawn(filters.sample_filtered_reference, case, counts[0], has_winner=False)[0]
-    for start, own in ((None, counts[1]), (whole[case.rows.long()], None)):
-        found = drawn(filters.sample_filtered, case, own, start=start, has_winner=start is not None)[0]
+    wanted = drawn(filters.sample_filtered_reference, case, has_winner=False)[0]
+    for start in (None, whole[case.rows.long()]):
+        found = drawn(filters.sample_filtered, case, start, has_winner=start is not None)[0]
         assert torch.equal(found, wanted)
-    assert torch.equal(*counts) and int(counts[0].sum()) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,14 +75,14 @@ def test_draws(edits: bool, dtype: torch.dtype, device: torch.device) -> None:
     flags = torch.arange(12, dtype=torch.int32, device=device) % 4
     case.records = torch.stack([record(int(f), presence=0.3, frequency=-0.2, repetition=1.4) for f in flags]).to(device)
     generator = torch.Generator().manual_seed(1)
-    before = torch.randint(0, 6, (17, vocab), generator=generator, dtype=torch.int32).to(device)
+    counts = torch.randint(0, 6, (17, vocab), generator=generator, dtype=torch.int32).to(device)
     masks = torch.randint(-(2**31), 2**31 - 1, (2 * 17, 35), generator=generator, dtype=torch.int32).to(device)
     case.records[::5, MASK_WORD] = 17  # as of the second place of a decode
+    case.records[:, 0] |= case.rows.clamp(max=3) << PLACE_SHIFT
+    editing = {"counts": counts, "masks": masks} if edits else {}
     for draw in (kept.sample_kept, kept.sample_kept_reference):
         for limits in (None,) if edits else (None, thresholds):
-            counts = before.clone()
-            tokens = drawn(draw, case, counts, thresholds=limits, masks=masks, edits=edits)
-            results.append(torch.cat([*tokens, (counts - before).nonzero().flatten()]))
+            results.append(torch.cat(drawn(draw, case, thresholds=limits, **editing)))
     half = len(results) // 2
     assert all(torch.equal(one, two) for one, two in zip(results[:half], results[half:], strict=True))
     assert edits or not torch.equal(results[0], results[1])
@@ -112,13 +111,32 @@ def test_edits(counted: bool, masked: bool, dtype: torch.dtype, device: torch.de
     counts = torch.randint(0, 6, (slots, vocab), generator=generator, dtype=torch.int32).to(device)
     masks = torch.randint(-(2**31), 2**31 - 1, (2 * slots, 4), generator=generator, dtype=torch.int32).to(device)
     case.records[::3, MASK_WORD] = slots
+    case.records[:, 0] |= case.rows.clamp(max=3) << PLACE_SHIFT
     entries = [(g, i, b) for g in range(4) for i, b in ((g, 1.5), (50 + g, -torch.inf), (99, -2.0))]
-    edits = torch.tensor([[g, i, 0] for g, i, _ in entries], dtype=torch.int32)
+    here = case.positions.cpu()[case.rows.cpu().long()].tolist()
+    where = {0: 0, 1: 1, 2: 0, 3: -1}
+    entries += [(g, 70, b) for g in range(4) for b in (1.0, -9.0)]  # before a position of the row's, or from it on
+    ends = [0] * (len(entries) - 8) + [sign * (here[g] + where[g]) for g in range(4) for sign in (1, -1)]
+    edits = torch.tensor([[g, i, 0, end] for (g, i, _), end in zip(entries, ends, strict=True)], dtype=torch.int32)
     edits[:, 2] = torch.tensor([b for _, _, b in entries]).view(torch.int32)
     args = (case.option_rows(), counts if counted else None, masks if masked else None)
     for given in (edits.to(device), edits[:0].to(device)):
         found = penalties.edit_logits(*args, given)
         torch.testing.assert_close(found, penalties.edit_logits_reference(*args, given), rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_that_hold_are_counted(device: torch.device) -> None:
+    """Of several places of a slot, too, which may have the same token."""
+    case = make_rows(3, 40, 100, device)
+    case.records = torch.stack([record(flags % 4) for flags in range(40)]).to(device)
+    case.slots = case.slots // 8
+    rows, found = case.option_rows(), torch.zeros(2, 9, 100, dtype=torch.int32, device=device)
+    rows.tokens.copy_(case.input_ids % 5 - 2)
+    penalties.count_tokens(rows, found[0])
+    penalties.count_tokens_reference(rows, found[1])
+    assert torch.equal(*found) and found[0].max() > 2 and found[0].sum() == 2 * (
+        (rows.tokens[case.rows.long()] >= 0) & (case.records[:, 0] & PENALTIES > 0)
+    ).sum()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

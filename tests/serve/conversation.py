@@ -68,15 +68,15 @@ def message_format() -> MessagesFormat:
 
 
 def response_format(body: dict[str, Any], tools: ResponsesTools | None = None) -> ResponsesFormat:
-    return ResponsesFormat(*_asked("resp_1"), body, tools or ResponsesTools(()))
+    return ResponsesFormat(*_asked("resp_1", (body, tools or ResponsesTools(()))))
 
 
-def _asked(answer_id: str) -> tuple[Any, Any, Prepared]:
+def _asked(answer_id: str, given: Any = None) -> tuple[Any, Any, Prepared]:
     """The model, the call and the request of an answer with this id."""
     served = Mock(info={"eos_token_ids": []}, fingerprint="f")
     served.name = "demo"
     plan: Any = Mock(tags_seen=lambda skips: {})
-    prepared = Prepared(api.CommonFields(), [Prompt([5])], {"temperature": 0.25}, [9], plan)
+    prepared = Prepared(api.CommonFields(), [Prompt([5])], {"temperature": 0.25}, [9], plan, given)
     return served, Mock(given_id=answer_id), prepared
 
 

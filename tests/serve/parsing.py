@@ -21,13 +21,15 @@ TAGS = {
     "glm45": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
     "minimax_m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>".split(),
     "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|>'.split(),
+    "lfm2": "<think> </think> <|tool_call_start|> <|tool_call_end|>".split(),
+    "llama4_pythonic": ["<|python_start|>"],
     "llama3_json": ["<|python_tag|>"],
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
-REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron"), "think")
+REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2"), "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4"}
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
@@ -81,7 +83,7 @@ class Model:
 
     def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
         self.family = family
-        has_special = family in ("mistral", "mistral_list", "harmony", "gemma4")
+        has_special = family in ("mistral", "mistral_list", "harmony", "gemma4", "lfm2", "llama4_pythonic")
         save_tokenizer(folder, [(tag, has_special) for tag in TAGS[family] if has_tokens])
         self.tokenizer = CheckpointTokenizer(folder)  # without a template reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
@@ -118,9 +120,14 @@ class Model:
         return matcher
 
     def admits(self, plan: Plan, text: str) -> bool:
-        matcher = self.matcher(plan)
-        ids = self.ids(text)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        """Whether an engine, which asks for each token what may come next, could write a text (the beginning of a long
+        one)."""
+        matcher, ids = self.matcher(plan), self.ids(text)
+        for token in ids[:200]:
+            if token not in next_ids(self, matcher):
+                return False
+            matcher.consume_token(token)
+        return matcher.try_consume_tokens(ids[200:]) == len(ids[200:]) and matcher.is_accepting()
 
     def write(self, message: "Message", prompt_opens: bool = False) -> str:
         """A message as the family's models write it."""
@@ -149,6 +156,10 @@ class Model:
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
         if self.family == "gemma4":
             return "".join(f"<|tool_call>call:{name}{_bare(arguments)}<tool_call|>" for name, arguments in calls)
+        if self.family in ("lfm2", "llama4_pythonic"):
+            made = [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls]
+            whole = f"[{', '.join(made)}]"
+            return whole if self.family != "lfm2" else f"<|tool_call_start|>{whole}<|tool_call_end|>"
         if self.family == "minimax_m2":
             pair = '<parameter name="{}">{}</parameter>\n'
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
@@ -210,6 +221,14 @@ def message_of(deltas: list[Delta]) -> Message:
     return Message(texts["reasoning"] or None, texts["content"], calls)
 
 
+def next_ids(model: Model, matcher: Any) -> np.ndarray:
+    """Tokens that may come next; an engine that cannot find them out ends the answer with an error."""
+    mask = np.zeros((1, (len(model.tokenizer) + 31) // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    assert not matcher.is_error(), matcher.get_error()
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+
+
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
 
 
@@ -217,15 +236,12 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
     """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
     rng = random.Random(seed)
     matcher, ids = model.matcher(plan), []
-    words = (len(model.tokenizer) + 31) // 32
-    mask = np.zeros((1, words), np.int32)
-    endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *['<|"|>'] * (model.family == "gemma4"))]
+    own = {"gemma4": ('<|"|>',), "lfm2": ("'", ")"), "llama4_pythonic": ("'", ")")}.get(model.family, ())
+    endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *own)]
     while len(ids) < most:
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+        allowed = next_ids(model, matcher)
         if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):
             return ids, True
         tokens = rng.choice(endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
         ids += tokens[: matcher.try_consume_tokens(tokens)]
-        assert not matcher.is_error(), matcher.get_error()
     return ids, False

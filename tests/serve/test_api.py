@@ -345,6 +345,7 @@ def test_tokens_are_counted_as_they_come(server: Server, served: httpx.Client) -
 
 
 def test_metrics(front: InProcess, client: httpx.Client) -> None:
+    assert client.post(CHAT, json=ASK).status_code == 200
     found = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     series = [(sample.name, *sorted(sample.labels.items())) for family in found.values() for sample in family.samples]
     assert len(series) == len(set(series)), "a series is there twice"

@@ -3,114 +3,51 @@
 import itertools
 import json
 import os
+import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import httpx
 import pytest
-import watching
-from serving import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, message, read_until, ready_server, user
-from system import wait_for
+from attacking import Attack, Watched, descendants, watched
+from serving import CHAT, COMPLETIONS, JSON, MESSAGES, RESPONSES, Server, message, read_until, user
+from system import alive, wait_for
 
 from nanovllm.serve import limits
 
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
-GAP = 0.1
-"""CPU seconds in which the event loop, or the engine, may do nothing for others, on a machine that is not slow."""
-TRIES = 3
-"""Times that an attack may be tried: what holds others up does so each time, a machine that others use too does not."""
 NONCE = b"once0000"
 """Bytes of a body that are others in each try, so that nothing is known from the one before."""
-MEMORY = 100
-"""MiB that the front may grow by in an attack, and by all that it keeps."""
 DESCENDANTS = 1600
 """MiB that the engine and all that it starts may take together."""
-PLAIN = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+OWN_KEY, OTHER_KEY = "own", "other"
 _tries = itertools.count()
 OBJECT = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json_object": True}}
 
 
-class Watched(NamedTuple):
-    """A server, how long it was held up, and the MiB that its front had when it was ready."""
-
-    server: Server
-    watch: watching.Watch
-    memory: float
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A server without keys that any address leads to."""
+    with watched(tmp_path_factory.mktemp("single"), "--host", "0.0.0.0") as found:
+        assert httpx.post(found.server.url + COMPLETIONS, json=OBJECT, timeout=60).status_code == 200
+        yield found
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    folder = tmp_path_factory.mktemp("watched")
-    watch = watching.Watch(folder / "watch")
-    env = {watching.FILE: str(folder / "watch"), "PYTHONPATH": str(Path(__file__).parent)}
-    patches = {"nanovllm.host.handle:MODULE": "watching", "nanovllm.serve.lifecycle:_DESCRIPTORS": 1}
-    with ready_server(folder, env=env, limits=patches, first="import watching; watching.watch_front(); ") as server:
-        assert httpx.post(server.url + COMPLETIONS, json=OBJECT, timeout=60).status_code == 200
-        yield Watched(server, watch, peak(server))
-        assert "Traceback" not in server.log
-
-
-def gap() -> float:
-    """GAP, and more where this machine takes more than 80 ms of its CPU for some work on 16 MB."""
-    taken = []
-    for _ in range(TRIES):
-        begin = time.thread_time()
-        (b"a,b," * (4 << 20)).translate(None, b",").split(b"a")
-        taken.append(time.thread_time() - begin)
-    return max(GAP, GAP * min(taken) / 0.08)
-
-
-def peak(server: Server) -> float:
-    """MiB that the front has had since this was reset."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
-@contextmanager
-def another_user(server: Server) -> Iterator[None]:
-    """Reads streams one after the other and asks for /health; both must go on."""
-    begun, is_over = threading.Event(), threading.Event()
-
-    def read(client: httpx.Client) -> None:
-        while not is_over.is_set():
-            with client.stream("POST", COMPLETIONS, json=PLAIN) as response:
-                assert response.status_code == 200
-                for _ in response.iter_bytes():
-                    begun.set()
-                    if is_over.is_set():
-                        return
-
-    def look(client: httpx.Client) -> None:
-        while not is_over.wait(0.05):
-            assert client.get("/health").json() == {"status": "ok"}
-
-    with httpx.Client(base_url=server.url, timeout=20) as client, ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(each, client) for each in (read, look)]
-        assert begun.wait(20)
-        client.get("/health")  # its connection is kept for the others
-        try:
-            yield
-        finally:
-            is_over.set()
-        for each in both:
-            each.result()
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A server with keys over two replicas, which take a while to start."""
+    options = ("--data-parallel-size", "2", "--api-key", OWN_KEY, "--api-key", OTHER_KEY)
+    patches = {"PREPARING_BYTES": 8 << 20, "nanovllm.host.fleet:MOST_RESTARTS": 99}
+    folder = tmp_path_factory.mktemp("fleet")
+    with watched(folder, *options, key=OTHER_KEY, limits=patches, simulated=True) as found:
+        yield found
 
 
 # -- attacks ----------------------------------------------------------------------------------------------------------
-
-
-class Attack(NamedTuple):
-    """An attack on a server, and what it may hold up."""
-
-    run: Callable[[Server], None]
-    computes: bool = False
-    """Whether the engine has long prompts to compute: then its steps take longer, as they may."""
 
 
 def post(path: str, *statuses: int, **fields: Any) -> Attack:
@@ -242,17 +179,6 @@ def doubling_schemas(server: Server) -> None:
         assert [each.result().status_code for each in answers] == [400] * 4
 
 
-def descendants(process: int) -> float:
-    """MiB in memory of all processes that a process has started, and these."""
-    found = 0.0
-    for child in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
-            for each in map(int, child.read_text().split()):
-                pages = Path(f"/proc/{each}/statm").read_text().split()[1]
-                found += int(pages) * os.sysconf("SC_PAGE_SIZE") / (1 << 20) + descendants(each)
-    return found
-
-
 def more_connections_than_descriptors(server: Server) -> None:
     """An address that opens them loses its oldest ones; another one keeps its own."""
     question = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -272,6 +198,44 @@ def path_of_slashes(server: Server) -> None:
     for _ in range(5):
         answer = server.send(b"GET " + b"/" * 65_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 414")
+
+
+def page_of_another_name(server: Server) -> None:
+    """A page whose name is made to lead here may ask for nothing, however often."""
+    for path, body in ((CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 1900})):
+        for host in ["a.example", f"a.example:{server.port}"] * 50:
+            answer = httpx.post(server.url + path, json=body, headers={"host": host})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host")
+    assert server.num_running() <= 1
+
+
+def key_that_fills_its_bound(server: Server) -> None:
+    """The other key's text, which a thread prepares too, is taken meanwhile."""
+    numbers = b'{"messages": [%b5]}' % (b"5555," * 300_000)
+    small = json.dumps({"messages": user("a"), "max_tokens": 1}).encode() + b" " * limits.SMALL_BODY
+    with server.client(OWN_KEY) as own, server.client(OTHER_KEY) as other, ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            large = [pool.submit(own.post, CHAT, content=numbers, headers=JSON) for _ in range(8)]
+            while not all(each.done() for each in large):
+                answer = other.post(CHAT, content=small, headers=JSON)
+                assert answer.status_code == 200, answer.text
+            statuses = {each.result().status_code for each in large}
+            assert statuses <= {400, 429}
+            if 429 in statuses:
+                return
+        raise AssertionError("nothing fills it")
+
+
+def lost_replica(number: int, reason: str) -> Attack:
+    """Another one is started in the place of the one that gets a signal."""
+
+    def run(server: Server) -> None:
+        count, first = server.log.count(reason), min(alive({*server.engines}))
+        os.kill(first, number)
+        wait_for(lambda: server.log.count(reason) > count, "line of the log")
+        wait_for(lambda: len(now := alive({*server.engines})) == 2 and first not in now, "replica in its place")
+
+    return Attack(run, computes=True, on_fleet=True)
 
 
 LARGEST = {
@@ -341,6 +305,11 @@ ATTACKS = {
     "a pipeline that is not read": Attack(pipeline),
     "a pipeline that is read": Attack(lambda server: pipeline(server, reads=True)),
     "more connections than descriptors": Attack(more_connections_than_descriptors),
+    "a page of another name": Attack(page_of_another_name),
+    # of a server with keys and replicas
+    "a key that fills its bound": Attack(key_that_fills_its_bound, computes=True, on_fleet=True),
+    "a replica that dies": lost_replica(signal.SIGKILL, "died by signal 9"),
+    "a replica that lingers": lost_replica(signal.SIGUSR1, "closed its connection"),
 } | {
     f"{path}: the largest body of {kind}": send(path, 400, body=b'{"%b": %b}' % (name, value))
     for path, name in (
@@ -352,17 +321,5 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_others_are_served_meanwhile(watched: Watched, attack: Attack) -> None:
-    server, watch, memory = watched
-    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
-    before = peak(server)
-    fields = (watching.CALLBACK, watching.LOOP, *(() if attack.computes else (watching.ENGINE,)))
-    for attempt in range(TRIES):
-        with another_user(server):
-            watch.reset()
-            attack.run(server)
-        seconds = [watch.longest[field] for field in fields]
-        if max(seconds) < GAP:
-            break
-        assert attempt + 1 < TRIES or max(seconds) < gap(), seconds
-    assert peak(server) - before < MEMORY and before - memory < MEMORY
+def test_others_are_served_meanwhile(attack: Attack, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("fleet" if attack.on_fleet else "single").suffer(attack)

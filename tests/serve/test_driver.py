@@ -25,7 +25,7 @@ def test_an_engine_that_dies_with_frames_it_has_not_read_is_lost(run: Any) -> No
 
     async def notice() -> int:
         found = asyncio.get_running_loop().create_future()
-        with patch.object(engines, "ChildHandle", lambda start: handle):
+        with patch.object(engines, "Handle", lambda start: handle):
             driver = Driver(Engines("m", {}), Mock(), Mock(), found.set_result)
         driver.listen()
         ours.send(b"a frame")

@@ -42,7 +42,7 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     thinks = model.family in REASONING
     opens = opens and thinks
     reasoning = (reasoning or "x") if opens else reasoning if thinks else None
-    prose = model.family != "llama3_json" or not made
+    prose = model.family not in ("llama3_json", "llama4_pythonic") or not made
     content = content.lstrip("{[<") or "x"
     message = Message(reasoning, content if prose else "", made)
     openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n"}
@@ -210,7 +210,8 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
     ("template", "tools", "reasoning"),
     [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
      ("nemotron2", "nemotron", "think"), ("nemotron3", "qwen3_coder", "think"), ("gemma", None, None),
-     ("minimax", "minimax_m2", "think"), (None, "hermes", "think")],
+     ("minimax", "minimax_m2", "think"), ("lfm2", "lfm2", "think"),
+     ("llama4_pythonic", "llama4_pythonic", None), (None, "hermes", "think")],
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:
     name = Path(__file__).parent / "templates" / f"{template}.jinja"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 LOST = {
     "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
-    "nemotron2": {"Thoughts"},
+    "nemotron2": {"Thoughts"}, "llama4_pythonic": {"Thoughts"},
 }  # fmt: skip
 """Parts that a template writes nowhere beside a call, in whichever form it is given."""
 THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")
@@ -93,13 +94,18 @@ DIALECTS: dict[str, Callable[[list[Delta]], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def rendered(template: str, messages: list[dict[str, Any]]) -> str:
+@cache
+def tokenizer_of(template: str) -> CheckpointTokenizer:
     tokenizer = CheckpointTokenizer(ROOT / "assets" / "demo-qwen3")
     tokenizer.special_tokens |= {"bos_token": "<s>", "eos_token": "</s>"}
+    return tokenizer.with_template(TEMPLATES[template])
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> str:
     tools = [{"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}]
     fields = api.read(api.ChatFields, {"messages": messages})[0]
     values = template_values(fields.messages, LeftOut("messages"))
-    return tokenizer.with_template(TEMPLATES[template]).encode_chat(values, tools)[0]
+    return tokenizer_of(template).encode_chat(values, tools)[0]
 
 
 def test_every_family_has_a_template() -> None:

@@ -1,5 +1,6 @@
 """System messages where a template has no place for them: nothing of a chat is lost, refused or moved."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ CHATS = [
 ]  # fmt: skip
 
 
+@cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(SOURCES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+
+
 def chat_of(roles: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": f"text{i}."} for i, role in enumerate(roles.split())]
 
@@ -37,7 +43,7 @@ def chat_of(roles: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("roles", CHATS)
 def test_every_message_is_shown_once_and_in_its_place(name: str, roles: str) -> None:
     chat = chat_of(roles)
-    text = ChatTemplate(SOURCES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(chat)
+    text = template_of(name).render(chat)
     places = [text.find(message["content"]) for message in chat]
     if name == "mistral" and roles.startswith("system"):  # this one writes the first message before the last user's
         places = [place for place, message in zip(places, chat, strict=True) if message["role"] != "system"]

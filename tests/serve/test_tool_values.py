@@ -81,6 +81,7 @@ VALUES: list[tuple[Any, dict[str, Any]]] = [
     ({"type": "string", "minLength": 2, "maxLength": 3}, {"a": ..., "äß\n": "äß\n", "🐱🐱🐱🐱": ...}),
     ({"allOf": [{"minLength": 2}, {"pattern": "^a+$"}], "type": "string"}, {"a": ..., "aa": "aa", "bb": ...}),
     ({"anyOf": [TEXT | {"maxLength": 9000}, NULL]}, {"null": None, "5": "5", "null\na": "null\na", "b" * 9001: ...}),
+    ({"type": ["integer", "array", "string"], "maxLength": 9000}, {"5 a": "5 a", "[1]": [1], "[": ..., "5": 5}),
     ({"anyOf": [LETTERS, NULL]}, {"null": None, "ab": "ab", "nul": ..., " null": ...}),
     ({"type": "string", "pattern": "^https?://", "maxLength": 5000}, {"https://a": "https://a", "a": ...}),
     ({"type": "string", "format": "date"}, {"2026-11-28": "2026-11-28", "2026-13-01": ..., "today": ...}),
@@ -99,7 +100,13 @@ def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict
             assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
 
 
-@pytest.mark.parametrize("schema", [{"type": "string", "pattern": "a"}, {"type": ["string", "null"]}, TEXT])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "a"}, {"type": ["string", "null"]}, TEXT,
+        {"anyOf": [TEXT | {"maxLength": 9000}, NULL]}, TEXT | {"minLength": 1, "maxLength": 9000},
+    ],
+)  # fmt: skip
 def test_an_end_right_behind_the_beginning_ends_an_empty_text(
     models: dict[tuple[str, bool], Model], schema: Any
 ) -> None:

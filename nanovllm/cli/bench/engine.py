@@ -151,13 +151,13 @@ def find_limits(llm: Any, info: dict[str, Any], args: argparse.Namespace) -> Roo
     bandwidth = args.peak_bandwidth * 1e12 if args.peak_bandwidth else known and known.read_bytes_per_second
     flops = args.peak_tflops * 1e12 if args.peak_tflops else known and known.flops_per_second
     link = args.peak_link * 1e9 if args.peak_link else known and known.link_bytes_per_second
-    if not bandwidth or not flops:
+    model = llm.model_config
+    if not bandwidth or not flops or model.implementation != "native":
         return None
     figures = DeviceFigures(bandwidth, flops, link) if link else DeviceFigures(bandwidth, flops)
-    model = llm.model_config
     # A head of a token has a scale of two bytes.
     kv_bytes = 1 + 2 / model.head_dim if info.get("kv_cache_dtype") == "float8_e4m3fn" else None
-    return Roofline(model, llm.config.tensor_parallel_size, figures, 4 if "32" in info["dtype"] else 2, kv_bytes)
+    return Roofline(model, llm.config.tensor_parallel_size, figures, info["dtype"].removeprefix("torch."), kv_bytes)
 
 
 def print_engine(name: str, values: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Measured:
     @property
     def itl(self) -> list[float]:
         """Seconds between two pieces."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
 
 def summarise(
@@ -76,11 +77,7 @@ def summarise(
 
 def _most_at_once(measured: Sequence[Measured]) -> int:
     changes = sorted([(each.begin, 1) for each in measured] + [(each.times[-1], -1) for each in measured])
-    most = now = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate(change for _, change in changes), default=0)
 
 
 def _line(name: str, value: float | int) -> str:

@@ -9,11 +9,15 @@ all-reduce sends count, its latency does not.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.kernels.plan.config import FP8, INT4, INT8, ITEM_SIZES, MXFP4, NVFP4
+from nanovllm.kernels.plan.plan import Rules
+from nanovllm.layers.attention import PagedAttention
+from nanovllm.layers.memory import Slot
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.planned import one_of_each
 
 
 @dataclass(frozen=True)
@@ -72,88 +76,42 @@ class StepWork:
         self.prompt_pairs += count * computed + count * (count + 1) // 2
 
 
-def bytes_of_weight(held: Quantization | None, element_bytes: int) -> float:
-    """Bytes of one weight of a linear layer, scales included. held: how the layer holds it; None: not quantised."""
-    if held is None:
-        return element_bytes
-    number, scale = {"fp8": (1.0, 0), "int8": (1.0, 4), "int4": (0.5, 4)}.get(held.method, (0.5, 1))
-    return number + (scale / min(held.group, 128) if held.group else 0)
-
-
-def _is_fp8(held: Quantization | None) -> bool:
-    return held is not None and held.method == "fp8"
-
-
-def _of_delta(options: Any, hidden: int) -> tuple[int, int, int]:
-    keys, values, key_dim, value_dim, *_ = options  # of layers/delta.py
-    return 2 * keys * key_dim + 2 * values * (value_dim + 1), values * value_dim, values * key_dim * value_dim
-
-
-def _of_mamba(options: Any, hidden: int) -> tuple[int, int, int]:
-    heads, groups, dim, state, *_ = options  # of layers/mamba.py
-    return heads * (2 * dim + 1) + 2 * groups * state, heads * dim, heads * dim * state
-
-
-_WIDTHS: dict[str, Callable[[Any, int], tuple[int, int, int]]] = {
-    "delta": _of_delta, "mamba": _of_mamba, "conv": lambda _, hidden: (3 * hidden, hidden, 0),
-    "none": lambda *_: (0, 0, 0),
-}  # fmt: skip
-"""Mixers without KV: (options, hidden size) -> outputs of their first projections, inputs of the last one, elements of
-a row's state."""
+_SCALE_BYTES = {INT8: 4, INT4: 4, MXFP4: 1, NVFP4: 1}
+"""Bytes of a scale of packed weights."""
 
 
 class Roofline:
-    """Limits of one model on `tensor_parallel_size` equal devices."""
+    """Limits of one model on `ranks` equal devices."""
 
     def __init__(
-        self, model: ModelConfig, tensor_parallel_size: int, figures: DeviceFigures, element_bytes: int = 2,
+        self, model: ModelConfig, ranks: int, figures: DeviceFigures, dtype: str = "bfloat16",
         kv_element_bytes: float | None = None,
     ) -> None:  # fmt: skip
-        """`element_bytes`: of a weight that is not quantised, and where `kv_element_bytes` is None of a KV element."""
-        size, hidden = tensor_parallel_size, model.hidden_size
-        self.figures, self.element_bytes, self.tensor_parallel_size = figures, element_bytes, size
-        self.kv_element_bytes = element_bytes if kv_element_bytes is None else kv_element_bytes
-        self.num_layers, self.hidden = len(model.layers), hidden
-        # Per rank. KV heads are replicated where ranks exceed them.
-        parts: list[tuple[int, Quantization | None]] = []
-        kv_width, self.query_elements, self.state_elements = 0, 0, 0
-        for layer in model.layers:
-            if layer.mixer in _WIDTHS:
-                into, out, state = _WIDTHS[layer.mixer](layer.options, hidden)
-                self.state_elements += state // size
-            else:
-                heads, kv = layer.num_heads or model.num_attention_heads, layer.num_kv_heads
-                out, projected = heads * layer.head_dim, 0 if layer.shares_keys else 2 - layer.values_are_keys
-                gates = 0 if model.attention_gate is None else heads if model.gate_per_head else out
-                into = out + gates + projected * size * math.ceil(kv / size) * layer.head_dim
-                kv_width += math.ceil(kv / size) * layer.head_dim
-                self.query_elements += out // size
-            parts.append((hidden * into // size, layer.precision("qkv")))
-            parts.append((hidden * out // size, layer.precision("o")))
-            if layer.has_dense_mlp:
-                mlp = hidden * (layer.intermediate_size or model.intermediate_size) // size
-                gate_up = (1 + model.gated_mlp) * mlp
-                parts += [(gate_up, layer.precision("gate_up")), (mlp, layer.precision("down"))]
-        if model.layer_inputs is not None:  # whose projection every rank has whole
-            count, width, _ = model.layer_inputs
-            parts.append((count * width * hidden + len(model.layers) * 2 * width * hidden // size, None))
-        sparse = [layer for layer in model.layers if layer.has_experts]
-        self.moe, num_moe = model.moe, len(sparse)
-        self.expert_work, self.expert_bytes = 0.0, 0.0
-        """Work and bytes of one expert, in all layers together."""
-        if self.moe is not None:
-            ups = 2 + self.moe.gated
-            count = num_moe * ups * hidden * self.moe.intermediate_size // size
-            held = sparse[0].precision("experts")
-            self.expert_work = count / (figures.fp8_speedup if _is_fp8(held) else 1)
-            self.expert_bytes = count * bytes_of_weight(held, element_bytes)
-            router = self.moe.num_experts * hidden
-            parts.append((num_moe * (router + ups * hidden * self.moe.shared_size // size), None))
-        self.layer_work = sum(count / (figures.fp8_speedup if _is_fp8(held) else 1) for count, held in parts)
-        """Weights, each by the time that a multiplication takes: 1 in 16 bits."""
-        self.layer_bytes = sum(count * bytes_of_weight(held, element_bytes) for count, held in parts)
-        self.head_weights = hidden * math.ceil(model.vocab_size / size)
-        self.kv_elements_per_token = 2 * kv_width
+        """`dtype`: of a weight that is not quantised, and where `kv_element_bytes` is None of a KV element. Raises
+        ValueError for a model without our own layers."""
+        self.figures, self.element_bytes, self.ranks = figures, ITEM_SIZES[dtype], ranks
+        self.kv_element_bytes = self.element_bytes if kv_element_bytes is None else kv_element_bytes
+        self.num_layers, self.hidden, self.moe = len(model.layers), model.hidden_size, model.moe
+        self.layer_work = self.layer_bytes = self.expert_work = self.expert_bytes = 0.0
+        """Weights, each by the time that a multiplication takes (1 in 16 bits), and bytes: of what every token goes
+        through, and of one expert, in all layers of a rank."""
+        self.kv_elements_per_token, self.query_elements, self.state_bytes = 0, 0, 0
+        groups = {held.method: held.group for spec in model.layers if (held := spec.quantization) is not None}
+        of_rank, counts = one_of_each(model, Rules(world=ranks), dtype)
+        for layer, count in zip(of_rank.layers, counts, strict=True):
+            for one in layer.operations:
+                weights = count * one.n * one.k
+                work = weights / (figures.fp8_speedup if one.dtype == FP8 else 1)
+                size = count * one.num_bytes + weights * _scale_bytes(one.dtype, groups)
+                if one.is_of_experts:
+                    self.expert_work, self.expert_bytes = self.expert_work + work, self.expert_bytes + size
+                else:
+                    self.layer_work, self.layer_bytes = self.layer_work + work, self.layer_bytes + size
+            if isinstance(mixer := layer.self_attn, PagedAttention):
+                self.kv_elements_per_token += count * 2 * mixer.spec.num_kv_heads * mixer.spec.head_dim
+                self.query_elements += count * mixer.spec.num_heads * mixer.spec.head_dim
+            self.state_bytes += count * sum(each.nbytes for each in mixer.memory if isinstance(each, Slot))
+        self.head_weights = self.hidden * math.ceil(model.vocab_size / ranks)
 
     def _stage(self, num_bytes: float, flops: float) -> float:
         return max(num_bytes / self.figures.read_bytes_per_second, flops / self.figures.flops_per_second)
@@ -169,7 +127,7 @@ class Roofline:
         kv_bytes = self.kv_elements_per_token * self.kv_element_bytes
         seconds += self._stage(kv_bytes * work.decode_context, pair_flops * work.decode_context)
         seconds += self._stage(kv_bytes * work.prompt_context, pair_flops * work.prompt_pairs)
-        seconds += self._stage(2 * 4 * self.state_elements * work.decode_rows, 0)  # in float32, read and written
+        seconds += self._stage(2 * self.state_bytes * work.decode_rows, 0)  # read and written
         return seconds + self._wire_seconds(work.tokens)
 
     def _experts_seconds(self, tokens: int) -> float:
@@ -182,7 +140,7 @@ class Roofline:
 
     def _wire_seconds(self, tokens: int) -> float:
         """Two all-reduces of [tokens, hidden] in each layer; a ring sends each element 2 (n - 1) / n times."""
-        sent = 2.0 * (self.tensor_parallel_size - 1) / self.tensor_parallel_size
+        sent = 2.0 * (self.ranks - 1) / self.ranks
         message = tokens * self.hidden * self.element_bytes
         return 2 * self.num_layers * sent * message / self.figures.link_bytes_per_second
 
@@ -239,3 +197,9 @@ class Roofline:
                     leaving[step + output_len - 1].append(prompt_len + output_len - 1)
             step += 1
         return seconds
+
+
+def _scale_bytes(dtype: str, groups: Mapping[str, int]) -> float:
+    """Bytes of scales of a weight. `groups`: columns that share a scale, by the method."""
+    group = groups.get(dtype, 0)
+    return _SCALE_BYTES[dtype] / min(group, 128) if group and dtype in _SCALE_BYTES else 0.0

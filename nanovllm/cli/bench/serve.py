@@ -68,21 +68,17 @@ class Bench:
         self._is_chat = self._path.endswith("/chat/completions")
 
     def _body(self, sample: Sample) -> dict[str, Any]:
-        body: dict[str, Any] = {
+        chat = {"messages": [{"role": "user", "content": sample.prompt}]}
+        optional = {"ignore_eos": self._given.ignore_eos or None, "temperature": self._given.temperature}
+        return {
             "model": self._model,
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": sample.num_output_tokens,
+            **(chat if self._is_chat else {"prompt": sample.prompt}),
+            **{name: value for name, value in optional.items() if value is not None},
+            **self._given.extra_body,
         }
-        if self._is_chat:
-            body["messages"] = [{"role": "user", "content": sample.prompt}]
-        else:
-            body["prompt"] = sample.prompt
-        if self._given.ignore_eos:
-            body["ignore_eos"] = True
-        if self._given.temperature is not None:
-            body["temperature"] = self._given.temperature
-        return body | self._given.extra_body
 
     async def ask(self, sample: Sample) -> Measured:
         """Sends one request and reads its stream."""

@@ -21,7 +21,7 @@ from nanovllm.wire.sampling import (
     UNCHANGED,
     SectionBuilder,
     StepScores,
-    masked_at,
+    placed,
 )
 
 
@@ -58,17 +58,18 @@ class StepSampling:
     """Rows that want to know their drafts, in the order of their lines."""
 
 
-def plan_sampling(plan: StepPlan, max_num_seqs: int) -> StepSampling | None:
-    """The section of a scheduled step; None where all of its rows are plain."""
+def plan_sampling(plan: StepPlan, max_num_seqs: int, speculates: bool = False) -> StepSampling | None:
+    """The section of a scheduled step; None where all of its rows are plain. speculates: rows may have drafts."""
     builder = SectionBuilder()
     scored, kept, constrained = _add_rows(builder, plan, max_num_seqs)
-    drafted = [seq for seq, place, _ in constrained if not place and seq.most_gained > 1]
+    rows = plan.seqs[: plan.num_sample_rows] if speculates else []
+    drafted = [seq for seq in rows if seq.needs_last_token]
     builder.drafted = [seq.slot for seq in drafted]
     if constrained:
         _add_grammar_masks(builder, constrained, max_num_seqs)
     _add_slots(builder, plan)
     parts = _add_prompts(builder, plan)
-    if not (any(builder.rows) or builder.resets or builder.mask_slots or any(parts)):
+    if not (any(builder.rows) or builder.resets or builder.mask_slots or any(parts) or drafted):
         return None
     return StepSampling(builder.pack(), scored, kept, parts, drafted)
 
@@ -83,17 +84,16 @@ def _add_rows(
     kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
     sampled: Iterator[tuple[int, Row]] = enumerate(plan.seqs[: plan.num_sample_rows])
-    num_wide = plan.num_decode_rows * plan.places if plan.places > 1 else 0
-    if num_wide:
-        sampled = _drawn_rows(plan)
+    places, num_wide = plan.places, 0
+    if places > 1:
+        sampled, num_wide = _drawn_rows(plan), plan.num_decode_rows * places
     for row, seq in sampled:
         sampling = seq.sampling
         if sampling is None:
             continue
-        kind, record = sampling.kind, sampling.record
+        kind, record, place = sampling.kind, sampling.record, row % places if row < num_wide else 0
         if sampling.has_edits:
-            num_output_tokens = seq.num_tokens + seq.num_inflight_tokens - seq.num_prompt_tokens - 1
-            edits = sampling.edits(seq.token_ids, num_output_tokens)
+            edits = sampling.edits(seq.token_ids, seq.num_least_tokens - seq.num_prompt_tokens - 1, place)
             if edits is not None:
                 kind = COPIED
                 builder.edit_rows.append(len(rows[COPIED]))
@@ -116,9 +116,9 @@ def _add_rows(
         elif kind == CHANGED:
             builder.changed_flags |= sampling.flags
         if sampling.matcher is not None:
-            place = row % plan.places if row < num_wide else 0
             constrained.append(Constrained(seq, place, sampling))
-            record = masked_at(record, place * max_num_seqs) if place else record
+        if place:
+            record = placed(record, place, place * max_num_seqs if sampling.matcher is not None else 0)
         rows[kind].append(row)
         slots[kind].append(seq.slot)
         records[kind].append(record)
@@ -129,7 +129,7 @@ def _drawn_rows(plan: StepPlan) -> Iterator[tuple[int, Row]]:
     """Rows on the device that may bring a token, of a step with several places a decode; and whose they are."""
     places, num_decodes = plan.places, plan.num_decode_rows
     for row, seq in enumerate(plan.seqs[:num_decodes]):
-        for place in range(min(places, seq.most_gained)):
+        for place in range(places):
             yield row * places + place, seq
     yield from enumerate(plan.seqs[num_decodes : plan.num_sample_rows], num_decodes * places)
 

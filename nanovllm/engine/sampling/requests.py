@@ -98,6 +98,7 @@ class RequestSampling:
             params, stop_ids=stop_ids, vocab_size=self._model.vocab_size,
             text=self._text(params, prompt_token_ids) if params.stop else None, bad_words=bad_words,
             matcher=None if wanted is None else self._constraints().matcher(wanted),
+            num_prompt_tokens=len(prompt_token_ids),
             token_text=self._tokenizer.own.token_text,
             is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
         )  # fmt: skip

@@ -9,7 +9,18 @@ import numpy as np
 from nanovllm.logprobs import KeptIds, LogprobRows
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stops import StreamedText
-from nanovllm.wire.sampling import CHANGED, COPIED, FILTERED, MASK, PENALTIES, RECORD, TEMPERED, UNCHANGED, mask_words
+from nanovllm.wire.sampling import (
+    CHANGED,
+    COPIED,
+    EDIT_WORDS,
+    FILTERED,
+    MASK,
+    PENALTIES,
+    RECORD,
+    TEMPERED,
+    UNCHANGED,
+    mask_words,
+)
 
 if TYPE_CHECKING:
     from nanovllm.engine.sampling.structured import Matcher
@@ -31,7 +42,7 @@ class SamplingRow:
 
     def __init__(
         self, params: SamplingParams, *, stop_ids: frozenset[int], vocab_size: int, text: StreamedText | None,
-        bad_words: Sequence[tuple[int, ...]], matcher: "Matcher | None",
+        bad_words: Sequence[tuple[int, ...]], matcher: "Matcher | None", num_prompt_tokens: int = 0,
         token_text: Callable[[int], str | None] = lambda token_id: None, is_processed: bool = False,
     ) -> None:  # fmt: skip
         """`stop_ids`: ids that min_tokens bans at first. `text`: text of the output, where stop strings are looked for.
@@ -61,21 +72,21 @@ class SamplingRow:
         for word in bad_words:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
+        self._longest_word = max(map(len, bad_words), default=0)
         singles = {word[0] for word in bad_words if len(word) == 1}
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
-        self._edit_words = self._early_edit_words = _edit_words(self._edits)
-        if self._stop_ids:
-            self._early_edit_words = _edit_words(self._edits | dict.fromkeys(self._stop_ids, _BAN))
+        self._early_end = num_prompt_tokens + params.min_tokens
+        """First position at which min_tokens bans nothing."""
+        self._edit_words, self._early_edit_words = self._words(self._edits, False), self._words(self._edits, True)
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
         """Whether `accept` must see each token that is no stop token."""
         self.needs_last_token = matcher is not None or bool(self._bad_words)
-        """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them."""
-        self.depends_on_output = bool(self._stop_ids or self._bad_words) or self.penalizes
-        """Whether a token is sampled in another way than the one before it, but for a grammar."""
+        """True: the tokens that may be sampled depend on those before, so the row waits until the host knows them, and
+        what was drafted to follow."""
         self.drafts: list[int] = []
-        """Tokens that were drafted to follow the last one, where a grammar has to know; -1 where none was."""
+        """Tokens that were drafted to follow the last one, where the row has to know; -1 where none was."""
         self.has_mask = params.allowed_token_ids is not None or matcher is not None
         self.kind = _kind_of(params, self.penalizes or self.has_mask, is_processed)
         """Way of sampling for tokens without edits, of KINDS."""
@@ -118,20 +129,28 @@ class SamplingRow:
             if self.kept_ids is not None:
                 self.kept_ids.append_missing()
 
-    def edits(self, token_ids: list[int], num_output_tokens: int) -> np.ndarray | None:
-        """Additions to the logits of the next token: int32 [n, 3], of which the caller fills in the first column.
-        `token_ids`: prompt and output, which matter to bad words only."""
-        early = bool(self._stop_ids) and num_output_tokens < self.params.min_tokens
-        bans: set[int] = set()
-        for word in self._bad_words.get(token_ids[-1], ()) if self._bad_words else ():
-            length = len(word) - 1
-            if num_output_tokens >= length and tuple(token_ids[-length:]) == word[:-1]:
-                bans.add(word[-1])
-        if bans:
-            bans.update(self._stop_ids if early else ())
-            return _edit_words(self._edits | dict.fromkeys(bans, _BAN))
-        words = self._early_edit_words if early else self._edit_words
+    def edits(self, token_ids: list[int], num_output_tokens: int, place: int = 0) -> np.ndarray | None:
+        """Additions to the logits of the token at a place behind the last: int32 [n, EDIT_WORDS], of which the caller
+        fills in the first column. `token_ids`: prompt and output, which matter to bad words only. num_output_tokens:
+        at least; more may be on the device."""
+        is_early = bool(self._stop_ids) and num_output_tokens + place < self.params.min_tokens
+        if self._bad_words:
+            begin = len(token_ids) - min(num_output_tokens, self._longest_word)
+            output = token_ids[begin:] + self.drafts[:place]
+            begun = self._bad_words.get(output[-1], ()) if output else ()
+            if bans := [word[-1] for word in begun if tuple(output[1 - len(word) :]) == word[:-1]]:
+                return self._words(self._edits | dict.fromkeys(bans, _BAN), is_early)
+        words = self._early_edit_words if is_early else self._edit_words
         return words if len(words) else None
+
+    def _words(self, edits: dict[int, float], is_early: bool) -> np.ndarray:
+        """Edits as `edits` returns them, with the bans of min_tokens where a token may still be one of the first."""
+        banned, end = (self._stop_ids, self._early_end) if is_early else ([], 0)
+        words = np.zeros((len(edits) + len(banned), EDIT_WORDS), np.int32)
+        words[:, 1] = [*edits, *banned]
+        words[:, 2] = np.array([*edits.values(), *[_BAN] * len(banned)], np.float32).view(np.int32)
+        words[:, 3] = [*(-end * (i in banned) for i in edits), *[end] * len(banned)]
+        return words
 
     def allowed_mask(self) -> np.ndarray | None:
         """Bits of allowed_token_ids, int32 [mask_words]; None without that option."""
@@ -206,9 +225,3 @@ def _record_of(params: SamplingParams, flags: int) -> bytes:
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     return RECORD.pack(flags, top_k, params.top_p, log_min_p, *penalties)
 
-
-def _edit_words(edits: dict[int, float]) -> np.ndarray:
-    words = np.zeros((len(edits), 3), np.int32)
-    words[:, 1] = list(edits.keys())
-    words[:, 2] = np.array(list(edits.values()), np.float32).view(np.int32)
-    return words

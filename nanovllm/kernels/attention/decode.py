@@ -236,19 +236,19 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
                             PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr,
                             CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
-                            ENDS=None, window=None, PLACES: tl.constexpr = 1, ROUNDED=None):
+                            ENDS=None, window=None, PLACES: tl.constexpr = 1, ROUNDED=None,
+                            MIXED: tl.constexpr = False):
     """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or ROUNDED (see _store_heads_rounded), or
     PARTIAL and LSE as merge_chunks_kernel takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK
     int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and
-    its G query heads. A program runs the tiles of all its items in one loop, so that the next item's keys are on their
-    way while this one's result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE. CAP: the
-    soft-cap in units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or
-    int32 (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each.
-    FIXED: sums in the order of fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES
-    above 1 a tile's lanes are heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0.
-
-    With PDL work list and block table are read before gdc_wait: the plan's, with an ordinary kernel since (the
-    embedding)."""
+    its G query heads. A program runs the tiles of all its items in one loop, so that the next item's keys come while a
+    result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE. CAP: the soft-cap in units of
+    log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
+    load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums
+    in the order of fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES above 1 a
+    tile's lanes are heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0. MIXED: a
+    value that the row does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are read
+    before gdc_wait: the plan's, with an ordinary kernel since (the embedding)."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
@@ -267,15 +267,16 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         row_and_slot, first, end, chunk_of = entry
         row = (row_and_slot & 0xFFFF).to(tl.int64)
         kv_head = item % HKV
-        known = None if TMA else keys_within(n, first, end, BLOCK_N, WINDOWED)
+        known = None if TMA and not MIXED else keys_within(n, first, end, BLOCK_N, WINDOWED)
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
-        v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA and not MIXED)
         own_end = tl.load(ENDS + row * PLACES + place, mask=place < PLACES, other=0) if PLACES > 1 else end
         q = _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
         visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, scale_stride, PAGE, BLOCK_N)
+            scales = tl.where(known, scales, 0) if MIXED else scales
             state = attend_e4m3(q, k, v, scales, state, scale_log2, visible, CAP)
         elif FIXED:
             ends = is_last | ends_chunk(n + BLOCK_N)
@@ -322,10 +323,10 @@ class DecodeAttention:
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None,
-                 rounds: bool = False) -> torch.Tensor | FP8Rows:
+                 rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: the result is rounded
-        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128 dimensions."""
+        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128. mixed: see KVCache."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -334,7 +335,8 @@ class DecodeAttention:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
         block_n = tile_keys(spec.head_dim) if plan.fixed_order else c.block_n
         use_tma = self.has_tma and self.block_size % block_n == 0
-        k, v = (paged_descriptor(x, block_n) if use_tma else x for x in (k_cache, v_cache))
+        k = paged_descriptor(k_cache, block_n) if use_tma else k_cache
+        v = paged_descriptor(v_cache, block_n) if use_tma and not mixed else v_cache
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
         row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None
         rounded_to = row and (row.values, row.scales, row.scales.stride(1))
@@ -348,7 +350,7 @@ class DecodeAttention:
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
-            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends,
+            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends, MIXED=mixed,
             window=spec.window if together > 1 else None, ROUNDED=rounded_to, **pdl_options(q.device))
         if most_chunks > 1:
             merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](

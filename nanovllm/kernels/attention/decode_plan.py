@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_counts, store_entry
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.speculative import shared_lanes
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,8 @@ class DecodePlan:
     def places_together(cls, places: int, group_size: int, head_dim: int, fp8: bool = False) -> int:
         """Number of a sequence's `places` rows, each of `group_size` heads a key head, that share a tile: as many
         as fit without spilled registers, in parts of about the same size."""
-        most = max(1, cls._lanes(head_dim, fp8) // group_size)
+        most = max(1, shared_lanes(head_dim, fp8, cls.fixed_order) // group_size)
         return triton.cdiv(places, triton.cdiv(places, most))
-
-    @staticmethod
-    def _lanes(head_dim: int, fp8: bool) -> int:
-        """Lanes of several rows that a tile has without spilled registers (measured by compiling for 9.0)."""
-        return 16 if fp8 or head_dim > 128 else 32
 
     @property
     def most_partials(self) -> int:

@@ -126,10 +126,6 @@ class FixedOrderPlan(DecodePlan):
     fixed_order = True
     _tuned = staticmethod(tuning)
 
-    @staticmethod
-    def _lanes(head_dim: int, fp8: bool) -> int:
-        return 16 if head_dim <= 128 else 1
-
     def most_units(self, config: DecodeConfig, context_len: int) -> int:
         """Units of the row that has most, among rows of up to so many tokens."""
         units = unit_of(max(context_len, 1) - 1, config.min_chunk) + 1

@@ -110,8 +110,8 @@ def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BL
 
 
 @triton.jit
-def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_log2, window, scale_stride,
-            PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
+def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, known, position, scale_log2, window, scale_stride,
+            PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, MIXED: tl.constexpr,
             MASKED: tl.constexpr):
     """One tile of online softmax, of the keys from `start` on, in `block`. state: running maximum and sum [BLOCK_M],
     unnormalised output [BLOCK_M, D up to a power of two]. The rest: see _walk."""
@@ -119,6 +119,8 @@ def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_lo
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if KV_SCALES is not None:
         scales = load_scales(KV_SCALES, block, kv_head, start, scale_stride, PAGE, BLOCK_N)
+        if MIXED:
+            scales = tl.where(known, scales, 0)
         exponent, inverse, remainder = value_scales(scales)
         scores *= (key_scales(scales) * scale_log2)[None, :]
         scale_log2 = 1.0
@@ -142,20 +144,21 @@ def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, position, scale_lo
 @triton.jit
 def _walk(q, state, begin, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2, window,
           k_strides, v_strides, scale_stride, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-          TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, MASKED: tl.constexpr):
+          TMA: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, MIXED: tl.constexpr,
+          MASKED: tl.constexpr):
     """The tiles from key `begin` to `stop`; the query at `position` sees the keys up to itself, of its window if it has
     one. Keys first .. end are all that any query of the tile sees."""
     for n in range(begin, stop, BLOCK_N):
-        known = None if PAGE % BLOCK_N == 0 else keys_within(n, first, end, BLOCK_N, True)
-        block = look_up(TABLE_ROW, n, known, PAGE, BLOCK_N)
+        known = None if PAGE % BLOCK_N == 0 and not MIXED else keys_within(n, first, end, BLOCK_N, True)
+        block = look_up(TABLE_ROW, n, None if PAGE % BLOCK_N == 0 else known, PAGE, BLOCK_N)
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
-        v = load_tile(V, block, kv_head, n, known, v_strides, D, PAGE, BLOCK_N, TMA)
+        v = load_tile(V, block, kv_head, n, known, v_strides, D, PAGE, BLOCK_N, TMA and not MIXED)
         if FIXED:
             visible = causal_mask(n, position, window, BLOCK_N, WINDOWED) if MASKED else None
             state = attend_in_order(q, k, v, state, scale_log2, visible, CAP, ends_chunk(n + BLOCK_N))
         else:
-            state = _attend(q, k, v, state, KV_SCALES, block, kv_head, n, position, scale_log2, window, scale_stride,
-                            PAGE, BLOCK_N, CAP, WINDOWED, MASKED)
+            state = _attend(q, k, v, state, KV_SCALES, block, kv_head, n, known, position, scale_log2, window,
+                            scale_stride, PAGE, BLOCK_N, CAP, WINDOWED, MIXED, MASKED)
     return state
 
 
@@ -164,13 +167,14 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
                              scale_log2, window, q_strides, k_strides, v_strides, scale_stride, table_stride,
                              out_strides, HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
-                             TMA: tl.constexpr, FIXED: tl.constexpr):
+                             TMA: tl.constexpr, FIXED: tl.constexpr, MIXED: tl.constexpr = False):
     """attention_reference of Q [T, HQ, D] into OUT of this shape. K, V [blocks, HQ / G, PAGE, D], tensor descriptors
     with TMA; KV_SCALES int32 [blocks, HQ / G, PAGE], a key's and a value's bfloat16, where they are e4m3, else None;
     SINKS [HQ] or None; TABLE int32 [slots, table_stride]; ROW_SLOT, CONTEXT_LENS int32 [rows], CU_SEQLENS int32 [rows +
     1]; TILES of plan_prefill_kernel. A program computes one tile of queries of one head; the heads of a tile run side
     by side, so that those which share keys find them in the L2 cache. CAP: the soft-cap in units of log2, or None.
-    FIXED: sums in the order of fixed_order.py."""
+    FIXED: sums in the order of fixed_order.py. MIXED: a value that the row does not have may be NaN, see KVCache;
+    then V is no descriptor."""
     tile = tl.program_id(0) // HQ
     head = tl.program_id(0) % HQ
     row = tl.load(TILES + tile * 2)
@@ -193,7 +197,7 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
         stop = tl.minimum(begin_full, end) if part == 0 else end_full if part == 1 else end
         state = _walk(q, state, start, stop, K, V, KV_SCALES, TABLE_ROW, kv_head, first, end, position, scale_log2,
                       window, k_strides, v_strides, scale_stride, D, PAGE, BLOCK_N, TMA, CAP, WINDOWED, FIXED,
-                      part != 1)
+                      MIXED, part != 1)
     if FIXED:
         chunk, before = state
         m, sums, acc = fold(chunk[0], chunk[1], chunk[2], before[0], before[1], before[2])
@@ -233,10 +237,11 @@ class PrefillAttention:
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                  row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
                  out: torch.Tensor, sinks: torch.Tensor | None = None,
-                 kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q."""
+                 kv_scales: torch.Tensor | None = None, mixed: bool = False) -> torch.Tensor:
+        """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q. mixed: see KVCache."""
         c, spec = self.config, self.spec
-        k, v = (paged_descriptor(x, c.block_n) if self.use_tma else x for x in (k_cache, v_cache))
+        k = paged_descriptor(k_cache, c.block_n) if self.use_tma else k_cache
+        v = paged_descriptor(v_cache, c.block_n) if self.use_tma and not mixed else v_cache
         scales = None if kv_scales is None else kv_scales.view(torch.int32)
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
@@ -244,6 +249,6 @@ class PrefillAttention:
             None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2], HQ=spec.num_heads,
             G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
-            WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, num_warps=c.num_warps,
+            WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, MIXED=mixed, num_warps=c.num_warps,
             num_stages=c.num_stages, enable_fp_fusion=not c.fixed_order)
         return out

@@ -19,7 +19,7 @@ def linear(
 ) -> Tensor | FP8Rows:  # fmt: skip
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "roles" rounds;
-    not by the library. around: norm and residual, which "stream" takes. delta: as in skinny.linear, added to the first
+    not by the library. around: norm and residual, which "stream" takes. delta: as in fma.linear, added to the first
     part; not by "roles" and "scaled"."""
     if config.kernel == "stream":
         return stream.linear(x, weight, config, gated=gated, delta=delta, **around)

@@ -18,6 +18,10 @@ class FP8Weight(NamedTuple):
     """float32 [count]: the largest is the scale of all activations; None: these are measured."""
 
     @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
     def in_blocks(self) -> bool:
         """Scales change along K."""
         return self.scale.shape[-1] > 1 or self.rows_each > 1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.gemm import fixed_order, skinny, stream, tile
+from nanovllm.kernels.gemm import fixed_order, fma, stream, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -24,10 +24,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
-    * up, [M, N / 2]; not by the library. norm, residual: as in skinny.linear, by kernels for few rows alone.
+    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
     delta: as there, added to the first part."""
     if config.is_skinny:
-        few = stream if config.kernel == "stream" else skinny
+        few = stream if config.kernel == "stream" else fma
         return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
     assert norm is residual is None, config
     if config.kernel == "tile":
@@ -44,12 +44,12 @@ def linear(
 
 
 def library_linear(x: Tensor, weight: Tensor, delta: Tensor | None) -> Tensor:
-    """x [M, K] @ weight [N, K]^T, plus delta float32 [M, N] if there is one, rounded once, by the library. Rows whose
-    delta is -0.0 have the bits of F.linear."""
+    """x [M, K] @ weight [N, K]^T, plus delta [M, N] in float32 or, on a GPU, in x's dtype, if there is one, rounded
+    once, by the library. Rows whose delta is -0.0 have the bits of F.linear. The result may be where delta was."""
     if delta is None:
         return F.linear(x, weight)
     if x.is_cuda:  # as the product alone, but that its float32 sums begin with delta, rounded
-        return torch.addmm(delta.to(x.dtype), x, weight.t())
+        return delta.to(x.dtype).addmm_(x, weight.t())
     y = F.linear(x, weight)
     if x.dtype == torch.float32:
         return y.add_(delta)

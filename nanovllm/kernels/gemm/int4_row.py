@@ -1,4 +1,4 @@
-"""Products of one row by 4-bit weights, fused with what surrounds them in a decoder layer; as skinny.py, and by its
+"""Products of one row by 4-bit weights, fused with what surrounds them in a decoder layer; as fma.py, and by its
 rule: no kernel in flight may write weights.
 
 Nothing crosses threads between memory and the tensor cores: a lane's 16 bytes, as they lie there, are its part of the
@@ -7,7 +7,7 @@ weight rows of the program, and only the last sum, over the warps, goes through 
 layouts. So they are written down, in Gluon, and a conversion that would move data does not compile.
 
 Weights come by asynchronous copies, the first ones before `gdc_wait`; what an earlier kernel writes is read after it,
-as in skinny.py.
+as in fma.py.
 """
 
 from torch import Tensor
@@ -240,7 +240,7 @@ def linear(
     x: Tensor, weight: PackedWeight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in skinny.linear, but that the product is
+    """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in fma.linear, but that the product is
     rounded before the activation."""
     check_fits(x, weight)
     n_out, k = checked_width(config, x.shape, (weight.n, weight.k), residual, gated=gated, dtype=INT4), weight.k

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from nanovllm.kernels.gemm import e2m1
 from nanovllm.kernels.gemm.e2m1 import E2M1, MX_GROUP, NV_GROUP, SPAN
+from nanovllm.kernels.gemm.unpack import words_of_row
 from nanovllm.kernels.plan.config import INT4
 
 INT8 = "bytes"
 """Code of integers of 8 bits. (Triton, when it compiles ahead, takes "int8" for a type.)"""
-WORDS = {INT4: 32, INT8: 64, E2M1: 32}
-"""Words of a block, by code."""
 GROUPS = {INT4: (0, 32, 64, SPAN), INT8: (0, SPAN), E2M1: (NV_GROUP, MX_GROUP)}
 """Columns of a group, by code."""
 ZERO = 8
@@ -53,7 +52,7 @@ class PackedWeight:
         """Weight of zeros; stack: dimensions in front of it."""
         check_group(group, code)
         blocks = -(-k // SPAN)
-        words = torch.zeros(*stack, blocks, n, WORDS[code], dtype=torch.int16, device=device)
+        words = torch.zeros(*stack, blocks, n, words_of_row(code), dtype=torch.int16, device=device)
         if code == E2M1:
             shape = (*stack, blocks * (SPAN // (4 * group)), n)
             has_factors = group == NV_GROUP or not stack
@@ -66,6 +65,10 @@ class PackedWeight:
     @property
     def n(self) -> int:
         return self.words.shape[-2]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.words.shape[:-3], self.n, self.k))
 
     def of_expert(self, index: int | None) -> "PackedWeight":
         """The weight of one expert; of None, which there is no more than one of, this."""

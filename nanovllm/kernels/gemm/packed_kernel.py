@@ -9,7 +9,7 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import add_delta, store_tile, weight_rows
-from nanovllm.kernels.gemm.unpack import SPAN, WORDS, add_block, planes_of, run_of, words_at
+from nanovllm.kernels.gemm.unpack import SPAN, add_block, planes_of, run_of, words_at, words_of_row
 
 
 @triton.jit
@@ -19,12 +19,12 @@ def _prefetch(
 ):  # fmt: skip
     """Brings words and scales of the first PREFETCH blocks into L2, that a program goes through. A line has 2 rows of
     words (of 8 bits 1), or the scales of 32; past the end, what is there again."""
-    OF_LINE: tl.constexpr = 1 if CODE == "bytes" else 2
+    OF_LINE: tl.constexpr = 64 // words_of_row(CODE)
     block = (begin + (first_block - begin + tl.arange(0, PREFETCH)) % (end - begin))[:, None]
     index = tl.arange(0, BLOCK_N // OF_LINE)
     lane = (index // 2) * (2 * OF_LINE) + index % 2 if PAIRED else index * OF_LINE
     row, _ = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)
-    prefetch_lines(w_ptr + (block * n + tl.minimum(row, n - 1)[None, :]) * (2 * WORDS // OF_LINE))
+    prefetch_lines(w_ptr + (block * n + tl.minimum(row, n - 1)[None, :]) * words_of_row(CODE))
     index = tl.arange(0, BLOCK_N // 16)
     lane = (index // 2) * 32 + index % 2 if PAIRED else index * 16
     row, _ = weight_rows(lane, pid, n_out, BLOCK_N, PAIRED)

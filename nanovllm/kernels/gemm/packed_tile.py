@@ -76,7 +76,7 @@ def linear(
 ) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names; with config.parts > 1 float32 [config.parts, M, n], sums
     over parts of k. gated: the weight is [2 I, k], gates first, and the result silu(gate) * up, [M, I], rounded as the
-    product and the activation by themselves do; not by "widened". delta: as in skinny.linear, added to the first
+    product and the activation by themselves do; not by "widened". delta: as in fma.linear, added to the first
     part."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     if config.kernel == "widened":

@@ -299,7 +299,7 @@ def linear(
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
     silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts. delta: as in
-    skinny.linear, added to the first part."""
+    fma.linear, added to the first part."""
     rows, k = x.shape
     n_out = weight.shape[0] // 2 if gated else weight.shape[0]
     assert config.split_k == 1 or not gated, config

@@ -203,15 +203,34 @@ def int8_planes(words, dtype: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def int8_run(w_ptrs, w_rows, first, block, n, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of a block, of the weight rows `first` + `w_rows`."""
-    words = tl.load(w_ptrs + (block * n + first) * (2 * WORDS))
+    words = tl.load(w_ptrs + (block * n + first) * words_of_row("bytes"))
     return side_by_side(int8_planes(words, dtype, PTX), 0, SPAN, w_rows.shape[0])
+
+
+@triton.constexpr_function
+def words_of_row(code: str) -> int:
+    """Words of a weight row in a block."""
+    return 64 if code == "bytes" else 32
+
+
+@triton.jit
+def of_expert(W, SCALES, expert, n, blocks, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """Pointers to words and scales of experts int64, of n weight rows in so many blocks each."""
+    W += expert * blocks * words_of_row(CODE) * n
+    if CODE == "e2m1":
+        SCALES += expert * blocks * (WORDS // GROUP) * n
+    elif GROUP == 0:
+        SCALES += expert * n * 2
+    else:
+        SCALES += expert * blocks * (2 * SPAN // GROUP) * n
+    return W, SCALES
 
 
 @triton.jit
 def words_at(w_ptr, w_rows, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Pointers to the words of weight rows that are read at a time, of block 0: all of a block, or of e2m1 those of
     four groups."""
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
+    OF_ROW: tl.constexpr = words_of_row(CODE)
     RUN: tl.constexpr = GROUP if CODE == "e2m1" else OF_ROW
     return w_ptr + w_rows[:, None] * OF_ROW + tl.arange(0, RUN)[None, :]
 

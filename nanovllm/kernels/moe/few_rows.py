@@ -1,19 +1,29 @@
 """A mixture of experts for a handful of tokens: two kernels after the router's GEMM, on one rank with norm and residual
 inside.
 
-With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the skinny
-GEMM of one row does (kernels/gemm/skinny.py), and nothing is sorted. Every program finds the experts of its token anew
-from the logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of
-their own, so they do not depend on its neighbours.
+With so few choices nearly every one is of another expert, so each reads its expert's weights by itself, as the product
+of one row does (kernels/gemm/fma.py), and nothing is sorted. Every program finds the experts of its token anew from the
+logits, which takes less time than a kernel whose result all would wait for. A token's sums have an order of their own,
+so they do not depend on its neighbours.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import LANE_SPAN, normalise, store_tile, weight_rows
-from nanovllm.kernels.gemm.skinny import lane_sums, load_vector, load_weight, row_scale
+from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
+from nanovllm.kernels.gemm.fma import (
+    LaneWalk,
+    lane_sums,
+    load_steps,
+    load_vector,
+    products,
+    row_scale,
+    walk_constants,
+)
 from nanovllm.kernels.moe.routing import LOWEST, TopK
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
@@ -49,6 +59,15 @@ def take_best(keys):
 
 
 @triton.jit
+def best_of(keys, slot):
+    """The expert [WARPS, 1] of a slot; slot 0 has the best."""
+    expert, _, keys = take_best(keys)
+    for _ in range(slot):
+        expert, _, keys = take_best(keys)
+    return expert
+
+
+@triton.jit
 def choose(keys, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr):
     """The best TOP_K experts, best first, and their weights: tuples of [WARPS, 1]."""
     all_keys = keys
@@ -79,6 +98,7 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """Grid (column tiles, TOP_K, tokens). X [tokens, K], before its norm where there is a GAIN; OUT [tokens, TOP_K,
     n_out], best first."""
+    walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     warp = tl.arange(0, WARPS)[:, None]
@@ -86,32 +106,18 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by the next kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
-    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS)
-    expert, _, keys = take_best(keys)
-    for _ in range(slot):
-        expert, _, keys = take_best(keys)
-
+    expert = best_of(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS), slot)
     w_rows, w_live = weight_rows(warp * PER_WARP + tl.arange(0, PER_WARP)[None, :], pid, n_out, BLOCK_N, True)
-    row_ptrs = (W + (expert * (2 * n_out) + w_rows).to(tl.int64) * K)[:, :, None, None]
+    row_ptrs = ((W + (expert * (2 * n_out) + w_rows).to(tl.int64) * K)[:, :, None, None],)
     row_live = w_live[:, :, None, None]
-    tiles = ()
-    for step in tl.static_range(PRELOAD):
-        tiles = tiles + (load_weight(row_ptrs, row_live, step, K, CHUNKS, EVEN_K, EVEN_N),)
-    x_ptr = X + row * K
+    tiles = load_steps(row_ptrs, row_live, 0, PRELOAD, walk)
+    x_ptr, gain, scales = X + row * K, 0.0, ()
     if GAIN is not None:
-        scale = row_scale(x_ptr, True, eps, K, STEPS, CHUNKS, WARPS, EVEN_K)
-    acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
-    for step in tl.static_range(STEPS):
-        tile = tiles[0].to(tl.float32)
-        tiles = tiles[1:]
-        if step + PRELOAD < STEPS:
-            tiles = tiles + (load_weight(row_ptrs, row_live, step + PRELOAD, K, CHUNKS, EVEN_K, EVEN_N),)
-        x = load_vector(x_ptr, True, step, K, CHUNKS, WARPS, EVEN_K)
-        if GAIN is not None:
-            x = normalise(x, load_vector(GAIN, True, step, K, CHUNKS, WARPS, EVEN_K), scale)
-        acc += lane_sums(tile * x.to(tl.float32), WARPS, CHUNKS)
-    out_lane = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :]
-    store_tile(tl.sum(acc, axis=2), 0.0, out_lane, 0, OUT + (row * TOP_K + slot) * n_out, 1, pid, n_out, BLOCK_N, True)
+        scales = (row_scale(x_ptr, True, eps, walk),)
+        gain = load_vector(GAIN, True, 0, walk)
+    accs = products(tiles, row_ptrs, row_live, x_ptr, 1, GAIN, gain, scales, 1, PRELOAD, False, walk)
+    out_lane, y = warp * (PER_WARP // 2) + tl.arange(0, PER_WARP // 2)[None, :], tl.sum(accs[0], axis=2)
+    store_tile(y, 0.0, out_lane, 0, OUT + (row * TOP_K + slot) * n_out, 1, pid, n_out, BLOCK_N, True)
 
 
 @triton.jit
@@ -124,6 +130,7 @@ def _down_kernel(
 ):  # fmt: skip
     """Grid (column tiles, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to. The experts' steps
     along K follow one another, and weights are fetched PRELOAD of them ahead."""
+    walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
     pid, row = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, WARPS)[:, None] * PER_WARP + tl.arange(0, PER_WARP)[None, :]
@@ -135,9 +142,7 @@ def _down_kernel(
     row_ptrs = ()
     for slot in tl.static_range(TOP_K):
         row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)
-    tiles = ()
-    for step in tl.static_range(PRELOAD):
-        tiles = tiles + (load_weight(row_ptrs[step // STEPS], row_live, step % STEPS, K, CHUNKS, EVEN_K, EVEN_N),)
+    tiles = load_steps(row_ptrs, row_live, 0, PRELOAD, walk)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -151,11 +156,10 @@ def _down_kernel(
             tile = tiles[0].to(tl.float32)
             tiles = tiles[1:]
             if slot * STEPS + step + PRELOAD < TOP_K * STEPS:
-                ptrs = row_ptrs[slot + (step + PRELOAD) // STEPS]  # type: ignore[var-annotated]
-                ahead = (step + PRELOAD) % STEPS
-                tiles = tiles + (load_weight(ptrs, row_live, ahead, K, CHUNKS, EVEN_K, EVEN_N),)
-            h = load_vector(H + (row * TOP_K + slot) * K, True, step, K, CHUNKS, WARPS, EVEN_K)
-            acc += lane_sums(tile * h.to(tl.float32), WARPS, CHUNKS)
+                tiles = tiles + load_steps(row_ptrs, row_live, slot * STEPS + step + PRELOAD,
+                                           slot * STEPS + step + PRELOAD + 1, walk)  # fmt: skip
+            h = load_vector(H + (row * TOP_K + slot) * K, True, step, walk)
+            acc += lane_sums(tile * h.to(tl.float32))
         total += acc * weights[slot][:, :, None]
     y = tl.sum(total, axis=2)
     if ADDS:
@@ -163,56 +167,50 @@ def _down_kernel(
     tl.store(out, y.to(OUT.dtype.element_ty), mask=w_live)
 
 
-def gate_up(
-    x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, options: TopK, config: GemmConfig,
-    norm: Norm | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """silu(gate) * up of the experts that each row of x [T, H] chose, best first: [T, top_k, I], by weight [E, 2 I, H],
-    gates first. norm: of kind "rms", of x, before it.
+@dataclass(frozen=True)
+class Chosen:
+    """Logits by which tokens choose experts, float32 [1, T, experts or more], and a bias [experts] on them. The softmax
+    of them chooses (`options` without sigmoid or groups)."""
 
-    logits float32 [.., T, >= E]: the router's. The softmax of them chooses (`options` without sigmoid or groups).
-    Everything is contiguous, and but for logits of one dtype.
-    """
-    (rows, hidden), (experts, n, k) = x.shape, weight.shape
-    assert k == hidden and not options.sigmoid and options.num_groups == 1, (weight.shape, options)
-    out = x.new_empty(rows, options.top_k, n // 2)
-    _gate_up_kernel[(triton.cdiv(n, config.block_n), options.top_k, rows)](
-        x, norm and norm.weight, weight, logits, out, n // 2, norm.eps if norm else 0.0,
-        **choice_constants(logits, experts, options, x.device), **_sizes(weight, config, 1),
+    logits: torch.Tensor
+    options: TopK
+    bias: torch.Tensor | None = None
+
+
+def gate_up(
+    x: torch.Tensor, weight: torch.Tensor, chosen: Chosen, config: GemmConfig, norm: Norm | None = None
+) -> torch.Tensor:
+    """silu(gate) * up of the experts that each row of x [T, H] chose, best first: [T, top_k, I], by weight [E, 2 I, H],
+    gates first. norm: of kind "rms", of x, before it. Everything is contiguous, and but for logits of one dtype."""
+    (rows, hidden), (experts, n, k), top_k = x.shape, weight.shape, chosen.options.top_k
+    assert k == hidden, weight.shape
+    out = x.new_empty(rows, top_k, n // 2)
+    _gate_up_kernel[(triton.cdiv(n, config.block_n), top_k, rows)](
+        x, norm and norm.weight, weight, chosen.logits, out, n // 2, norm.eps if norm else 0.0,
+        **choice_constants(chosen, experts, x.device), **walk_constants(weight, config),
     )  # fmt: skip
     return out
 
 
 def down(
-    h: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor, options: TopK, config: GemmConfig,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    h: torch.Tensor, weight: torch.Tensor, chosen: Chosen, config: GemmConfig, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
     [E, H, I]: [T, H]. residual [T, H]: it is added to in place, and returned."""
-    (rows, top_k, width), (experts, hidden, k) = h.shape, weight.shape
+    (rows, top_k, width), (experts, hidden, k), options = h.shape, weight.shape, chosen.options
     assert k == width, weight.shape
     out = h.new_empty(rows, hidden) if residual is None else residual
     _down_kernel[(triton.cdiv(hidden, config.block_n), rows)](
-        h, weight, logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,
-        ADDS=residual is not None, **choice_constants(logits, experts, options, h.device),
-        **_sizes(weight, config, top_k),
+        h, weight, chosen.logits, out, hidden, RENORMALISE=options.renormalise, SCALE=options.scale,
+        ADDS=residual is not None, **choice_constants(chosen, experts, h.device),
+        **walk_constants(weight, config, top_k),
     )  # fmt: skip
     return out
 
 
-def choice_constants(logits: torch.Tensor, experts: int, options: TopK, device: torch.device) -> dict[str, int | bool]:
-    """Constants of kernels that choose among so many experts by logits [.., T, WIDTH]."""
-    block = max(32, triton.next_power_of_2(experts))
-    found = {"WIDTH": logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
+def choice_constants(chosen: Chosen, experts: int, device: torch.device) -> dict[str, int | bool]:
+    """Constants of kernels that choose among so many experts."""
+    options, block = chosen.options, max(32, triton.next_power_of_2(experts))
+    assert not options.sigmoid and options.num_groups == 1, options
+    found = {"WIDTH": chosen.logits.shape[-1], "EXPERTS": experts, "BLOCK": block, "TOP_K": options.top_k}
     return {**found, **pdl_options(device)}
-
-
-def _sizes(weight: torch.Tensor, config: GemmConfig, num_experts: int) -> dict[str, int | bool]:
-    """num_experts: that one program multiplies by."""
-    _, n, k = weight.shape
-    steps = triton.cdiv(k, config.block_k)
-    return {
-        "K": k, "BLOCK_N": config.block_n, "CHUNKS": config.block_k // LANE_SPAN.value, "STEPS": steps,
-        "PRELOAD": min(config.stages, steps * num_experts), "EVEN_K": k == steps * config.block_k,
-        "EVEN_N": n % config.block_n == 0, "WARPS": config.num_warps, "num_warps": config.num_warps,
-    }  # fmt: skip

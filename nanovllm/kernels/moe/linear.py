@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.fp8 import few_experts
-from nanovllm.kernels.fp8.operands import FP8Weight
-from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.moe import few_packed, few_rows
+from nanovllm.kernels.moe import few_rows, few_streamed
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -47,18 +44,17 @@ def linear(
     products before these are rounded; not by kernels for few rows."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
-    if config.is_skinny and isinstance(weight, PackedWeight):
-        chosen = few_packed.Chosen(routed.logits, routed.options, routed.router_bias)
-        if gated:
-            limits = (routed.activation.alpha, routed.activation.limit)
-            return few_packed.gate_up(x, weight, chosen, config, norm, routed.biases[0], limits)
-        return few_packed.down(x, weight, chosen, config, residual, routed.biases[1])
+    activation, (of_gate_up, of_down) = routed.activation, routed.biases
     if config.is_skinny:
-        few: Any = few_experts if isinstance(weight, FP8Weight) else few_rows
-        multiply, beside = (few.gate_up, norm) if gated else (few.down, residual)
-        return multiply(x, weight, routed.logits, routed.options, config, beside)
+        chosen = few_rows.Chosen(routed.logits, routed.options, routed.router_bias)
+        if isinstance(weight, Tensor):
+            multiply: Any = few_rows.gate_up if gated else few_rows.down
+            return multiply(x, weight, chosen, config, norm if gated else residual)
+        if gated:
+            limits = (activation.alpha, activation.limit)
+            return few_streamed.gate_up(x, weight, chosen, config, norm, of_gate_up, limits)
+        return few_streamed.down(x, weight, chosen, config, residual, of_down)
     if gated:
-        bias, activation = routed.biases[0], routed.activation
-        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, bias, delta)
+        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, of_gate_up, delta)
     dtype = x.dtype if config.round_sums else torch.float32
-    return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, routed.biases[1], delta)
+    return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, of_down, delta)

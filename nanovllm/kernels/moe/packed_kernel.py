@@ -1,10 +1,10 @@
 """The kernels of experts' products by weights of 4 and 8 bits; packed.py launches them."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.packed_operands import add_blocks, load_blocks, of_expert
-from nanovllm.kernels.gemm.stream_operands import columns_of, finish, right
+from nanovllm.kernels.gemm.stream import add_step, load_steps, no_sums
+from nanovllm.kernels.gemm.stream_operands import Walk, columns_of, finish, right
 from nanovllm.kernels.gemm.tile import enter_tile, result, store_by_choice, tile_of_rows
-from nanovllm.kernels.gemm.unpack import SPAN, WORDS, add_block, words_at
+from nanovllm.kernels.gemm.unpack import SPAN, add_block, of_expert, words_at, words_of_row
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -23,14 +23,8 @@ def packed_tile_kernel(
     if expert < 0:
         return
     first_col = tl.program_id(0) * BLOCK_N
-    OF_ROW: tl.constexpr = 2 * WORDS if CODE == "bytes" else WORDS
-    W += expert.to(tl.int64) * blocks * n * OF_ROW
-    if CODE == "e2m1":
-        SCALES += expert.to(tl.int64) * blocks * (SPAN // (4 * GROUP)) * n
-    elif GROUP == 0:
-        SCALES += expert.to(tl.int64) * n * 2
-    else:
-        SCALES += expert.to(tl.int64) * blocks * (SPAN // GROUP) * n * 2
+    OF_ROW: tl.constexpr = words_of_row(CODE)
+    W, SCALES = of_expert(W, SCALES, expert.to(tl.int64), n, blocks, CODE, GROUP)
     position, live, choice = enter_tile(W, first_col, n_out, OF_ROW, ORDER, first_row, end_position, GATED, BLOCK_M,
                                         BLOCK_N, 2 * OF_ROW, PDL)  # fmt: skip
     row = choice // TOP_K if GATED else position
@@ -55,14 +49,12 @@ def packed_tile_kernel(
 
 
 @triton.jit
-def _x_of_step(
-    x_ptrs, live, step, K: tl.constexpr, WARPS: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
-    """A step of 8 rows of x at x_ptrs [8, 1, 1], as add_blocks takes it."""
-    block, found = (step * WARPS + tl.arange(0, WARPS))[None, :, None], ()
+def _x_of_step(x_ptrs, live, step, walk):
+    """A step of 8 rows of x at x_ptrs [8, 1, 1], as add_step takes it."""
+    block, found = (step * walk.warps + tl.arange(0, walk.warps))[None, :, None], ()
     for piece in tl.static_range(4):
-        at = block * SPAN + columns_of(piece, WORDS, 4, RUN)
-        found = found + (tl.load(x_ptrs + at, mask=live & (at < K), other=0.0),)
+        at = block * SPAN + columns_of(piece, walk)
+        found = found + (tl.load(x_ptrs + at, mask=live & (at < walk.k), other=0.0),)
     return right(found)
 
 
@@ -75,18 +67,14 @@ def packed_stream_kernel(
 ):  # fmt: skip
     """packed_tile_kernel with grid (tiles of 16 columns, TILES of 8 rows), for X [T, K], or [T * TOP_K, K] where not
     GATED. Weights pass through registers as those of gemm/stream.py do; STEPS, PRELOAD and WARPS are its."""
-    BLOCKS: tl.constexpr = (K + SPAN - 1) // SPAN
-    RUN: tl.constexpr = 16 if GROUP == 16 else WORDS
     HALVES: tl.constexpr = 2 if PAIRED else 1
+    walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS, 8, HALVES)
     expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
     if expert < 0:
         return
     expert, first = expert.to(tl.int64), tl.program_id(0) * 16
-    words, scales = of_expert(W, SCALES, expert, n_out * HALVES, BLOCKS, CODE, GROUP)
-    warp, tiles = tl.arange(0, WARPS)[None, :, None], ()
-    for step in tl.static_range(PRELOAD):
-        tiles = tiles + load_blocks(words, scales, first, n_out, step * WARPS + warp, BLOCKS - 1, n_out * HALVES,
-                                    HALVES, CODE, GROUP)  # fmt: skip
+    words, scales = of_expert(W, SCALES, expert, n_out * HALVES, (K + SPAN - 1) // SPAN, CODE, GROUP)
+    tiles = load_steps(words, scales, first, n_out, 0, PRELOAD, walk)
     position = first_row + tl.arange(0, 8)
     choice = tl.load(ORDER + position, mask=position < end_position, other=0, cache_modifier=".cg")
     if PDL and not GATED:
@@ -95,20 +83,16 @@ def packed_stream_kernel(
         tl.extra.cuda.gdc_wait()
     row, live = choice // TOP_K if GATED else position, position < end_position
     x_ptrs = X + row.to(tl.int64)[:, None, None] * K
-    accs, factors = (), ()
-    for _ in tl.static_range(HALVES):
-        accs, factors = accs + (tl.zeros([WARPS, 16, 8], tl.float32),), factors + (1.0,)
-    x = _x_of_step(x_ptrs, live[:, None, None], 0, K, WARPS, RUN)
+    accs, sums = no_sums(walk), ()
+    x = _x_of_step(x_ptrs, live[:, None, None], 0, walk)
     for step in tl.static_range(STEPS):
         now = x
         if step + 1 < STEPS:
-            x = _x_of_step(x_ptrs, live[:, None, None], step + 1, K, WARPS, RUN)
-        accs = add_blocks(accs, tiles, now, factors, step, 8, X.dtype.element_ty, CODE, GROUP, HAS_ZEROS, PTX)
+            x = _x_of_step(x_ptrs, live[:, None, None], step + 1, walk)
+        accs = add_step(accs, tiles, now, (1.0, 1.0), step, X.dtype.element_ty, walk)
         tiles = tiles[HALVES:]
         if step + PRELOAD < STEPS:
-            tiles = tiles + load_blocks(words, scales, first, n_out, (step + PRELOAD) * WARPS + warp, BLOCKS - 1,
-                                        n_out * HALVES, HALVES, CODE, GROUP)  # fmt: skip
-    sums = ()
+            tiles = tiles + load_steps(words, scales, first, n_out, step + PRELOAD, step + PRELOAD + 1, walk)
     for half in tl.static_range(HALVES):
         sums = sums + (finish(accs[half], 8),)
     if FACTORS is not None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.gemm import fixed_order, skinny, tile
+from nanovllm.kernels.gemm import fixed_order, fma, tile
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -13,7 +13,7 @@ def router_logits(
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H. norm: of x, which kernels for few rows
     compute."""
     if config.is_skinny:
-        return skinny.linear(x, weight, config, norm=norm, out_dtype=torch.float32)[None]
+        return fma.linear(x, weight, config, norm=norm, out_dtype=torch.float32)[None]
     if config.kernel == "tile":
         return tile.linear(x, weight, config)
     if config.kernel == "blocks":

@@ -12,7 +12,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
 
-KINDS = ("silu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @triton.jit
@@ -63,8 +63,9 @@ def _activation_kernel(
 def activation(
     x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False
 ) -> torch.Tensor | FP8Rows:
-    """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of KINDS.
-    bias, of x's width, is added first. rounds: the result is then rounded to e4m3 (kernels/fp8/). X is contiguous."""
+    """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of
+    ACTIVATIONS. bias, of x's width, is added first. rounds: the result is then rounded to e4m3 (kernels/fp8/). X is
+    contiguous."""
     num_rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     block = min(1024, triton.next_power_of_2(size))
     if rounds:

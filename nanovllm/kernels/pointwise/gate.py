@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
-KINDS = ("sigmoid", "softplus")
+GATES = ("sigmoid", "softplus")
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _gate_kernel(
 
 def gate_heads(x: torch.Tensor, gate: torch.Tensor, kind: str, each: int) -> torch.Tensor:
     """Multiplies x [T, n * each], contiguous, in place by activated(gate) and returns it; gate [T, n or more], of which
-    one element is for `each` neighbours, is activated in float32 and rounded to x's dtype. kind: one of KINDS."""
+    one element is for `each` neighbours, is activated in float32 and rounded to x's dtype. kind: one of GATES."""
     rows, width = x.shape
     block = min(1024, triton.next_power_of_2(width))
     if rows:

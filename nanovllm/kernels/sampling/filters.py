@@ -107,10 +107,10 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, TARGET_ROW, TOKENS, 
     tl.store(THRESHOLD + g, threshold)
 
 
-def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
+def sample_filtered(rows: Rows, has_winner: bool) -> torch.Tensor | None:
     """Samples a token of each row from the ids that its filters let pass (find_thresholds_reference), as
     sample_kept does. has_winner: tokens[target_rows] and last_token[slots] hold what these very logits gave
-    without filters (and counts is None); where the filters keep that token, it stays. Returns the thresholds, float32
+    without filters; where the filters keep that token, it stays. Returns the thresholds, float32
     [G], without has_winner: with it they are not always looked for. A program for each row, and another pass over rows
     left open."""
     logits, vocab_size = rows.logits, rows.vocab_size
@@ -120,7 +120,7 @@ def sample_filtered(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -
         logits.stride(0), vocab_size, WINNER=has_winner, SHIFT=KEY_SHIFT[logits.dtype], maxnreg=MAX_REGISTERS,
         **row_tiles(vocab_size),
     )  # fmt: skip
-    sample_kept(rows, counts, thresholds)
+    sample_kept(rows, thresholds)
     return None if has_winner else thresholds
 
 
@@ -153,9 +153,9 @@ def find_thresholds_reference(
     return torch.where(limited, threshold, -torch.inf)
 
 
-def sample_filtered_reference(rows: Rows, counts: torch.Tensor | None, has_winner: bool) -> torch.Tensor | None:
+def sample_filtered_reference(rows: Rows, has_winner: bool) -> torch.Tensor | None:
     """Plain twin of `sample_filtered`."""
     given = (rows.logits, rows.rows, rows.slots, rows.records, rows.temperature)
     thresholds = find_thresholds_reference(*given, rows.vocab_size)
-    sample_kept_reference(rows, counts, thresholds)
+    sample_kept_reference(rows, thresholds)
     return None if has_winner else thresholds

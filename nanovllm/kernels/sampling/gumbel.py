@@ -28,7 +28,7 @@ from nanovllm.kernels.sampling.rng import (
     row_key_reference,
 )
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.wire.sampling import PENALTIES, RECORD_WORDS
+from nanovllm.wire.sampling import RECORD_WORDS
 
 MIN_TEMPERATURE = 1e-5
 """Temperature below which a row is greedy: the reciprocal would overflow the scores."""
@@ -38,7 +38,6 @@ NO_CANDIDATE = torch.iinfo(torch.int64).min
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 _RECORD = tl.constexpr(RECORD_WORDS)
-_PENALTIES = tl.constexpr(PENALTIES)
 
 
 class Draws(NamedTuple):
@@ -69,15 +68,16 @@ def _better(best, best_tile, scores, tile):
 
 
 @triton.jit
-def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, masks_row, threshold, k0, k1, inverse_temperature,
-               vocab_start, LIMITED: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr):  # fmt: skip
+def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, input_id, masks_row, threshold, k0, k1,
+               inverse_temperature, vocab_start, LIMITED: tl.constexpr, TILES: tl.constexpr,
+               APPROX: tl.constexpr):  # fmt: skip
     """Best scores, with noise, of lanes [TILE] over the tiles of a chunk, and the numbers of their tiles; of ids at
     `threshold` or above, where LIMITED."""
     best = tl.full(lanes.shape, float("-inf"), tl.float32)
     best_tile = tl.zeros(lanes.shape, tl.int32)
     for tile in range(TILES):
         index = lanes + tile * lanes.shape[0]
-        x = load_edited(row, index, num_ids, flags, penalties, counts_row, masks_row)
+        x = load_edited(row, index, num_ids, flags, penalties, counts_row, input_id, masks_row)
         any_kept = True
         if LIMITED or masks_row is not None:
             is_kept = (x >= threshold) & (x > float("-inf"))
@@ -93,7 +93,7 @@ def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, masks_row, thr
 
 @triton.jit(do_not_specialize_on_alignment=["SLOT", "ROW", "TARGET_ROW", "RECORDS"])
 def best_of_chunks_kernel(
-    LOGITS, SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, ROW, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, MASKS,
+    LOGITS, SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, ROW, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, INPUT_IDS, MASKS,
     row_stride, counts_stride, mask_stride, vocab_start, num_ids, num_chunks,
     TILE: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +106,8 @@ def best_of_chunks_kernel(
     false, so it never is the best.
 
     What comes after PARTIAL may be None. ROW and TARGET_ROW: the row's line of LOGITS, and of POSITIONS. Of ids below
-    THRESHOLD none is taken, and a tile of such costs no noise; a row whose threshold is inf has its token. COUNTS and
-    MASKS change the logits of rows whose RECORDS say so (edit_logits).
+    THRESHOLD none is taken, and a tile of such costs no noise; a row whose threshold is inf has its token. COUNTS, with
+    INPUT_IDS, and MASKS change the logits of rows whose RECORDS say so (edit_logits).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -128,32 +128,34 @@ def best_of_chunks_kernel(
         if RECORDS is not None:
             flags, penalties = tl.load(RECORDS + g * _RECORD), load_penalties(RECORDS + g * _RECORD)
         counts_row = None if COUNTS is None else COUNTS + slot.to(tl.int64) * counts_stride
+        input_id = None if COUNTS is None else INPUT_IDS + tl.load(TARGET_ROW + g)
         masks_row = None if MASKS is None else MASKS + mask_line(slot, RECORDS + g * _RECORD) * mask_stride
         if temperature >= _MIN_TEMPERATURE:
             inverse_temperature = 1.0 / temperature
             position = POSITIONS + (g if TARGET_ROW is None else tl.load(TARGET_ROW + g))
             k0, k1 = row_key(tl.load(SEED + slot), tl.load(position))
             best, best_tile = _best_draw(
-                row, lanes, num_ids, flags, penalties, counts_row, masks_row, threshold, k0, k1,
+                row, lanes, num_ids, flags, penalties, counts_row, input_id, masks_row, threshold, k0, k1,
                 inverse_temperature, vocab_start, THRESHOLD is not None, TILES, APPROX,
             )  # fmt: skip
         else:
             best = tl.full([TILE], float("-inf"), tl.float32)
             best_tile = tl.zeros([TILE], tl.int32)
             for tile in range(TILES):
-                x = load_edited(row, lanes + tile * TILE, num_ids, flags, penalties, counts_row, masks_row)
+                index = lanes + tile * TILE
+                x = load_edited(row, index, num_ids, flags, penalties, counts_row, input_id, masks_row)
                 best, best_tile = _better(best, best_tile, x, tile)
         keys = pack_keys(best, vocab_start + lanes + best_tile * TILE)
         tl.store(PARTIAL + g * num_chunks + chunk, tl.max(keys, 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["SLOT", "TARGET_ROW", "RECORDS"])
+@triton.jit(do_not_specialize_on_alignment=["SLOT", "TARGET_ROW"])
 def reduce_chunks_kernel(
-    PARTIAL, SLOT, KEYS, LAST_TOKEN, TOKENS, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, counts_stride, num_chunks,
-    CHUNKS_PADDED: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL, SLOT, KEYS, LAST_TOKEN, TOKENS, TARGET_ROW, THRESHOLD, num_chunks, CHUNKS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Best of PARTIAL int64 [B, num_chunks] in row `program_id(0)`, into KEYS int64 [B], or its token, into TOKENS,
-    LAST_TOKEN and, with penalties, COUNTS. What is not wanted may be None; the rest: see best_of_chunks_kernel."""
+    """Best of PARTIAL int64 [B, num_chunks] in row `program_id(0)`, into KEYS int64 [B], or its token, into TOKENS and
+    LAST_TOKEN. What is not wanted may be None; the rest: see best_of_chunks_kernel."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -173,10 +175,6 @@ def reduce_chunks_kernel(
             tl.store(TOKENS + (row if TARGET_ROW is None else tl.load(TARGET_ROW + row)), token)
             if slot >= 0:
                 tl.store(LAST_TOKEN + slot, token)
-                if COUNTS is not None:  # noqa: SIM102  (one is known when compiling)
-                    if tl.load(RECORDS + row * _RECORD) & _PENALTIES:
-                        count = COUNTS + slot.to(tl.int64) * counts_stride + token
-                        tl.store(count, tl.load(count) + 2)
 
 
 def best_of_chunks(
@@ -194,10 +192,12 @@ def best_of_chunks(
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     chosen = (None, None, None) if rows is None else (rows.rows, rows.target_rows, rows.records)
+    input_ids = None if rows is None or counts is None else rows.input_ids
     strides = (logits.stride(0), *(0 if table is None else table.stride(0) for table in (counts, masks)))
     best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, *draws, partial, *chosen, thresholds, counts, masks, *strides, vocab_start, num_valid, num_chunks,
-        TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps, **pdl_options(logits.device, rows is None),
+        logits, *draws, partial, *chosen, thresholds, counts, input_ids, masks, *strides, vocab_start, num_valid,
+        num_chunks, TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps,
+        **pdl_options(logits.device, rows is None),
     )  # fmt: skip
     return partial
 
@@ -205,15 +205,14 @@ def best_of_chunks(
 def reduce_chunks(
     partial: torch.Tensor, row_slot: torch.Tensor, keys: torch.Tensor | None = None,
     last_token: torch.Tensor | None = None, tokens: torch.Tensor | None = None, rows: Rows | None = None,
-    thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The best of partial int64 [B, chunks]: see reduce_chunks_kernel. rows: as above."""
     num_rows, num_chunks = partial.shape
     padded = triton.next_power_of_2(num_chunks)
-    chosen = (None, None) if rows is None else (rows.target_rows, rows.records)
+    target_rows = None if rows is None else rows.target_rows
     reduce_chunks_kernel[(num_rows,)](
-        partial, row_slot, keys, last_token, tokens, *chosen, thresholds, counts,
-        0 if counts is None else counts.stride(0), num_chunks, CHUNKS_PADDED=padded,
+        partial, row_slot, keys, last_token, tokens, target_rows, thresholds, num_chunks, CHUNKS_PADDED=padded,
         num_warps=4 if padded > 128 and rows is None else 1, **pdl_options(partial.device, rows is None),
     )  # fmt: skip
 

@@ -13,35 +13,32 @@ from nanovllm.kernels.sampling.gumbel import (
 )
 from nanovllm.kernels.sampling.penalties import edit_logits_reference
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.wire.sampling import PENALTIES
+from nanovllm.wire.sampling import EDIT_WORDS
 
 
 def sample_kept(
-    rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
-    masks: torch.Tensor | None = None, edits: bool = False,
+    rows: Rows, thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Samples a token of each row from the ids whose logit is at least its threshold, float32 [G] (None: all), and
-    writes it to tokens, last_token and, for rows with penalties, into counts int32 [S, vocab_size].
+    writes it to tokens and last_token.
 
-    edits: counts and masks int32 [lines, vocab_size / 32] change the logits first (edit_logits). The token is
-    that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0. Rows of
-    threshold inf keep the token they have.
+    counts int32 [S, vocab_size] and masks int32 [lines, vocab_size / 32] change the logits first (edit_logits). The
+    token is that of gumbel_argmax (kernels/sampling/gumbel.py) where nothing is filtered. Where no id is left, id 0.
+    Rows of threshold inf keep the token they have.
     """
-    draws, editing = Draws(rows.slots, rows.temperature, rows.seed, rows.positions), (counts, masks) if edits else ()
-    partial = best_of_chunks(rows.logits, draws, rows.vocab_size, 0, rows, thresholds, *editing)
-    reduce_chunks(partial, rows.slots, None, rows.last_token, rows.tokens, rows, thresholds, counts)
+    draws = Draws(rows.slots, rows.temperature, rows.seed, rows.positions)
+    partial = best_of_chunks(rows.logits, draws, rows.vocab_size, 0, rows, thresholds, counts, masks)
+    reduce_chunks(partial, rows.slots, None, rows.last_token, rows.tokens, rows, thresholds)
 
 
 def sample_kept_reference(
-    rows: Rows, counts: torch.Tensor | None = None, thresholds: torch.Tensor | None = None,
-    masks: torch.Tensor | None = None, edits: bool = False,
+    rows: Rows, thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Plain twin of `sample_kept`."""
-    slots, records = rows.slots, rows.records
-    if edits:
-        x = edit_logits_reference(rows, counts, masks, records[:0, :3])
-    else:
-        x = rows.logits[rows.rows.long(), : rows.vocab_size].float()
+    slots = rows.slots
+    x = edit_logits_reference(rows, counts, masks, rows.records[:0, :EDIT_WORDS])
     x = x.masked_fill(x.isnan(), -torch.inf)
     if thresholds is not None:
         random = rows.temperature[slots.long()] >= MIN_TEMPERATURE
@@ -50,6 +47,3 @@ def sample_kept_reference(
     sampled = keys_to_tokens(gumbel_argmax_reference(x, draws, 0, rows.vocab_size))
     rows.tokens[rows.target_rows.long()] = sampled
     rows.last_token[slots.long()] = sampled
-    if counts is not None:
-        counted = (records[:, 0] & PENALTIES).nonzero().squeeze(1)
-        counts[slots[counted].long(), sampled[counted].long()] += 2

@@ -25,6 +25,8 @@ class Rows:
     """int64 [S]"""
     positions: torch.Tensor
     """int32 [B]: index in its sequence of the token that is sampled."""
+    input_ids: torch.Tensor
+    """int32 [tokens of the step]: those of decodes by row, of one decode one place after another."""
     tokens: torch.Tensor
     """int32 [B]: written at `target_rows`."""
     last_token: torch.Tensor

@@ -18,9 +18,9 @@ _POSITIONS = tl.constexpr(1 << 26)
 
 
 @triton.jit(do_not_specialize=["num_decodes", "places", "end"])
-def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, WRITTEN, LAST_TOKEN, NUM_COMPUTED, SEED, OF_LINES,
-                       SPARE, RATES, num_decodes, places, end, BLOCK: tl.constexpr):  # fmt: skip
-    """take_draws of ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, WRITTEN (lines by number) int32 [rows] and LAST_TOKEN,
+def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, LINES, LAST_TOKEN, NUM_COMPUTED, SEED, OF_LINES,
+                       SPARE, RATES, lines_stride, num_decodes, places, end, BLOCK: tl.constexpr):  # fmt: skip
+    """take_draws of ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS int32 [rows], LINES (see StepBuffers) and LAST_TOKEN,
     NUM_COMPUTED, SEED [S]; OF_LINES, SPARE: see copy_lines. A lane has one decode, of `places` rows."""
     decode = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = decode < num_decodes
@@ -44,12 +44,21 @@ def _take_draws_kernel(ROW_SLOT, POSITIONS, INPUT_IDS, TOKENS, WRITTEN, LAST_TOK
     tl.store(LAST_TOKEN + slot, last, mask=gained > 0)
     tl.store(NUM_COMPUTED + slot, position + gained, mask=gained > 0)
     if OF_LINES is not None:
-        wide = (gained > 0) & (places > 1)
-        line = tl.load(WRITTEN + decode * places, mask=wide, other=0)
+        moved = gained > 0
+        own = LINES + decode * places
+        line = OF_LINES + tl.load(own + 4 * lines_stride, mask=moved, other=0)
         spare = SPARE + decode * places + gained - 1
-        before, after = tl.load(OF_LINES + line, mask=wide, other=0), tl.load(spare, mask=wide, other=0)
-        tl.store(OF_LINES + line, after, mask=wide)
-        tl.store(spare, before, mask=wide)
+        before, after = tl.load(line, mask=moved, other=0), tl.load(spare, mask=moved, other=0)
+        keep = tl.load(own + 5 * lines_stride, mask=moved, other=-1)
+        after_rows = tl.load(own + 6 * lines_stride, mask=moved, other=0) - position
+        passed = moved & (keep >= 0) & (after_rows >= 0) & (after_rows < gained)
+        freed = tl.load(OF_LINES + keep, mask=passed, other=0)
+        is_early = passed & (after_rows > 0)
+        early = SPARE + decode * places + after_rows - 1
+        tl.store(OF_LINES + keep, tl.where(is_early, tl.load(early, mask=is_early, other=0), before), mask=passed)
+        tl.store(early, freed, mask=is_early)
+        tl.store(line, after, mask=moved)
+        tl.store(spare, tl.where(passed & (after_rows == 0), freed, before), mask=moved)
     if tl.program_id(0) == 0:
         tl.store(TOKENS + end, 0)
 
@@ -60,13 +69,15 @@ def take_draws(
     """Takes what the first num_decodes * places rows of a step drew, `out.tokens`, those of a decode one after another:
     a draw holds where each row before it drew the id that the next row was given. Others become -1, and -2 in rows that
     computed nothing. Moves the decodes' slots on, and their lines to where the state after the last draw that holds is:
-    what was there before becomes spare. Writes 0 into out.tokens[end], where look_up_drafts counts.
+    what was there before becomes spare. Where a decode gets past the tokens after which its state is to be kept, the
+    line for that moves to where that state is, likewise. Writes 0 into out.tokens[end], where look_up_drafts counts.
 
     rates: float32 [k]: at place i a draft counts as right, whatever it is, in so large a share of cases. For
     measurements; then texts are not those of plain decoding."""
     _take_draws_kernel[(max(1, triton.cdiv(num_decodes, 32)),)](
-        out.row_slot, out.positions, out.input_ids, out.tokens, out.lines[4], state.last_token, state.num_computed,
-        state.seed, state.places_of_lines, state.spare_places, rates, num_decodes, places, end, BLOCK=32, num_warps=1,
+        out.row_slot, out.positions, out.input_ids, out.tokens, out.lines, state.last_token, state.num_computed,
+        state.seed, state.places_of_lines, state.spare_places, rates, out.lines.stride(0), num_decodes, places, end,
+        BLOCK=32, num_warps=1,
     )  # fmt: skip
 
 
@@ -158,12 +169,18 @@ def take_draws_reference(
     slot, index = first[drawn], (gained[drawn] - 1)[:, None]
     state.last_token[slot] = draws[drawn].gather(1, index).squeeze(1)
     state.num_computed[slot] = (positions[drawn] + gained[drawn]).int()
-    if places > 1 and state.places_of_lines is not None and state.spare_places is not None:
-        begins = drawn.nonzero().squeeze(1) * places
-        lines, chosen = out.lines[4, begins].long(), begins + gained[drawn] - 1
-        before = state.places_of_lines[lines]
-        state.places_of_lines[lines] = state.spare_places[chosen]
-        state.spare_places[chosen] = before
+    if state.places_of_lines is not None and state.spare_places is not None:
+        for decode in drawn.nonzero().squeeze(1).tolist():
+            begin, count = decode * places, int(gained[decode])
+            line, keep, at = out.lines[4:, begin].tolist()
+            states = [state.places_of_lines[line].clone(), *state.spare_places[begin : begin + count].clone()]
+            after_rows = at - int(positions[decode])
+            state.places_of_lines[line] = states[-1]
+            left = states[:-1]
+            if keep >= 0 and 0 <= after_rows < count:
+                left[after_rows] = state.places_of_lines[keep].clone()
+                state.places_of_lines[keep] = states[after_rows]
+            state.spare_places[begin : begin + count] = torch.stack([*left[1:], left[0]])
     out.tokens[rows] = torch.where(holds, draws, torch.where(is_live, -1, -2)).flatten()
     out.tokens[end] = 0
 

@@ -150,8 +150,8 @@ def _expand_rows_kernel(
             tl.store(LOGITS_INDICES + out_row, tl.where(live & (row < num_sample), begin + count - 1, 0))
             if padding_line is not None:
                 lines = given + tl.load(BUFFER + 3) - num_decode * places
-                copy_lines(LINES, OF_LINES, SPARE, lines, row, num_rows, out_row, place, tl.where(decodes, places, 1),
-                           True, live, lines_stride, padding_line)  # fmt: skip
+                copy_lines(LINES, OF_LINES, SPARE, lines, row, num_rows, out_row, place, decodes, True, live,
+                           lines_stride, padding_line)  # fmt: skip
     end = tl.where(out_row < out_rows, begin + tl.where(decodes, 1, count), out_tokens)
     first = begin + share * BLOCK
     while first < end:
@@ -189,7 +189,7 @@ def _prepare_decode_kernel(
     tl.debug_barrier()
     row = tl.arange(0, BLOCK)
     inside = row < out_rows
-    place, of_decode, places = _place_of(BUFFER, row, DRAFTS)
+    place, of_decode, _ = _place_of(BUFFER, row, DRAFTS)
     live = of_decode < num_rows
     slot = tl.load(BUFFER + _HEADER + of_decode, mask=live, other=-1)
     latest = tl.load(BUFFER + (_HEADER + S) + of_decode, mask=live, other=0)
@@ -214,7 +214,7 @@ def _prepare_decode_kernel(
                       BLOCK_SIZE)  # fmt: skip
     if padding_line is not None:
         lines = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-        copy_lines(LINES, OF_LINES, SPARE, lines, of_decode, num_rows, row, place, places, inside, live, lines_stride,
+        copy_lines(LINES, OF_LINES, SPARE, lines, of_decode, num_rows, row, place, True, inside, live, lines_stride,
                    padding_line)  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def expand_rows_reference(
         lines = (words - torch.tensor([[1], [1], [1], [0]], device=buffer.device)).repeat_interleave(times, 1)
         live = torch.ones(num_rows, dtype=torch.bool, device=buffer.device)
         live[:num_decode] = is_live
-        place_lines_reference(state, out, lines[:, live].int(), where[live], num_decode if places > 1 else 0, places)
+        place_lines_reference(state, out, lines[:, live].int(), where[live], num_decode, places)
 
 
 def _decode_places_reference(

@@ -37,11 +37,11 @@ _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 
 
 @triton.jit
-def _note_row(row, slot, index, position, latest, SLOT, ROW_SLOT, INDEX, POSITION, SAMPLED, LATEST, max_model_len,
-              BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Notes which entry the row drafts from. latest: a position in the last block that the row has."""
+def _note_row(row, slot, drafts, index, position, latest, SLOT, ROW_SLOT, INDEX, POSITION, SAMPLED, LATEST,
+              max_model_len, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Notes which entry the row drafts from, if it does. latest: a position in the last block that the row has."""
     tl.store(SLOT + row, slot)
-    tl.store(ROW_SLOT + row, slot)
+    tl.store(ROW_SLOT + row, tl.where(drafts > 0, slot, -1))
     tl.store(INDEX + row, index)
     tl.store(POSITION + row, position)
     tl.store(SAMPLED + row, position + 2)
@@ -60,6 +60,8 @@ def _follow_rows_kernel(
     num_rows, num_decodes, num_sample = tl.load(BUFFER + 0), tl.load(BUFFER + 1), tl.load(BUFFER + 2)
     places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
     slot = tl.load(ROW_SLOT + out_row)
+    given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    follows = given + tl.load(BUFFER + 3) - num_decodes * places + 4 * tl.load(BUFFER + _LINES)
     if out_row < decode_rows:
         decode = out_row // places
         is_there = decode < num_decodes
@@ -69,17 +71,14 @@ def _follow_rows_kernel(
             position = tl.load(POSITIONS + out_row)
             more = tl.maximum(tl.load(NUM_COMPUTED + slot, mask=slot >= 0, other=0) - position - 1, 0)
             latest = tl.load(BUFFER + _HEADER + S + decode)
-            _note_row(decode, slot, out_row + more, position + more, latest, OUT_SLOT, OUT_ROW_SLOT, INDEX,
-                      OUT_POSITION, SAMPLED, LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
+            _note_row(decode, slot, tl.load(follows + decode), out_row + more, position + more, latest, OUT_SLOT,
+                      OUT_ROW_SLOT, INDEX, OUT_POSITION, SAMPLED, LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
     else:
         row = out_row - decode_rows + num_decodes
         begin, end = tl.load(CU_SEQLENS + out_row), tl.load(CU_SEQLENS + out_row + 1)
         if (row < num_rows) & (end > begin):
-            given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
-            follows = given + tl.load(BUFFER + 3) - num_decodes * places + 4 * tl.load(BUFFER + _LINES)
-            follows += row - num_sample
-            last = tl.load(follows, mask=row >= num_sample, other=0)
-            last = tl.where(row < num_sample, tl.load(TOKENS + out_row), last)
+            word = tl.load(follows + row)
+            last = tl.where(row < num_sample, tl.load(TOKENS + out_row), word)
             first = begin
             while first < end:
                 token = first + tl.arange(0, BLOCK)
@@ -88,8 +87,8 @@ def _follow_rows_kernel(
                 first += BLOCK
             if row < num_sample:
                 position = tl.load(POSITIONS + end - 1)
-                _note_row(row, slot, end - 1, position, position, OUT_SLOT, OUT_ROW_SLOT, INDEX, OUT_POSITION, SAMPLED,
-                          LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
+                _note_row(row, slot, word, end - 1, position, position, OUT_SLOT, OUT_ROW_SLOT, INDEX, OUT_POSITION,
+                          SAMPLED, LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
 
 
 def follow_rows(
@@ -98,7 +97,8 @@ def follow_rows(
 ) -> None:  # fmt: skip
     """The token after each token of a packed step, int32 [words], into out.next_ids, where take_draws has taken in what
     the step drew; any id after one that does not hold. `rows` become the plan's rows that gained a token, each with its
-    last entry; its others have slot -1. decode_rows: see expand_rows."""
+    last entry, those that may have no drafts as rows that have ended; its others have slot -1. decode_rows: see
+    expand_rows."""
     rows.slot.fill_(-1)
     rows.row_slot.fill_(-1)
     rows.index.zero_()
@@ -207,17 +207,17 @@ def follow_rows_reference(
     more = (state.num_computed[slots.clamp(min=0).long()] - positions - 1).clamp(min=0) * (slots >= 0)
     latest = buffer[HEADER_SIZE + max_num_seqs :][:num_decodes]
     given = HEADER_SIZE + 3 * max_num_seqs + UPDATE_SIZE * num_updates + RECORD_SIZE * num_records
-    follows = buffer[given + num_tokens - num_decodes * places + 4 * int(buffer[LINES_WORD]) :]
+    follows = buffer[given + num_tokens - num_decodes * places + 4 * int(buffer[LINES_WORD]) :][:num_rows]
     chunks = torch.arange(num_decodes, num_rows, device=buffer.device)
     shift = decode_rows - num_decodes
     ends = out.cu_seqlens_q[chunks + shift + 1].long()
     is_sampled = chunks < num_sample
     out.next_ids[decode_rows : out.input_ids.shape[0] - 1] = out.input_ids[decode_rows + 1 :]
     out.next_ids[ends[is_sampled] - 1] = out.tokens[chunks[is_sampled] + shift].clamp(min=0)
-    out.next_ids[ends[~is_sampled] - 1] = follows[: num_rows - num_sample]
+    out.next_ids[ends[~is_sampled] - 1] = follows[num_sample:]
     ends, chunks = ends[is_sampled] - 1, chunks[is_sampled] + shift
     rows.slot[:num_sample] = torch.cat([slots, out.row_slot[chunks]])
-    rows.row_slot[:num_sample] = rows.slot[:num_sample]
+    rows.row_slot[:num_sample] = torch.where(follows[:num_sample] > 0, rows.slot[:num_sample], -1)
     rows.index[:num_sample] = torch.cat([own + more, ends]).int()
     rows.positions[:num_sample] = torch.cat([positions + more, out.positions[ends]])
     rows.sample_positions[:num_sample] = rows.positions[:num_sample] + 2

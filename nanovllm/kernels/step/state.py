@@ -26,7 +26,7 @@ class DeviceState:
     places_of_lines: torch.Tensor | None = None
     """int32 [num_lines]: where each line is in the memory, with drafts; None: at its number."""
     spare_places: torch.Tensor | None = None
-    """int32 [rows of decodes]: places of no line, behind them all, where decodes leave the state after each of several
+    """int32 [rows of decodes]: places of no line, behind them all, where decodes leave the state after each of their
     places until `take_draws` makes one that of the line."""
     drafts: torch.Tensor | None = None
     """int32 [S, k]: what may follow the last token of each slot, -1 where nothing is drafted; None: there are none.
@@ -74,9 +74,9 @@ class StepBuffers:
     logits_indices: torch.Tensor
     """int32 [B]: last token of each row that samples; 0 elsewhere."""
     lines: torch.Tensor
-    """int32 [5, B]: places of the lines that a row reads, writes and keeps, and tokens before that
-    (kernels/recurrent/rows.py); and, with drafts, the number of the line that it writes. Written where the state has
-    lines."""
+    """int32 [7, B]: places of the lines that a row reads, writes and keeps, and tokens before that
+    (kernels/recurrent/rows.py); and, with drafts, the number of the line that it writes, that of the line that keeps,
+    and tokens before that, which of decodes are not among the first four. Written where the state has lines."""
     tokens: torch.Tensor
     """int32 [B + 1]: that each row drew; written by the sampler, not here. One word more: see take_draws."""
     next_ids: torch.Tensor
@@ -91,7 +91,7 @@ class StepBuffers:
         return cls(
             row_slot=zeros(max_rows), context_lens=zeros(max_rows), cu_seqlens_q=zeros(max_rows + 1),
             positions=zeros(max_tokens), input_ids=zeros(max_tokens), slot_mapping=mapping[:, :max_tokens],
-            logits_indices=zeros(max_rows), lines=zeros(5, max_rows), tokens=zeros(max_rows + 1),
+            logits_indices=zeros(max_rows), lines=zeros(7, max_rows), tokens=zeros(max_rows + 1),
             next_ids=zeros(max_tokens),
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class DraftRows:
     latest: torch.Tensor
     """The last position for which the row has a block, within the model's length."""
     row_slot: torch.Tensor
-    """`slot`, or -1 where the row has ended."""
+    """`slot`, or -1 where the row has ended, or may have no drafts."""
     positions: torch.Tensor
     sample_positions: torch.Tensor
     """Index in its sequence of the token that is drafted."""

@@ -149,7 +149,7 @@ class Passes(ModelDrafter):
         slots, before, latest = rows.slot[own], rows.positions[own], rows.latest[own]
         count, device = model.skipped + drafted, slots.device
         positions = before[:, None] + torch.arange(1, count + 1, dtype=torch.int32, device=device)
-        live = (positions <= latest[:, None]) & (slots >= 0)[:, None]
+        live = (positions <= latest[:, None]) & (rows.row_slot[own] >= 0)[:, None]
         seen = torch.where(live, (positions[:, -1].minimum(latest) + 1)[:, None], 0)
         positions = torch.where(live, positions, 0)
         line = slots.clamp(min=0).long()

@@ -32,7 +32,7 @@ class _Kind(NamedTuple):
     """A family's layer, and the names of its tensors in a checkpoint."""
 
     prefix: str
-    """Beginning of all names, where {} is the number of the model's layers."""
+    """Beginning of all names, where {}, if it is there, is the number of the model's layers."""
     embedding_norm: str
     hidden_norm: str
     fc: str
@@ -85,8 +85,7 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
         if moe is not None:
             moe = replace(moe, layout="parameters" if path + _STACKED in names else "experts")
     own = replace(model, layers=(spec,), moe=moe, eos_token_ids=(), drafter=None)
-    tensors = frozenset({prefix})
-    return DrafterConfig(own, folder, (len(model.layers),), model.vocab_size, tensors)
+    return DrafterConfig(own, folder, (len(model.layers),), model.vocab_size)
 
 
 def _as_saved(spec: LayerSpec, names: Collection[str]) -> LayerSpec:
@@ -104,7 +103,8 @@ class Drafter(shared.Drafter):
     def __init__(self, context: ModelContext, settings: DrafterConfig, target: Any) -> None:
         config = context.config
         super().__init__(context, settings, target, 2 * config.hidden_size)
-        self._config, self._kind, [self._prefix] = config, _KINDS[config.architecture], settings.tensors
+        self._config, self._kind = config, _KINDS[config.architecture]
+        self._prefix = self._kind.prefix.format(*settings.taps)
         [spec] = config.layers
         self.embedding_norm, self.hidden_norm = make_norm(context), make_norm(context)
         self.layer = DecoderLayer(context, spec, PositionTables.of(context), None)
@@ -112,7 +112,7 @@ class Drafter(shared.Drafter):
         self._head, self.vocab_start = target.logits, target.lm_head.vocab_start
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
-        return taps  # the norm is the layer's: drafted tokens go through it too
+        return taps  # `fc` reads them beside embeddings, in `forward`: what drafted tokens leave goes through it too
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, step: ForwardStep

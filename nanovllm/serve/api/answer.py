@@ -1,7 +1,8 @@
-"""Answers to checked requests: a request in flight is made, and its response sent."""
+"""Answers to requests: checked and tokenized, put in flight, and their responses sent."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
@@ -12,17 +13,28 @@ from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared, Request
 from nanovllm.serve.served_model import ServedModel
+from nanovllm.serve.text_pool import IsShort
+
+Prepare = Callable[[ServedModel, Call, dict[str, Any]], Prepared]
+"""Checks and tokenizes a request: (the model, the call, its body) -> what its answer is made of. Raises ApiError."""
+MakeFormat = Callable[[ServedModel, Call, Prepared], ChoicesFormat]
 
 
-class MakeFormat(Protocol):
-    def __call__(self, served: ServedModel, call: Call, prepared: Prepared) -> ChoicesFormat: ...
+async def serve(
+    front: Front, call: Call, prepare: Prepare, make: MakeFormat, is_short: IsShort = lambda call, body: True
+) -> Request:
+    """Answers a call in the format that `make` makes. `is_short`: see TextPool.read. Raises ApiError as `answer`."""
+    front.admission.admit(call.key)
+    await call.receive()
+    prepared = await front.pool.read(call, partial(prepare, front.model, call), is_short)
+    return await answer(front, call, prepared, make)
 
 
 async def answer(front: Front, call: Call, prepared: Prepared, make: MakeFormat) -> Request:
     """Sends a request to the engine, and its answer to the client in the format that `make` makes; returns it. Raises
     ApiError where more may be said about tokens than an answer holds, and as `Front.submit`."""
-    fields, prompts, params, max_tokens, _ = prepared
-    check_details(front.model.info["vocab_size"], params, prompts, 0 if fields.stream else sum(max_tokens))
+    most = 0 if prepared.fields.stream else sum(prepared.max_tokens)
+    check_details(front.model.info["vocab_size"], prepared.params, prepared.prompts, most)
     form = make(front.model, call, prepared)
     request = Request(call, prepared, form, front.now())
     call.require_client()  # who may have left while the prompt was tokenized
@@ -78,23 +90,20 @@ def fit(
     return prompt, room if asked is None else min(asked, room)
 
 
-def check_size(model: ServedModel, size: int, name: str) -> None:
-    """Raises ApiError where a body of `size` bytes is longer than the context is worth, before anything is made of
-    it."""
+def check_size(model: ServedModel, size: int, what: str, name: str) -> None:
+    """Raises ApiError where `size` bytes or characters of `what` are more than the context is worth, before anything is
+    made of them."""
     limit = model.info["max_model_len"]
     most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
     if size > most:
-        what = f"{size} bytes of text, tools and template variables, at most {most} are taken"
-        raise _too_long(limit, what, name, size // limits.TEXT_BYTES_PER_TOKEN)
+        too_many = f"{size} {what}, at most {most} are taken"
+        raise _too_long(limit, too_many, name, size // limits.TEXT_BYTES_PER_TOKEN)
 
 
 def check_characters(model: ServedModel, count: int, name: str) -> None:
     """Raises ApiError where a text of so many characters cannot fit, before it is tokenized."""
+    check_size(model, count, "characters", name)
     limit = model.info["max_model_len"]
-    most = limits.TEXT_BYTES + limits.TEXT_BYTES_PER_TOKEN * limit
-    if count > most:
-        what = f"{count} characters, at most {most} are taken"
-        raise _too_long(limit, what, name, count // limits.TEXT_BYTES_PER_TOKEN)
     if count > limit * model.tokenizer.longest_token:
         what = f"{count} characters, which are more than {limit} tokens"
         raise _too_long(limit, what, name, count // model.tokenizer.longest_token)

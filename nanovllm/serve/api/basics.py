@@ -8,13 +8,12 @@ import nanovllm
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.anthropic import model_list
-from nanovllm.serve.api.chat import encode, work_on_chat
+from nanovllm.serve.api.chat import check_body, encode, is_short
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.served_model import ServedModel
-from nanovllm.serve.text_pool import SHORT
 
 _SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
 _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -80,8 +79,10 @@ def _require_tokenizer(front: Front) -> None:
 async def tokenize(front: Front, call: Call) -> None:
     """Token ids of a text ("prompt") or of a chat ("messages"), as vLLM's endpoint of this name."""
     _require_tokenizer(front)
+    await call.receive()
 
     def work(body: dict[str, Any]) -> bytes:
+        check_body(front.model, call, body, "prompt")
         fields: api.TokenizeChatFields | api.TokenizeFields
         if "messages" in body:
             fields = chat = read(front.model, call, api.TokenizeChatFields, body)
@@ -96,7 +97,7 @@ async def tokenize(front: Front, call: Call) -> None:
         about = {"count": len(ids), "max_model_len": front.model.info["max_model_len"]}
         return msgspec.json.encode({**about, "tokens": ids, "token_strs": names})
 
-    await call.respond(await work_on_chat(front, call, work, "prompt"))
+    await call.respond(await front.pool.read(call, work, is_short))
 
 
 async def detokenize(front: Front, call: Call) -> None:
@@ -112,4 +113,4 @@ async def detokenize(front: Front, call: Call) -> None:
         return front.model.tokenizer.decode(tokens, False)
 
     await call.receive()
-    await call.respond_json({"prompt": await front.pool.read(call, work, lambda _: call.size <= 2 * SHORT)})
+    await call.respond_json({"prompt": await front.pool.read(call, work, is_short)})

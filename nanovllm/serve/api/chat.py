@@ -1,24 +1,20 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, check_characters, check_size, fit
+from nanovllm.serve.api.answer import check_characters, check_size, fit
 from nanovllm.serve.api.messages import LeftOut, bytes_left_out, template_values
 from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.errors import bad_request, refusing
-from nanovllm.serve.formats.chat import ChatFormat
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.parsers import check_tools
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
-
-Result = TypeVar("Result")
 
 
 def _template_kwargs(options: ServeOptions, fields: api.ChatFields) -> dict[str, Any]:
@@ -55,27 +51,28 @@ def _characters(content: Any) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-async def work_on_chat(front: Front, call: Call, work: Callable[[dict[str, Any]], Result], text: str) -> Result:
-    """Returns what `work`, which renders and tokenizes, makes of the body of a chat. Raises ApiError. `text`: the field
-    that is too long where the body is."""
-    await call.receive()
-
-    def sized(body: dict[str, Any]) -> Result:
-        if call.size > limits.TEXT_BYTES:
-            dropped = bytes_left_out(body.get("messages")) + bytes_left_out(body.get("input"))
-            check_size(front.model, call.size - dropped, text)
-        return work(body)
-
-    return await front.pool.read(
-        call, sized, lambda body: call.size <= 2 * SHORT and not {"tools", "chat_template"} & body.keys()
-    )
+def is_short(call: Call, body: dict[str, Any]) -> bool:
+    """Whether there is little to render and to tokenize."""
+    return call.size <= 2 * SHORT and not {"tools", "chat_template"} & body.keys()
 
 
-def prepare(
+def check_body(model: ServedModel, call: Call, body: dict[str, Any], name: str) -> None:
+    """Raises ApiError where the body of a chat is longer than the context is worth. `name`: of its longest field."""
+    if call.size > limits.TEXT_BYTES:
+        size = call.size - bytes_left_out(body.get("messages")) - bytes_left_out(body.get("input"))
+        check_size(model, size, "bytes of text, tools and template variables", name)
+
+
+def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+    """Checks and tokenizes a request; what its answer is made of. Raises ApiError."""
+    check_body(model, call, body, "messages")
+    return prepare_chat(model, call, body)
+
+
+def prepare_chat(
     model: ServedModel, call: Call, body: dict[str, Any], text_grammars: Mapping[str, str] | None = None
 ) -> Prepared:
-    """Checks and tokenizes a request; what its answer is made of. Raises ApiError. `text_grammars`: see
-    check_tools."""
+    """Likewise, of a chat in any dialect. `text_grammars`: see check_tools."""
     fields = read(model, call, api.ChatFields, body)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_request("top_logprobs: needs logprobs=true")
@@ -91,9 +88,3 @@ def prepare(
     if plan.structured is not None:
         params["structured_outputs"] = plan.structured.given
     return Prepared(fields, [prompt], params, [room], plan)
-
-
-async def chat(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    prepared = await work_on_chat(front, call, lambda body: prepare(front.model, call, body), "messages")
-    await answer(front, call, prepared, ChatFormat)

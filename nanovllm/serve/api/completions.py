@@ -10,11 +10,9 @@ from msgspec.structs import replace
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, check_characters, fit
+from nanovllm.serve.api.answer import check_characters, fit
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request, refusing
-from nanovllm.serve.formats.completion import CompletionFormat
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
@@ -53,7 +51,7 @@ def token_ids(model: ServedModel, prompt: list[int], name: str = "prompt") -> li
     return prompt
 
 
-def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request; what its answer is made of. Raises ApiError."""
     fields = read(model, call, api.CompletionFields, body)
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
@@ -98,18 +96,11 @@ def _with_text(model: ServedModel, fields: api.CompletionFields, given: Any, pro
     return replace(prompt, text=given if whole else model.tokenizer.decode(prompt.token_ids, False))
 
 
-def _is_short(body: dict[str, Any]) -> bool:
+def is_short(call: Call, body: dict[str, Any]) -> bool:
     """Whether there is little to tokenize."""
     given = body.get("prompt")
     texts = [text for text in (given if isinstance(given, list) else [given]) if isinstance(text, str)]
     return not body.get("echo") and sum(map(len, texts)) <= SHORT
-
-
-async def completions(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    await call.receive()
-    prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body), _is_short)
-    await answer(front, call, prepared, CompletionFormat)
 
 
 def as_list(given: Any, name: str = "prompt") -> list[Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from nanovllm.serve.api import anthropic, responses
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer
-from nanovllm.serve.api.chat import encode, prepare, work_on_chat
+from nanovllm.serve.api.answer import serve
+from nanovllm.serve.api.chat import check_body, encode, is_short, prepare_chat
 from nanovllm.serve.api.messages import LeftOut
 from nanovllm.serve.api.reading import note_ignored, read
 from nanovllm.serve.api.responses_input import readable
@@ -18,74 +18,81 @@ from nanovllm.serve.formats.messages import MessagesFormat
 from nanovllm.serve.formats.responses import ResponsesFormat
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.output_items import OutputItems
 from nanovllm.serve.request import Prepared
+from nanovllm.serve.served_model import ServedModel
 
 
-def _read_response(front: Front, call: Call, body: dict[str, Any]) -> tuple[dict[str, Any], ResponsesTools]:
+def _read_response(
+    items: OutputItems, model: ServedModel, call: Call, body: dict[str, Any]
+) -> tuple[dict[str, Any], ResponsesTools]:
     """The chat completion request for a Responses request, and its tools. Raises ApiError."""
-    body = readable(body, lambda item_id: front.output_items.find(call.key, item_id))
-    fields, left_out = read(front.model, call, responses.ResponsesFields, body), LeftOut("input")
+    check_body(model, call, body, "input")
+    body = readable(body, partial(items.find, call.key))
+    fields, left_out = read(model, call, responses.ResponsesFields, body), LeftOut("input")
     tools = ResponsesTools(responses.tools_of(fields))
     request = responses.chat_request(fields, tools, left_out)
-    note_ignored(front.options, call, [*tools.ignored, *left_out.names])
+    note_ignored(model.options, call, [*tools.ignored, *left_out.names])
     return request, tools
 
 
+def _prepare_response(items: OutputItems, model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+    request, tools = _read_response(items, model, call, body)
+    try:
+        return prepare_chat(model, call, request, tools.text_grammars)._replace(given=(body, tools))
+    except ApiError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
+
+
 async def create_response(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
+    prepare = partial(_prepare_response, front.output_items)
+    request = await serve(front, call, prepare, ResponsesFormat, is_short)
+    if isinstance(form := request.format, ResponsesFormat) and form.stores and not request.has_left:
+        front.output_items.keep(call.key, form.items)
 
-    def work(body: dict[str, Any]) -> tuple[Prepared, dict[str, Any], ResponsesTools]:
-        request, tools = _read_response(front, call, body)
-        try:
-            return prepare(front.model, call, request, tools.text_grammars), body, tools
-        except ApiError as error:
-            if error.param == "messages":
-                error.param = "input"
-            raise
 
-    prepared, body, tools = await work_on_chat(front, call, work, "input")
-    request = await answer(front, call, prepared, partial(ResponsesFormat, body=body, tools=tools))
-    if body.get("store") is not False and not request.has_left and isinstance(request.format, ResponsesFormat):
-        front.output_items.keep(call.key, request.format.items)
+def _read_message(
+    kind: type[anthropic.CountFields], model: ServedModel, call: Call, body: dict[str, Any]
+) -> dict[str, Any]:
+    """The chat completion request for a Messages request. Raises ApiError."""
+    check_body(model, call, body, "messages")
+    left_out = LeftOut("messages")
+    request = anthropic.chat_request(read(model, call, kind, body), left_out)
+    note_ignored(model.options, call, left_out.names)
+    return request
+
+
+def _prepare_message(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+    return prepare_chat(model, call, _read_message(anthropic.MessagesFields, model, call, body))
 
 
 async def create_message(front: Front, call: Call) -> None:
     _name_as_anthropic(call)
-    front.admission.admit(call.key)
-
-    def work(body: dict[str, Any]) -> Prepared:
-        return prepare(front.model, call, _read_message(front, call, anthropic.MessagesFields, body))
-
-    await answer(front, call, await work_on_chat(front, call, work, "messages"), MessagesFormat)
+    await serve(front, call, _prepare_message, MessagesFormat, is_short)
 
 
-def _read_message(front: Front, call: Call, kind: type[anthropic.CountFields], body: dict[str, Any]) -> dict[str, Any]:
-    """The chat completion request for a Messages request. Raises ApiError."""
-    left_out = LeftOut("messages")
-    request = anthropic.chat_request(read(front.model, call, kind, body), left_out)
-    note_ignored(front.options, call, left_out.names)
-    return request
-
-
-async def _count(front: Front, call: Call, to_chat: Callable[[dict[str, Any]], dict[str, Any]], text: str) -> int:
+async def _count(front: Front, call: Call, to_chat: Callable[[ServedModel, Call, dict[str, Any]], Any]) -> int:
     """Tokens of the prompt of a request, of which `to_chat` makes a chat completion request. Raises ApiError."""
     front.admission.admit(call.key)
+    await call.receive()
 
     def work(body: dict[str, Any]) -> int:
-        _, ids = encode(front.model, call, read(front.model, call, api.ChatFields, to_chat(body)))
+        _, ids = encode(front.model, call, read(front.model, call, api.ChatFields, to_chat(front.model, call, body)))
         return len(ids)
 
-    return await work_on_chat(front, call, work, text)
+    return await front.pool.read(call, work, is_short)
 
 
 async def count_message(front: Front, call: Call) -> None:
     _name_as_anthropic(call)
-    count = await _count(front, call, lambda body: _read_message(front, call, anthropic.CountFields, body), "messages")
+    count = await _count(front, call, partial(_read_message, anthropic.CountFields))
     await call.respond_json({"input_tokens": count})
 
 
 async def count_response(front: Front, call: Call) -> None:
-    count = await _count(front, call, lambda body: _read_response(front, call, body)[0], "input")
+    count = await _count(front, call, lambda *given: _read_response(front.output_items, *given)[0])
     await call.respond_json({"object": "response.input_tokens", "input_tokens": count})
 
 

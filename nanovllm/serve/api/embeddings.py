@@ -1,24 +1,21 @@
 """POST /v1/embeddings: vectors of texts, by a server whose model has a pooling (--runner pooling)."""
 
-from functools import partial
 from typing import Any
 
 from nanovllm.model_config import Pooling
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, fit
+from nanovllm.serve.api.answer import fit
 from nanovllm.serve.api.completions import as_list, token_ids_of
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request, refusing
-from nanovllm.serve.formats.tokens import EmbeddingFormat
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.serve.text_pool import SHORT
 
 
-def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> tuple[Prepared, api.EmbeddingFields]:
+def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request. Raises ApiError."""
     fields = read(model, call, api.EmbeddingFields, body)
     given, size = as_list(fields.input, "input"), model.info["hidden_size"]
@@ -35,12 +32,9 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> tuple[Prep
     cut, salt = fields.truncate_prompt_tokens, fields.cache_salt
     common = api.CommonFields(model=fields.model, truncate_prompt_tokens=cut, cache_salt=salt)
     prompts = [fit(model, each, common, 0, None, "input")[0] for each in ids]
-    return Prepared(common, prompts, {}, [0] * len(prompts)), fields
+    return Prepared(common, prompts, {}, [0] * len(prompts), given=fields)
 
 
-async def embeddings(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    await call.receive()
-    work = front.pool.read(call, lambda body: _prepare(front.model, call, body), lambda _: call.size <= SHORT)
-    prepared, fields = await work
-    await answer(front, call, prepared, partial(EmbeddingFormat, given=fields))
+def is_short(call: Call, body: dict[str, Any]) -> bool:
+    """Whether there is little to tokenize."""
+    return call.size <= SHORT

@@ -4,12 +4,10 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, fit
+from nanovllm.serve.api.answer import fit
 from nanovllm.serve.api.completions import token_ids
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request
-from nanovllm.serve.formats.tokens import GenerateFormat
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
@@ -17,7 +15,7 @@ from nanovllm.serve.served_model import ServedModel
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
 
 
-def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks a request; what its answer is made of. Raises ApiError."""
     given = read(model, call, api.GenerateFields, body)
     wanted = dict(given.sampling_params)
@@ -38,10 +36,3 @@ def _prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     if given.request_id is not None:
         call.name(given.request_id)
     return Prepared(fields, [prompt], params, [room])
-
-
-async def generate(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-    await call.receive()
-    prepared = await front.pool.read(call, lambda body: _prepare(front.model, call, body))
-    await answer(front, call, prepared, GenerateFormat)

@@ -1,15 +1,12 @@
 """POST /v1/score and /rerank: how well documents fit queries, as a generating model judges them (text/reranking.py)."""
 
-from functools import partial
 from typing import Any
 
 from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
-from nanovllm.serve.api.answer import answer, check_characters, fit
+from nanovllm.serve.api.answer import check_characters, fit
 from nanovllm.serve.api.reading import read
 from nanovllm.serve.errors import bad_request, refusing
-from nanovllm.serve.formats.tokens import RerankFormat, ScoreFormat
-from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
@@ -17,7 +14,7 @@ from nanovllm.text.reranking import paired
 
 
 def _prepare(
-    model: ServedModel, call: Call, fields: api.ScoreFields | api.RerankFields, pairs: list[tuple[str, str]], name: str
+    model: ServedModel, fields: api.ScoreFields | api.RerankFields, pairs: list[tuple[str, str]], name: str
 ) -> Prepared:
     """Checks and tokenizes pairs of query and document; `name`: of the documents' field. Raises ApiError."""
     if len(pairs) > limits.COMPLETIONS:
@@ -31,30 +28,18 @@ def _prepare(
         reranker = model.tokenizer.reranker
         ids = [reranker.encode(*pair, fields.instruction) for pair in pairs]
     prompts = [fit(model, each, common, 1, None, name)[0] for each in ids]
-    return Prepared(common, prompts, reranker.params, [1] * len(prompts))
+    return Prepared(common, prompts, reranker.params, [1] * len(prompts), given=fields)
 
 
-async def score(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-
-    def work(body: dict[str, Any]) -> Prepared:
-        fields = read(front.model, call, api.ScoreFields, body)
-        with refusing():
-            pairs = paired(fields.text_1, fields.text_2, "text_2")
-        return _prepare(front.model, call, fields, pairs, "text_2")
-
-    await call.receive()
-    await answer(front, call, await front.pool.read(call, work), ScoreFormat)
+def prepare_score(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+    """Checks and tokenizes a request for scores. Raises ApiError."""
+    fields = read(model, call, api.ScoreFields, body)
+    with refusing():
+        pairs = paired(fields.text_1, fields.text_2, "text_2")
+    return _prepare(model, fields, pairs, "text_2")
 
 
-async def rerank(front: Front, call: Call) -> None:
-    front.admission.admit(call.key)
-
-    def work(body: dict[str, Any]) -> tuple[Prepared, api.RerankFields]:
-        fields = read(front.model, call, api.RerankFields, body)
-        pairs = paired(fields.query, fields.texts)
-        return _prepare(front.model, call, fields, pairs, "documents"), fields
-
-    await call.receive()
-    prepared, fields = await front.pool.read(call, work)
-    await answer(front, call, prepared, partial(RerankFormat, given=fields))
+def prepare_rerank(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
+    """Checks and tokenizes a request for documents in order. Raises ApiError."""
+    fields = read(model, call, api.RerankFields, body)
+    return _prepare(model, fields, paired(fields.query, fields.texts), "documents")

@@ -1,6 +1,5 @@
 """The format of OpenAI's /v1/responses."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET
@@ -33,12 +32,13 @@ class ResponsesFormat(ItemsFormat):
 
     id_prefix = "resp_"
 
-    def __init__(
-        self, served: ServedModel, call: Call, prepared: Prepared, body: Mapping[str, Any], tools: ResponsesTools
-    ) -> None:
-        """`body`: the request, whose settings the response repeats."""
+    def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
+        """`prepared.given`: the request's body, whose settings the response repeats, and its tools."""
         super().__init__(served, call, prepared)
-        self._tools = tools
+        given: tuple[dict[str, Any], ResponsesTools] = prepared.given
+        body, self._tools = given
+        self.stores = body.get("store") is not False
+        """Whether later requests may name its items."""
         self._unclosed: list[ContentToken] = []
         """Log-probabilities of the text that grows."""
         self._num_told = 0

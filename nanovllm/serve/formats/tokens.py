@@ -62,9 +62,10 @@ class EmbeddingFormat(TextlessFormat):
 
     id_prefix = "embd-"
 
-    def __init__(self, served: ServedModel, call: Call, prepared: Prepared, given: api.EmbeddingFields) -> None:
+    def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
         super().__init__(served, call, prepared)
-        self._given, self._normalizes = given, served.info["pooling"]["normalizes"]
+        self._given: api.EmbeddingFields = prepared.given
+        self._normalizes = served.info["pooling"]["normalizes"]
 
     def size(self, request: Request) -> tuple[int, int]:
         return sum(len(row.end.pooled or b"") for row in request.rows if row.end is not None), 0
@@ -117,9 +118,9 @@ class RerankFormat(ScoreFormat):
 
     id_prefix = "rerank-"
 
-    def __init__(self, served: ServedModel, call: Call, prepared: Prepared, given: api.RerankFields) -> None:
+    def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
         super().__init__(served, call, prepared)
-        self._given = given
+        self._given: api.RerankFields = prepared.given
 
     def whole(self, request: Request) -> bytes:
         results: list[dict[str, Any]] = []

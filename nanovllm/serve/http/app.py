@@ -16,7 +16,7 @@ logger = logging.getLogger("nanovllm.serve")
 class Operation(NamedTuple):
     """Handler of a method of a path, and how it is refused."""
 
-    handler: Callable[[Front, Call], Awaitable[None]]
+    handler: Callable[[Front, Call], Awaitable[object]]
     """Function that answers the call."""
     error_body: Callable[[ApiError], bytes] = ApiError.body
     """Makes the bodies of errors."""

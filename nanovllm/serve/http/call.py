@@ -2,10 +2,9 @@
 
 import asyncio
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -20,23 +19,20 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
 
-class Client(ABC):
+class Client(Protocol):
     """The connection of a call, as far as its answer needs it (see connection.py)."""
 
     transport: Any
-    is_full = False
+    is_full: bool
     """Whether the client has to take something before more is written."""
 
     @property
-    @abstractmethod
     def date(self) -> bytes:
         """The Date header, with its end of line."""
 
-    @abstractmethod
     def end_answer(self, call: "Call") -> None:
         """The response to `call` is written."""
 
-    @abstractmethod
     def drop(self) -> None:
         """The client does not read what it is sent."""
 

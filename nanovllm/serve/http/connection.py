@@ -13,7 +13,7 @@ import httptools
 from nanovllm.serve import limits
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.app import App
-from nanovllm.serve.http.call import STATUS_LINES, Call, Client
+from nanovllm.serve.http.call import STATUS_LINES, Call
 
 logger = logging.getLogger("nanovllm.serve")
 
@@ -71,7 +71,7 @@ class Shared:
             those[connection] = None
 
 
-class Connection(Client, asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """Connection of a client, whose requests are answered one after the other. Streams write to its transport directly
     (book.py)."""
 
@@ -92,8 +92,8 @@ class Connection(Client, asyncio.Protocol):
         """Requests that came before the answers to earlier ones were complete."""
         self._held_bytes = 0
         """Bytes of the incoming body, until it is whole or answered."""
-        self._is_idle = False
-        """Whether it waits between two requests."""
+        self.is_full = self._is_idle = False
+        """Whether the client has to take something before more is written; whether it waits between two requests."""
         self._reads_on = True
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.engine.sampling.grammar_compiler import regex_term
@@ -24,8 +24,12 @@ _UNSAID = ("prefixItems", "contains", "uniqueItems", "patternProperties", "prope
 """Entries of schemas that the grammar does not know."""
 
 
-class _Rules:
+class Rules:
     """Rules of a grammar for the values of one tool's schema."""
+
+    comma = '","'
+    outer = "{", "}"
+    """Brackets around the arguments themselves."""
 
     def __init__(self, tool: Tool, prefix: str, quote: str, terminals: dict[str, str]) -> None:
         """prefix: of the rules' names. terminals: names of terminals by their expressions."""
@@ -54,25 +58,33 @@ class _Rules:
         return name
 
     def _kinds(self, schema: Any, types: frozenset[str]) -> list[str]:
-        kinds = []
-        if "string" in types:
-            kinds.append(f"{self._quote} {self._text(schema)} {self._quote}")
+        kinds = self.texts(schema) if "string" in types else []
         if scalars := sorted(types - {"string", "array", "object"}):
-            kinds.append(json_term({**self._document.alone(schema), "type": scalars}, lenient=not self._tool.strict))
+            kinds += self.scalars(schema, scalars)
         if "array" in types:
             kinds.append(self._array(schema))
         if "object" in types:
             kinds.append(self.object(schema))
         return kinds
 
-    def _text(self, schema: Any) -> str:
+    def texts(self, schema: Any) -> list[str]:
+        """Terms of the texts that a part admits."""
+        text = self._bound(schema)
+        term = "TEXT" if text is None else self._terminal(f"{regex_term(ANYTHING)} & ({text})")
+        return [f"{self._quote} {term} {self._quote}"]
+
+    def scalars(self, schema: Any, types: list[str]) -> list[str]:
+        """Terms of a part's values of these types."""
+        return [json_term({**self._document.alone(schema), "type": types}, lenient=not self._tool.strict)]
+
+    def _bound(self, schema: Any) -> str | None:
+        """The texts that a part admits, see Document.text."""
         try:
-            text = self._document.text(schema)
+            return self._document.text(schema)
         except ValueError as error:
             raise ValueError(f"tools: function {self._tool.name!r}: {error}") from None
-        if text is None:
-            return "TEXT"
-        expression = f"{regex_term(ANYTHING)} & ({text})"
+
+    def _terminal(self, expression: str) -> str:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
     def _array(self, schema: Any) -> str:
@@ -84,101 +96,146 @@ class _Rules:
         if not most or items is False:
             return '"[]"'
         item = self.value(items)
-        some = f'"[" {item} ("," {item}){{{max(0, least - 1)},{most - 1}}} "]"'
+        some = f'"[" {item} ({self.comma} {item}){{{max(0, least - 1)},{most - 1}}} "]"'
         return some if least else f'("[]" | {some})'
 
-    def object(self, schema: Any) -> str:
-        """Entries in the order of their names, as templates sort them; those that are not required may be left out.
-        After them come others, where the schema has any."""
+    def object(self, schema: Any, is_outer: bool = False) -> str:
+        """Entries in an order, of which those that are not required may be left out. After them come others, where the
+        schema has any. `is_outer`: it is the arguments themselves."""
         named, required, others = self._document.entries(schema)
         tail = ['""']
         if others is not False:
-            but = f" & ~({' | '.join(map(json.dumps, named))})" if named else ""
-            key = self._terminals.setdefault(_OTHER_KEY + but, f"T{len(self._terminals)}")
-            entry = f'{key} ":" {self.value(others)}'
-            tail = [f'("," {entry}){{0,64}}']
+            entry = f"{self.other_key(named, is_outer)} {self.value(others)}"
+            tail = [f"({self.comma} {entry}){{0,64}}"]
         later = first = self._new(tail)
         if others is not False:
             first = self._new(['""', f"{entry} {later}"])
-        for name in sorted(named, key=str.lower, reverse=True):
-            if set(name) & set(':,{}[]"<> \n'):
-                raise ValueError(f"tools: function {self._tool.name!r}: the parameter {name[:64]!r} must be a word")
-            entry = f"{json.dumps(name + ':')} {self.value(named[name])}"
+        for name in reversed(self.ordered(named)):
+            entry = f"{self.key(name, is_outer)} {self.value(named[name])}"
             without_first, without_later = ([] if name in required else [rule] for rule in (first, later))
             first = self._new([f"{entry} {later}", *without_first])
-            later = self._new([f'"," {entry} {later}', *without_later])
-        return f'"{{" {first} "}}"'
+            later = self._new([f"{self.comma} {entry} {later}", *without_later])
+        begin, end = self.outer if is_outer else ("{", "}")
+        return f'"{begin}" {first} "{end}"'
+
+    def ordered(self, named: dict[str, Any]) -> list[str]:
+        """Names as templates sort them."""
+        return sorted(named, key=str.lower)
+
+    def key(self, name: str, is_outer: bool) -> str:
+        """The term of a name and what stands behind it."""
+        return json.dumps(self._word(name, ':,{}[]"<> \n') + ":")
+
+    def other_key(self, named: dict[str, Any], is_outer: bool) -> str:
+        """The term of any name but these, and what stands behind it."""
+        return self._other(_OTHER_KEY, named) + ' ":"'
+
+    def _other(self, term: str, named: Iterable[str]) -> str:
+        return self._terminal(term + (f" & ~({' | '.join(map(json.dumps, named))})" if named else ""))
+
+    def _word(self, name: str, others: str) -> str:
+        if set(name) & set(others):
+            raise ValueError(f"tools: function {self._tool.name!r}: the parameter {name[:64]!r} must be a word")
+        return name
 
 
 class BareKeys(ToolFamily):
     """The family, in one tokenizer's tags."""
+
+    rules = Rules
 
     @property
     def _quote(self) -> Any:
         return self.marks[-1]
 
     def _arguments(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
-        quote = self._quote.lark
-        if self._quote.token_id is None:
-            raise ValueError(f"tools: the tokenizer must have a token {self._quote.name}")
         if tool.text_grammar is not None:
-            return f'"{{input:" {quote} {tool.text_term(quote)} "}}"'
+            return self.text_argument(tool)
         held = tool if tool.is_held else Tool(tool.name, {})
-        made = _Rules(held, f"a{len(beside)}_", quote, terminals)
-        term = made.object(held.parameters)
+        made = self.rules(held, f"a{len(beside)}_", self.quote_term(), terminals)
+        term = made.object(held.parameters, True)
         beside += made.rules
         return term
 
+    def quote_term(self) -> str:
+        """The term of the tag around texts."""
+        if self._quote.token_id is None:
+            raise ValueError(f"tools: the tokenizer must have a token {self._quote.name}")
+        return str(self._quote.lark)
+
+    def text_argument(self, tool: Tool) -> str:
+        """The term of the arguments of a tool that takes one text."""
+        quote = self.quote_term()
+        return f'"{{input:" {quote} {tool.text_term(quote)} "}}"'
+
     def _read_arguments(self, source: Source, output: Output) -> Steps:
-        yield from self._read_json(source, output.arguments)
-
-    def _read_json(self, source: Source, emit: Callable[[str], None]) -> Steps:
         """Reads one value and emits it as JSON."""
-        quote, open_ones = self._quote.text, list[str]()
-
-        def emit_text(text: str) -> None:
-            emit(json.dumps(text, ensure_ascii=False)[1:-1])
-
+        emit, open_ones = output.arguments, list[tuple[str, str]]()
         while True:
             yield from source.blanks()
-            if source.text.startswith(quote):
-                source.take(len(quote))
-                emit('"')
-                if not (yield from source.until([quote], emit_text)):
-                    raise Malformed
-                emit('"')
-            elif source.text[:1] in ("{", "["):
-                emit(opening := source.take(1))
-                open_ones.append("}" if opening == "{" else "]")
+            if (found := self.bracket(source.text[:1], not open_ones)) is not None:
+                source.take(1)
+                open_ones.append(found)
+                end, behind_key = found
+                emit("{" if behind_key else "[")
                 yield from source.blanks()
-                if not source.text.startswith(open_ones[-1]):
-                    if opening == "{":
-                        yield from self._read_key(source, emit)
+                if not source.text.startswith(end):
+                    yield from self._read_next(behind_key, source, emit)
                     continue
             else:
-                scalar = yield from source.matching(_SCALAR)
-                if not scalar:
-                    raise Malformed
-                emit(_as_json(scalar))
+                yield from self.read_literal(source, emit)
             while open_ones:
                 yield from source.blanks()
-                if (yield from source.expect(",", open_ones[-1])) == ",":
+                end, behind_key = open_ones[-1]
+                if (yield from source.expect(",", end)) == ",":
                     emit(", ")
-                    if open_ones[-1] == "}":
-                        yield from self._read_key(source, emit)
+                    yield from self._read_next(behind_key, source, emit)
                     break
-                emit(open_ones.pop())
+                open_ones.pop()
+                emit("}" if behind_key else "]")
             else:
                 return
 
-    def _read_key(self, source: Source, emit: Callable[[str], None]) -> Steps:
+    def _read_next(self, behind_key: str, source: Source, emit: Callable[[str], None]) -> Steps:
+        """Reads the name of an entry, where these have any."""
+        if behind_key:
+            yield from self.read_key(behind_key, source, emit)
+            emit(": ")
+
+    def bracket(self, opening: str, is_outer: bool) -> tuple[str, str] | None:
+        """The bracket that closes what `opening` opens, and what stands behind the names of its entries, or "";
+        None where it opens nothing. `is_outer`: nothing is open."""
+        return {"{": ("}", ":"), "[": ("]", "")}.get(opening)
+
+    def read_literal(self, source: Source, emit: Callable[[str], None]) -> Steps:
+        """Reads a value that holds no other. Raises Malformed where there is none."""
+        quote = self._quote.text
+        if source.text.startswith(quote):
+            source.take(len(quote))
+            emit('"')
+            if not (yield from source.until([quote], lambda text: emit(within_json(text)))):
+                raise Malformed
+            emit('"')
+        elif scalar := (yield from source.matching(_SCALAR)):
+            emit(as_json(scalar))
+        else:
+            raise Malformed
+
+    def read_key(self, behind: str, source: Source, emit: Callable[[str], None]) -> Steps:
+        """Reads a name and what stands behind it. Raises Malformed where that does not come."""
         pieces: list[str] = []
-        if not (yield from source.until([":"], pieces.append)):
+        if not (yield from source.until([behind], pieces.append)):
             raise Malformed
         key = "".join(pieces).replace(self._quote.text, "").strip().strip('"')
-        emit(f"{json.dumps(key, ensure_ascii=False)}: ")
+        emit(json.dumps(key, ensure_ascii=False))
 
 
-def _as_json(scalar: str) -> str:
+def within_json(text: str) -> str:
+    """A text as JSON has it between quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def as_json(scalar: str) -> str:
+    """A number, a constant or a word as JSON."""
     scalar = _PYTHON.get(scalar, scalar)
     return scalar if json_type(scalar) is not None else json.dumps(scalar, ensure_ascii=False)

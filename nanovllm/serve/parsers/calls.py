@@ -20,6 +20,9 @@ _LONG = 1000
 _EARLY_END = 64
 """Characters of a text that may be longer in which its end cannot stand. Behind them it is the end where the text may
 end there."""
+_REST = r"(~/[^\s\S]/)"
+"""Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
+left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
 _OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
@@ -30,6 +33,8 @@ _SCALARS = {
 
 class ToolFamily:
     """A family's form of calls, in one tokenizer's tags."""
+
+    arguments_begin = "{"
 
     def __init__(self, form: Form, tags: Tags) -> None:
         self._form, self._written = form, form.written
@@ -77,7 +82,7 @@ class ToolFamily:
     def _body(self, free: bool) -> str:
         tag = self.opening
         if not self.is_tagged:
-            words = rf'"" | /[^{self._written.bare}](.|\n)*/ | ' if free else ""
+            words = rf'"" | /[^{re.escape(self._written.bare)}](.|\n)*/ | ' if free else ""
             return f"body: {words}{tag.lark}? calls"
         body = "TEXT | early" if free else f"{tag.lark} calls"
         return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
@@ -153,20 +158,20 @@ class ToolFamily:
         last, after = self._form.value_end[0], self._terms(self._form.value_end[:1])
         is_token = isinstance(last, Mark) and self._tags[last].token_id is not None
         end = self._text(last)
-        expression = regex_term(ANYTHING)  # less what is excluded: the library sees at once where that leaves nothing
+        expression = regex_term(ANYTHING)
         if scalars := "|".join(_SCALARS[each] for each in sorted(others & _SCALARS.keys())):
             expression += f" & ~{regex_term(f'[{BLANKS}]*(?:{scalars})[{BLANKS}]*')}"
-            expression += "" if is_token else f" & ~{regex_term(f'(?:{scalars}){literal(end[0])}{ANYTHING}')}"
+            expression += "" if is_token else f" & ~({regex_term(f'(?:{scalars}){literal(end[0])}')} {_REST})"
         if nested := "".join(INITIALS[each] for each in sorted(others - _SCALARS.keys())):
-            expression += f" & ~{regex_term(f'[{BLANKS}]*[{re.escape(nested)}]{ANYTHING}')}"
+            expression += f" & ~({regex_term(f'[{BLANKS}]*[{re.escape(nested)}]')} {_REST})"
         expression = f"({expression})" + (f" & ({text})" if text else "")
         if is_token:
             return expression, after
         is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
         before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
         at_once = literal(end.removeprefix(self._written.value_begin))  # which ends an empty text
-        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)+")
-        return f"(({expression}) {after}) & ~{early}", ""
+        early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)")
+        return f"(({expression}) {after}) & ~({early} {_REST})", ""
 
     def _words(self) -> str:
         """The rule for any text as a value."""
@@ -239,7 +244,7 @@ class ToolFamily:
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
                 if output.num_calls == num_calls:
-                    yield from source.expect("{", takes=False)
+                    yield from source.expect(self.arguments_begin, takes=False)
                     _begin_call(name, known, source, output)
                 yield from self._read_arguments(source, output)
                 output.calls_complete = True

@@ -16,11 +16,14 @@ from nanovllm.serve.parsers.families import (
 )
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
 from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
+from nanovllm.serve.parsers.pythonic import Pythonic
 from nanovllm.serve.parsers.reader import Output, Source, Steps
 from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
+_KINDS: dict[str, type[ToolFamily]] = {"gemma4": BareKeys, "lfm2": Pythonic, "llama4_pythonic": Pythonic}
+"""Families whose arguments are not JSON and have no parameters in tags."""
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -43,7 +46,7 @@ class OutputParser:
             raise ValueError("tool_call_parser, reasoning_parser: 'harmony' must be both of them or none")
         self._harmony = Harmony(tags) if self.reasoning == HARMONY else None
         form = FORMS.get(self.tool_family or "")
-        kind = BareKeys if self.tool_family == "gemma4" else ToolFamily
+        kind = _KINDS.get(self.tool_family or "", ToolFamily)
         self._family = None if form is None else kind(form, tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)

@@ -9,7 +9,7 @@ from gemm_checks import EPS, TOLERANCE, check_pdl, check_rows_apart, on_cpu, ran
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kernels.gemm import skinny, stream
+from nanovllm.kernels.gemm import fma, stream
 from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig, streaming
 from nanovllm.kernels.plan.fits import why_not_norm
 from nanovllm.kernels.pointwise.norm import Norm
@@ -17,13 +17,13 @@ from nanovllm.kernels.pointwise.norm import Norm
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
 
 
-def fma(block_n: int, block_k: int, stages: int) -> GemmConfig:
+def fma_config(block_n: int, block_k: int, stages: int) -> GemmConfig:
     return GemmConfig("fma", block_n, block_k=block_k, stages=stages)
 
 
-FMA, STREAM, WIDE = fma(8, 256, 2), streaming(2, 2, columns=64), streaming(1, 2, columns=128)
+FMA, STREAM, WIDE = fma_config(8, 256, 2), streaming(2, 2, columns=64), streaming(1, 2, columns=128)
 GPU_CONFIGS = [
-    fma(8, 1024, 2), fma(8, 512, 1),
+    fma_config(8, 1024, 2), fma_config(8, 512, 1),
     streaming(4, 4, columns=64), streaming(8, 1, columns=64), streaming(4, 2, columns=128),
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ def around(op: str, t: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def run(op: str, t: dict[str, torch.Tensor], config: GemmConfig) -> torch.Tensor:
-    kernel = stream if config.kernel == "stream" else skinny
+    kernel = stream if config.kernel == "stream" else fma
     return kernel.linear(t["x"], t["weight"], config, **around(op, t))
 
 
@@ -78,7 +78,7 @@ def test_any_shape_matches_float64_and_so_does_the_twin(
     assume("norm" not in op or not why_not_norm(rows, 8 * k_over_8, "silu" in op, 64, stream_config))
     t = inputs(rows, 2 * half_n, 8 * k_over_8, dtype)
     found = [run(op, t, config) for config in ((FMA, stream_config) if rows <= SKINNY_ROWS else (stream_config,))]
-    found.append(skinny.linear_reference(t["x"], t["weight"], **around(op, t)))
+    found.append(fma.linear_reference(t["x"], t["weight"], **around(op, t)))
     for got in found:
         assert relative_error(got, exact(op, t)) < TOLERANCE[dtype]
 
@@ -107,11 +107,11 @@ def test_row_does_not_depend_on_its_neighbours(config: GemmConfig, counts: tuple
 def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> None:
     t = inputs(2, 1024, 1024, torch.bfloat16)
     gates_and_ups = torch.cat([t["weight"], t["weight"]])
-    kernel = stream if config.kernel == "stream" else skinny
+    kernel = stream if config.kernel == "stream" else fma
 
     def layer(hidden: torch.Tensor, _: torch.Tensor) -> None:
         for rows, weight, gated in ((hidden, t["weight"], False), (hidden[:1], gates_and_ups, True)):
-            y = skinny.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated)
+            y = fma.linear(rows, weight, GPU_CONFIGS[0], norm=Norm(t["gain"], EPS), gated=gated)
             kernel.linear(y, t["weight"], config, residual=rows)
 
     check_pdl(layer, t["x"])
@@ -123,13 +123,13 @@ def test_dependent_launch_in_a_graph_gives_the_same_bits(config: GemmConfig) -> 
 )
 def test_bad_shapes_are_refused(shape_x: tuple[int, int], shape_w: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        skinny.linear(torch.zeros(shape_x), torch.zeros(shape_w), FMA)
+        fma.linear(torch.zeros(shape_x), torch.zeros(shape_w), FMA)
     with pytest.raises(ValueError, match=message.replace("4 rows", "8 rows")):
         stream.linear(torch.zeros(shape_x[0] // 5 * 4 + shape_x[0], shape_x[1]), torch.zeros(shape_w), STREAM)
 
 
 def test_other_operands_are_refused() -> None:
     with pytest.raises(ValueError, match="gate and up need two"):
-        skinny.linear(torch.zeros(1, 64), torch.zeros(16, 64), fma(4, 256, 1), gated=True)
+        fma.linear(torch.zeros(1, 64), torch.zeros(16, 64), fma_config(4, 256, 1), gated=True)
     with pytest.raises(ValueError, match="contiguous"):
-        skinny.linear(torch.zeros(64, 2).T, torch.zeros(8, 64), FMA)
+        fma.linear(torch.zeros(64, 2).T, torch.zeros(8, 64), FMA)
