@@ -240,15 +240,15 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             MIXED: tl.constexpr = False):
     """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or ROUNDED (see _store_heads_rounded), or
     PARTIAL and LSE as merge_chunks_kernel takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK
-    int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and
-    its G query heads. A program runs the tiles of all its items in one loop, so that the next item's keys come while a
-    result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE. CAP: the soft-cap in units of
-    log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32 (see
-    load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums
-    in the order of fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES above 1 a
-    tile's lanes are heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0. MIXED: a
-    value that the row does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are read
-    before gdc_wait: the plan's, with an ordinary kernel since (the embedding)."""
+    int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item is one chunk of one row for one key head and its G
+    query heads. A program runs the tiles of all its items in one loop: the next one's keys come while a result is
+    stored. K and V are descriptors with TMA, else K_CACHE and V_CACHE. CAP: the soft-cap in units of log2, or None;
+    SINKS may be None. WINDOWED: chunks may begin in a tile. KV_SCALES: None, or int32 (see load_scales), blocks
+    scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
+    fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES above 1 a tile's lanes are
+    heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0. MIXED: a value that the row
+    does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are read before gdc_wait: the
+    plan's, with an ordinary kernel since, the embedding."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
@@ -265,8 +265,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         tl.extra.cuda.gdc_wait()
     for _ in range(tiles):
         row_and_slot, first, end, chunk_of = entry
-        row = (row_and_slot & 0xFFFF).to(tl.int64)
-        kv_head = item % HKV
+        row, kv_head = (row_and_slot & 0xFFFF).to(tl.int64), item % HKV
         known = None if TMA and not MIXED else keys_within(n, first, end, BLOCK_N, WINDOWED)
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
         v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA and not MIXED)
@@ -326,7 +325,7 @@ class DecodeAttention:
                  rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: the result is rounded
-        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128. mixed: see KVCache."""
+        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone. mixed: see KVCache."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
