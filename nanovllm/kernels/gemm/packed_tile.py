@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product
-from nanovllm.kernels.base.scratch import workspace
 from nanovllm.kernels.base.triton_import import HAS_TRITON, triton
 from nanovllm.kernels.gemm.dense import library_linear
 from nanovllm.kernels.gemm.e2m1 import SPAN
@@ -57,6 +56,14 @@ def linear_widened(x: Tensor, weight: PackedWeight, delta: Tensor | None = None)
 
 
 @cache
+def _workspace(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Split-K partial sums and arrival counters, shared by the launches of one stream: they are ordered by it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run each split-K shape once before capturing it: the workspace must outlive the graph")
+    return torch.empty(SCRATCH_FLOATS, device=device), torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+@cache
 def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
     """Shared by the launches of one stream, which are ordered by it."""
     if torch.cuda.is_current_stream_capturing():
@@ -84,7 +91,7 @@ def linear(
     scratch = counters = out
     adds_up = config.split_k > 1 and not parts
     if adds_up:
-        scratch, counters = workspace(x.device)
+        scratch, counters = _workspace(x.device, torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0)
         needed = config.split_k * grid[0] * config.block_m * grid[1] * config.block_n
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")

@@ -12,12 +12,11 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
-from nanovllm.kernels.base.scratch import workspace
 from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, triton, warpgroup_mma, warpgroup_mma_wait
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.plan.config import SCRATCH_FLOATS, GemmConfig
+from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 
 _GROUP: gl.constexpr = gl.constexpr(128)
@@ -25,28 +24,12 @@ _GROUP: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.jit
-def _num_tiles(grid, shared):
-    """Tiles of this program, or parts of one; see _place."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    whole = grid[0] * grid[1] * grid[2] - shared
-    return (whole - program + programs - 1) // programs + (program < 2 * shared).to(gl.int32)
-
-
-@gluon.jit
-def _place(number, grid, shared, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """First row, first weight row, split, first and end step of this program's tile `number`, and the number of the
-    tile if it is a `shared` one. Tiles of the same weights are neighbours. The last `shared` tiles have two programs:
-    one begins with the first half of its steps, another ends with the second, when that has long been done."""
+def _place(tile, grid, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """First row, first weight row, split, first and end step of a tile; those of the same weights are neighbours."""
     tiles_m, tiles_n, splits, steps = grid
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    whole, does_first = tiles_m * tiles_n * splits - shared, program < shared
-    tile = program + (number - does_first.to(gl.int32)) * programs
-    is_first, is_second = does_first & (number == 0), tile >= whole
-    tile = gl.where(is_first, whole + program, gl.where(is_second, tile - shared, tile))
-    split, half = tile // (tiles_m * tiles_n), steps // 4 * 2
-    begin = gl.where(is_second, half, steps * split // splits)
-    end = gl.where(is_first, half, steps * (split + 1) // splits)
-    return tile % tiles_m * BLOCK_M, tile // tiles_m % tiles_n * BLOCK_N, split, begin, end, tile - whole
+    split = tile // (tiles_m * tiles_n)
+    begin, end = steps * split // splits, steps * (split + 1) // splits
+    return tile % tiles_m * BLOCK_M, tile // tiles_m % tiles_n * BLOCK_N, split, begin, end
 
 
 @gluon.jit
@@ -59,14 +42,14 @@ def _copy_weights(W, ws, ready, first_col, step, n_out, GATED: gl.constexpr, BYT
 
 
 @gluon.jit
-def _copy(X, X_SCALE, W, ring, grid, shared, n_out, scale_stride, GATED: gl.constexpr, PDL: gl.constexpr):
+def _copy(X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED: gl.constexpr, PDL: gl.constexpr):
     """The warp that fills the ring."""
     xs, scales, ws, ready, free = ring
     STAGES: gl.constexpr = xs.shape[0]
     BLOCK_M: gl.constexpr = xs.shape[1]
     BLOCK_N: gl.constexpr = W.block_shape[0]
     BYTES: gl.constexpr = (BLOCK_M + ws.shape[1]) * _GROUP + 4 * BLOCK_M
-    first_row, first_col, _, begin, end, _ = _place(0, grid, shared, BLOCK_M, BLOCK_N)
+    first_row, first_col, _, begin, end = _place(gl.program_id(0), grid, BLOCK_M, BLOCK_N)
     early = gl.minimum(end - begin, STAGES)
     for slot in range(early):
         _copy_weights(W, ws.index(slot), ready.index(slot), first_col, begin + slot, n_out, GATED, BYTES)
@@ -79,9 +62,9 @@ def _copy(X, X_SCALE, W, ring, grid, shared, n_out, scale_stride, GATED: gl.cons
             X_SCALE, [step * scale_stride + first_row], ready.index(slot), scales.index(slot)
         )
     count = early
-    for number in range(_num_tiles(grid, shared)):
-        first_row, first_col, _, begin, end, _ = _place(number, grid, shared, BLOCK_M, BLOCK_N)
-        already = early if number == 0 else 0
+    for tile in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        first_row, first_col, _, begin, end = _place(tile, grid, BLOCK_M, BLOCK_N)
+        already = early * (tile == gl.program_id(0)).to(gl.int32)
         for step in range(begin + already, end):
             slot = count % STAGES
             mbarrier.wait(free.index(slot), (count // STAGES + 1) & 1)
@@ -142,10 +125,8 @@ def _add_steps(
                 mbarrier.wait(ready.index(slot), (count + i // A_STEP) // STAGES & 1)
             x = xs.index(slot).slice(64 * (WHO + OF * (i % A_STEP // EACH)), 64)
             w = ws.index(slot).slice(BLOCK_N * (i % EACH), BLOCK_N).permute((1, 0))
-            if i % EACH == 0:
-                of_rows = scales.index(slot).slice(64 * (WHO + OF * (i % A_STEP // EACH)), 64)
-                of_rows = of_rows.load(gl.SliceLayout(1, sums[0].type.layout))
-            scale = of_rows * of_weights[i // A_STEP * EACH + i % EACH]
+            of_rows = scales.index(slot).slice(64 * (WHO + OF * (i % A_STEP // EACH)), 64)
+            scale = of_rows.load(gl.SliceLayout(1, sums[0].type.layout)) * of_weights[i // A_STEP * EACH + i % EACH]
             flying = flying + (warpgroup_mma(x, w, products[0], use_acc=False, is_async=True), scale)
             products = products[1:]
         if i >= AHEAD:
@@ -158,39 +139,8 @@ def _add_steps(
 
 
 @gluon.jit
-def _places_of(sums, SUMS, at):
-    """Pointers to the memory of `sums` [64, n] number `at`."""
-    MMA: gl.constexpr = sums.type.layout
-    row = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, MMA))
-    col = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, MMA))
-    return SUMS + (at * sums.shape[0] + row[:, None]) * sums.shape[1] + col[None, :]
-
-
-@gluon.jit
-def _leave(sums, SUMS, DONE, at):
-    """Leaves the sums of the first half of a tile's steps to another program. DONE: whether they are there."""
-    for i in gl.static_range(len(sums)):
-        gl.store(_places_of(sums[i], SUMS, at * len(sums) + i), sums[i])
-    gl.thread_barrier()  # all threads' sums are written before one of them says so
-    gl.atomic_xchg(DONE + at, 1, sem="release")
-
-
-@gluon.jit
-def _take_up(sums, SUMS, DONE, at):
-    """The sums that another program left."""
-    while gl.atomic_add(DONE + at, 0, sem="acquire") == 0:
-        pass
-    found = ()
-    for i in gl.static_range(len(sums)):
-        # .cg, because L1 may hold a line as it was before another program wrote it
-        found = found + (gl.load(_places_of(sums[i], SUMS, at * len(sums) + i), cache_modifier=".cg"),)
-    gl.store(DONE + at, 0)  # for the next launch
-    return found
-
-
-@gluon.jit
 def _multiply(
-    SCALE, OUT, OUT_SCALES, SUMS, DONE, out_stride, ring, grid, shared, rows, n_out, groups,
+    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
     WHO: gl.constexpr, OF: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, ROWS_EACH: gl.constexpr,
     IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr,
 ):  # fmt: skip
@@ -204,29 +154,24 @@ def _multiply(
     STEPS: gl.constexpr = 2 if OWN * EACH == 1 and IN_PAIRS else 1
     AT_ONCE: gl.constexpr = 2 if STEPS * OWN * EACH > 1 and (OWN * EACH + 2) * BLOCK_N <= 384 else 1
     count = 0
-    for number in range(_num_tiles(grid, shared)):
-        first_row, first_col, split, begin, end, at = _place(number, grid, shared, BLOCK_M, BLOCK_N)
+    for tile in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
+        first_row, first_col, split, begin, end = _place(tile, grid, BLOCK_M, BLOCK_N)
         sums, products = (), ()
         for _ in gl.static_range(OWN * EACH):
             sums = sums + (gl.zeros([64, BLOCK_N], gl.float32, MMA),)
         for _ in gl.static_range(AT_ONCE):
             products = products + (gl.zeros([64, BLOCK_N], gl.float32, MMA),)
-        if SUMS is not None and begin > 0:
-            sums = _take_up(sums, SUMS, DONE, at * OF + WHO)
         of_weights = _scales_of(SCALE, first_col, begin, end, groups, n_out, STEPS, EACH, ROWS_EACH, IN_BLOCKS)
         for step in range(begin, end, STEPS):
             coming = _scales_of(SCALE, first_col, step + STEPS, end, groups, n_out, STEPS, EACH, ROWS_EACH, IN_BLOCKS)
             sums, products = _add_steps(sums, products, of_weights, ring, count, WHO, OF, EACH, STEPS)
             of_weights = coming
             count += STEPS
-        if SUMS is None or end == grid[3]:
-            for own in gl.static_range(OWN):
-                _store(
-                    sums[EACH * own], sums[EACH * own + EACH - 1], SCALE, OUT, OUT_SCALES, out_stride,
-                    first_row + 64 * (WHO + OF * own), first_col, rows, n_out, split, GATED, PARTS, IN_BLOCKS, DTYPE,
-                )  # fmt: skip
-        else:
-            _leave(sums, SUMS, DONE, at * OF + WHO)
+        for own in gl.static_range(OWN):
+            _store(
+                sums[EACH * own], sums[EACH * own + EACH - 1], SCALE, OUT, OUT_SCALES, out_stride,
+                first_row + 64 * (WHO + OF * own), first_col, rows, n_out, split, GATED, PARTS, IN_BLOCKS, DTYPE,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -257,17 +202,16 @@ def _store(
     gl.store(OUT, acc.to(OUT.dtype.element_ty), mask=(row < rows)[:, None] & (col < n_out)[None, :])
 
 
-@gluon.jit(do_not_specialize=["rows", "scale_stride", "out_stride", "tiles_m", "shared"])
+@gluon.jit(do_not_specialize=["rows", "scale_stride", "out_stride", "tiles_m"])
 def roles_kernel(
-    X, X_SCALE, W, SCALE, OUT, OUT_SCALES, SUMS, DONE, rows, scale_stride, out_stride, n_out, groups,
-    tiles_m, tiles_n, splits, steps, shared,
+    X, X_SCALE, W, SCALE, OUT, OUT_SCALES, rows, scale_stride, out_stride, n_out, groups,
+    tiles_m, tiles_n, splits, steps,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
     DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,), which share the tiles. X, W, SCALE, OUT: as in tile.py, but that a tile's weights have
     one scale of a block. X_SCALE: descriptor of x's scales [groups * scale_stride]. GROUPS of warps multiply. Where
-    there are OUT_SCALES [groups of n_out, out_stride], OUT is silu(gate) * up, rounded to DTYPE and then to e4m3. The
-    last `shared` tiles have two programs, of which one leaves its sums in SUMS, float32, and says so in DONE, zeros."""
+    there are OUT_SCALES [groups of n_out, out_stride], OUT is silu(gate) * up, rounded to DTYPE and then to e4m3."""
     GATED: gl.constexpr = OUT_SCALES is not None
     BLOCK_M: gl.constexpr = X.block_shape[0]
     W_ROWS: gl.constexpr = W.block_shape[0] * (2 if GATED else 1)
@@ -288,10 +232,10 @@ def roles_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    SCALE, OUT, OUT_SCALES, SUMS, DONE, out_stride, ring, grid, shared, rows, n_out, groups,
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
                     0, 1, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
-                (_copy, (X, X_SCALE, W, ring, grid, shared, n_out, scale_stride, GATED, PDL)),
+                (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
             ],
             [1], [24],
         )  # fmt: skip
@@ -299,24 +243,17 @@ def roles_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    SCALE, OUT, OUT_SCALES, SUMS, DONE, out_stride, ring, grid, shared, rows, n_out, groups,
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
                     0, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
                 (_multiply, (
-                    SCALE, OUT, OUT_SCALES, SUMS, DONE, out_stride, ring, grid, shared, rows, n_out, groups,
+                    SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
                     1, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
-                (_copy, (X, X_SCALE, W, ring, grid, shared, n_out, scale_stride, GATED, PDL)),
+                (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
-
-
-def _shared_tiles(tiles: int, programs: int, steps: int, config: GemmConfig) -> int:
-    """Tiles of the last round, of so many steps, where two programs can share each, so that it takes half the time."""
-    rest = tiles % programs
-    fits = 2 * rest * config.block_m * config.block_n <= SCRATCH_FLOATS
-    return rest if programs < tiles and 2 * rest <= programs and steps >= 4 and config.split_k == 1 and fits else 0
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -337,16 +274,13 @@ def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = F
     readable = min(rows_in_memory(x.values), tiles_m * config.block_m)
     bytes_layout, floats_layout = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     groups, stride = triton.cdiv(k, GROUP), scales.stride(0)
-    tiles, most = tiles_m * tiles_n * config.split_k, Device.of(device).processors * 8 // config.num_warps  # that fit
-    programs, shared = min(tiles, most), _shared_tiles(tiles, most, groups, config)
-    sums, done = workspace(device) if shared else (None, None)
-    roles_kernel[(programs,)](
+    programs = Device.of(device).processors * 8 // config.num_warps  # as many as fit
+    roles_kernel[(min(tiles_m * tiles_n * config.split_k, programs),)](
         TensorDescriptor(x.values, [readable, k], [k, 1], [config.block_m, GROUP], bytes_layout),
         TensorDescriptor(scales, [groups * stride], [1], [config.block_m], floats_layout),
         TensorDescriptor(values, list(values.shape), [k, 1], [config.block_n, GROUP], bytes_layout),
-        weight.scale, out, activated and activated.scales, sums, done, rows, stride,
-        activated.scales.stride(1) if activated else 0, n_out, weight.scale.shape[1], tiles_m, tiles_n, config.split_k,
-        groups, shared, STAGES=config.stages,
+        weight.scale, out, activated and activated.scales, rows, stride, activated.scales.stride(1) if activated else 0,
+        n_out, weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
         GROUPS=config.num_warps // 4, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, PARTS=config.parts > 1,
         DTYPE=_DTYPES[x.dtype], IN_PAIRS=groups % (2 * config.split_k) == 0, num_warps=4,
         maxnreg=128 if config.num_warps == 4 else None, **pdl_options(device),
