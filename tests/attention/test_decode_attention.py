@@ -84,20 +84,20 @@ def test_a_window_longer_than_every_row_changes_no_bit() -> None:
     assert torch.equal(run(whole).nan_to_num(), run(windowed).nan_to_num())
 
 
-@pytest.mark.parametrize(("lengths", "merge_heads"), [([50], 1), ([600], 1), ([200, 50], 8)])
-def test_the_merge_rounds_rows_as_a_kernel_of_its_own_does(lengths: list[int], merge_heads: int) -> None:
-    """Rows of one chunk, and of several."""
-    case = decode_case(lengths, heads=(6, 2), head_dim=128, block_size=64)
-    attention = build(case, replace(SMALL, merge_heads=merge_heads))
+@pytest.mark.parametrize(("lengths", "config", "fp8"), [
+    ([50], DecodeConfig(num_stages=1), False), ([600], replace(SMALL, merge_heads=1), False), ([200, 50], SMALL, False),
+    ([200, 50], SMALL, True)], ids=["no merge", "one row", "one of two is merged", "fp8"])
+def test_rows_are_rounded_as_by_a_kernel_of_its_own(lengths: list[int], config: DecodeConfig, fp8: bool) -> None:
+    case = decode_case(lengths, heads=(6, 2), head_dim=128, block_size=64, fp8=fp8)
+    assert_rounds_as_a_kernel_of_its_own(case, build(case, config))
+
+
+def assert_rounds_as_a_kernel_of_its_own(case: Case, attention: DecodeAttention) -> None:
+    real = case.metadata.row_slot >= 0
     want, got = quantize_rows(run(case, attention).flatten(1)), run(case, attention, rounds=True)
     assert isinstance(got, FP8Rows) and got.dtype == want.dtype
-    assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scales, want.scales)
-
-
-def test_rows_that_have_nothing_to_merge_are_left_wide() -> None:
-    case = decode_case([50], head_dim=128, block_size=64)
-    attention = build(case, DecodeConfig(num_stages=1))
-    assert torch.equal(run(case, attention, rounds=True), run(case, attention))
+    assert torch.equal(got.values[real].float(), want.values[real].float())
+    assert torch.equal(got.scales[real], want.scales[real])
 
 
 def rank(num_kv_heads: int, max_num_seqs: int = 1100, places: int = 1, together: int = 1) -> DecodePlan:

@@ -24,7 +24,7 @@ from nanovllm.kernels.attention.work_list import first_tile, next_tile, prefetch
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
+from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.plan.device import Device
 
 _NOTHING = tl.constexpr(NOTHING)
@@ -93,14 +93,24 @@ def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr,
 
 
 @triton.jit
+def _store_heads_rounded(y, ROUNDED, row, heads, mask, HQ: tl.constexpr):
+    """Heads y [HEADS, 128] of a row, or each of its own, to ROUNDED: values e4m3 [rows, HQ * 128], scales [HQ,
+    stride], and this stride, since a head is a group of those that share a scale (kernels/fp8/)."""
+    VALUES, SCALES, stride = ROUNDED
+    scale = group_scales(y.to(tl.float32))
+    places = VALUES + (row * HQ + heads)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(places, rounded(y.to(tl.float32), scale[:, None]), mask=mask[:, None])
+    tl.store(SCALES + heads * stride + row, scale, mask=mask)
+
+
+@triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strides, HQ: tl.constexpr,
                         HEADS: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr,
                         PDL: tl.constexpr):
     """Merges the rows that have several chunks, one chunk after the other, into OUT [rows, HQ, D]. PARTIAL float32
     [rows, HQ, MAX_SPLITS, D], LSE float32 [rows, HQ, MAX_SPLITS], with FIXED two of each; SINKS [HQ] or None;
     NUM_CHUNKS int32 [rows]. A program takes HEADS query heads of a row; where most rows have nothing to merge, the
-    number of programs is all it costs. ROUNDED: None, or where all rows go in e4m3 too, of heads of 128 dimensions: as
-    store_rounded takes them values, scales, and their stride."""
+    number of programs is all it costs. ROUNDED: None, or where rows go in e4m3 instead: see _store_heads_rounded."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -115,16 +125,12 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strid
             total, acc = _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D)
         else:
             total, acc = _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D, MAX_SPLITS)
-        places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
         y = (acc / total[:, None]).to(OUT.dtype.element_ty)
-        tl.store(places, y, mask=(heads < HQ)[:, None] & (dims < D))
-    elif ROUNDED is not None:
-        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + tl.arange(0, D)[None, :]
-        y = tl.load(places, mask=(heads < HQ)[:, None])
-    if ROUNDED is not None:
-        store_rounded(y.to(tl.float32), ROUNDED[0], ROUNDED[1], row, tl.program_id(1) * HEADS * D, ROUNDED[2], HQ * D,
-                      HEADS * D)
+        if ROUNDED is not None:
+            _store_heads_rounded(y, ROUNDED, row, heads, heads < HQ, HQ)
+        else:
+            places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
+            tl.store(places, y, mask=(heads < HQ)[:, None] & (dims < D))
 
 
 @triton.jit
@@ -168,7 +174,7 @@ def _visible(n, first, own_end, window, BLOCK_N: tl.constexpr, E4M3: tl.constexp
 
 
 @triton.jit
-def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
+def _finish_chunk(state, OUT, ROUNDED, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
                   G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
                   FIXED: tl.constexpr, PLACES: tl.constexpr, own_end):
     """Stores a chunk's result: where it is its row's only one, the row's."""
@@ -185,11 +191,14 @@ def _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_s
     if chunk_of >> 16 == 1:
         if SINKS is not None:
             total += exp_of_sink(SINKS, kv_head * G + heads, is_lane, m)
-        OUT_HEADS = OUT + row * out_strides[0] + kv_head * G * out_strides[1]
-        if PLACES > 1:
-            OUT_HEADS += (place * out_strides[0])[:, None]
-        tl.store(OUT_HEADS + heads[:, None] * out_strides[1] + dims[None, :],
-                 (acc / total[:, None]).to(OUT.dtype.element_ty), mask=mask)
+        y = (acc / total[:, None]).to(OUT.dtype.element_ty)
+        if ROUNDED is not None:
+            _store_heads_rounded(y, ROUNDED, row + place, kv_head * G + heads, is_lane, HKV * G)
+        else:
+            OUT_HEADS = OUT + row * out_strides[0] + kv_head * G * out_strides[1]
+            if PLACES > 1:
+                OUT_HEADS += (place * out_strides[0])[:, None]
+            tl.store(OUT_HEADS + heads[:, None] * out_strides[1] + dims[None, :], y, mask=mask)
     else:
         entries = ((row * HKV + kv_head) * G + heads) * MAX_SPLITS + chunk
         if PLACES > 1:
@@ -227,18 +236,21 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             HKV: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr,
                             PAGE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, MAX_SPLITS: tl.constexpr,
                             CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
-                            ENDS=None, window=None, PLACES: tl.constexpr = 1, MIXED: tl.constexpr = False):
-    """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or PARTIAL and LSE as merge_chunks_kernel
-    takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK int32 [entries, 4] (work_list.py),
-    NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and its G query heads. A
-    program runs the tiles of all its items in one loop, so that the next item's keys are on their way while this one's
-    result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves. CAP: the soft-cap in
-    units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES: None, or int32
-    (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED:
-    sums in the order of fixed_order.py, whose units the chunks are; LSE has a unit's maximum and sum. With PLACES above
-    1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, 0 for none.
-    MIXED: a value that the row does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are
-    read before gdc_wait: the plan's, with an ordinary kernel since (the embedding)."""
+                            ENDS=None, window=None, PLACES: tl.constexpr = 1, MIXED: tl.constexpr = False,
+                            ROUNDED=None):
+    """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or ROUNDED (see _store_heads_rounded), or
+    PARTIAL and LSE as merge_chunks_kernel takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK
+    int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item of work is one chunk of one row for one key head and
+    its G query heads. A program runs the tiles of all its items in one loop, so that the next item's keys are on their
+    way while this one's result is stored. K and V are tensor descriptors with TMA, else K_CACHE and V_CACHE themselves.
+    CAP: the soft-cap in units of log2, or None; SINKS may be None. WINDOWED: chunks may begin within a tile. KV_SCALES:
+    None, or int32 (see load_scales), blocks scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values
+    each. FIXED: sums in the order of fixed_order.py, whose units the chunks are; LSE has a unit's maximum and sum. With
+    PLACES above 1 a tile's lanes are the heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first
+    row, 0 for none. MIXED: a value that the row does not have may be NaN (KVCache), V is V_CACHE.
+
+    With PDL work list and block table are read before gdc_wait: the plan's, with an ordinary kernel since (the
+    embedding)."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
@@ -274,8 +286,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         else:
             state = _attend(q, k, v, state, scale_log2, visible, CAP)
         if is_last:
-            _finish_chunk(state, OUT, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D, MAX_SPLITS,
-                          E4M3, FIXED, PLACES, own_end)
+            _finish_chunk(state, OUT, ROUNDED, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D,
+                          MAX_SPLITS, E4M3, FIXED, PLACES, own_end)
             if FIXED:
                 state = state[0], empty(BLOCK_H, padded_dims(D))
             else:
@@ -315,8 +327,9 @@ class DecodeAttention:
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None,
                  rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
-        merge_first: where chunks are merged, no later kernel may start before they are. rounds: where they are, `out`
-        is rounded by the same kernel, and returned as [num_rows, Hq * D]. mixed: see KVCache."""
+        merge_first: where chunks are merged, no later kernel may start before they are. rounds: the result is rounded
+        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128 dimensions. mixed:
+        see KVCache."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
@@ -328,6 +341,8 @@ class DecodeAttention:
         k = paged_descriptor(k_cache, block_n) if use_tma else k_cache
         v = paged_descriptor(v_cache, block_n) if use_tma and not mixed else v_cache
         programs = min(self.num_sms * c.programs_per_sm, num_rows * spec.num_kv_heads * most_chunks)
+        row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None
+        rounded_to = row and (row.values, row.scales, row.scales.stride(1))
         decode_attention_kernel[(programs,)](
             q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
             scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
@@ -339,13 +354,11 @@ class DecodeAttention:
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
             num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
             enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends, MIXED=mixed,
-            window=spec.window if together > 1 else None, **pdl_options(q.device))
-        if most_chunks == 1:
-            return out
-        row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None
-        merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-            scratch.partial, scratch.lse, sinks, out, row and (row.values, row.scales, row.scales.stride(1)),
-            plan.num_chunks, out.stride()[:2], HQ=spec.num_heads, HEADS=c.merge_heads, D=spec.head_dim,
-            MAX_SPLITS=splits, FIXED=plan.fixed_order, num_warps=1 if c.merge_heads == 1 else 4,
-            enable_fp_fusion=not plan.fixed_order, **pdl_options(out.device, not merge_first))
+            window=spec.window if together > 1 else None, ROUNDED=rounded_to, **pdl_options(q.device))
+        if most_chunks > 1:
+            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
+                scratch.partial, scratch.lse, sinks, out, rounded_to, plan.num_chunks, out.stride()[:2],
+                HQ=spec.num_heads, HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, FIXED=plan.fixed_order,
+                num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
+                **pdl_options(out.device, not merge_first))
         return out if row is None else row

@@ -77,73 +77,96 @@ def _copy(X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED: gl.constexpr, P
 
 
 @gluon.jit
-def _scale_of(SCALE, first_col, group, end, groups, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr):
-    """Scale of a block of weights; past `end` the last one again."""
-    if IN_BLOCKS:
-        return gl.load(SCALE + first_col // ROWS_EACH * groups + gl.minimum(group, end - 1))
-    else:
-        return 1.0
+def _scales_of(
+    SCALE, first_col, first, end, groups, n_out,
+    STEPS: gl.constexpr, EACH: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Scales of the blocks of weights of STEPS from `first` on, each with that of ups; past `end` the last one again.
+    """
+    scales = ()
+    for at in gl.static_range(STEPS):
+        for half in gl.static_range(EACH):
+            scale = 1.0
+            if IN_BLOCKS:
+                block = (first_col + half * n_out) // ROWS_EACH
+                scale = gl.load(SCALE + block * groups + gl.minimum(first + at, end - 1))
+            scales = scales + (scale,)
+    return scales
 
 
 @gluon.jit
-def _add_products(acc, before, x, w, scale, IS_LAST: gl.constexpr):
-    """acc [64, n] plus the products of a group times their scales [64], and the products. Registers are few: products
-    are in those of the products `before`, and are added up before the next ones begin, if there are any."""
-    products = warpgroup_mma(x, w.permute((1, 0)), before, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=[products])
-    acc += products * scale[:, None]
+def _add_products(sums, products, scale, IS_LAST: gl.constexpr):
+    """The first of `sums` [64, n], plus products times their scales [64], behind the others. Registers are few: these
+    are added up before the next products come into theirs, if there are any."""
+    acc = sums[0] + products * scale[:, None]
     if not IS_LAST:
         acc = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=gl.float32, is_pure=False, pack=1)
-    return acc, products
+    return sums[1:] + (acc,)
+
+
+@gluon.jit
+def _add_steps(
+    sums, products, of_weights, ring, count,
+    WHO: gl.constexpr, OF: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of STEPS, the first of which is the ring's number `count`, to `sums` [64, n] of a group's rows,
+    each with that of ups. Where there are registers of two `products`, one is computed while the other is added up."""
+    xs, scales, ws, ready, free = ring
+    STAGES: gl.constexpr = xs.shape[0]
+    BLOCK_N: gl.constexpr = ws.shape[1] // EACH
+    A_STEP: gl.constexpr = len(sums)
+    COUNT: gl.constexpr = STEPS * A_STEP
+    AHEAD: gl.constexpr = len(products) - 1
+    flying = ()
+    for i in gl.static_range(COUNT + AHEAD):
+        if i < COUNT:
+            slot = (count + i // A_STEP) % STAGES
+            if i % A_STEP == 0:
+                mbarrier.wait(ready.index(slot), (count + i // A_STEP) // STAGES & 1)
+            x = xs.index(slot).slice(64 * (WHO + OF * (i % A_STEP // EACH)), 64)
+            w = ws.index(slot).slice(BLOCK_N * (i % EACH), BLOCK_N).permute((1, 0))
+            of_rows = scales.index(slot).slice(64 * (WHO + OF * (i % A_STEP // EACH)), 64)
+            scale = of_rows.load(gl.SliceLayout(1, sums[0].type.layout)) * of_weights[i // A_STEP * EACH + i % EACH]
+            flying = flying + (warpgroup_mma(x, w, products[0], use_acc=False, is_async=True), scale)
+            products = products[1:]
+        if i >= AHEAD:
+            done = warpgroup_mma_wait(len(flying) // 2 - 1, deps=[flying[0]])
+            sums = _add_products(sums, done, flying[1], i + 1 == COUNT + AHEAD)
+            products, flying = products + (done,), flying[2:]
+    for at in gl.static_range(STEPS):
+        mbarrier.arrive(free.index((count + at) % STAGES), count=1)
+    return sums, products
 
 
 @gluon.jit
 def _multiply(
     SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
     WHO: gl.constexpr, OF: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, ROWS_EACH: gl.constexpr,
-    IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr,
+    IN_BLOCKS: gl.constexpr, DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Group WHO of OF groups of warps: rows 64 * (WHO + OF * i) of each tile."""
-    xs, scales, ws, ready, free = ring
-    STAGES: gl.constexpr = xs.shape[0]
-    BLOCK_M: gl.constexpr = xs.shape[1]
     EACH: gl.constexpr = 2 if GATED else 1
-    BLOCK_N: gl.constexpr = ws.shape[1] // EACH
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    BLOCK_N: gl.constexpr = ring[2].shape[1] // EACH
     OWN: gl.constexpr = BLOCK_M // (64 * OF)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    # Two products at once where there are two of a step, or an even number of steps, and registers for them.
+    STEPS: gl.constexpr = 2 if OWN * EACH == 1 and IN_PAIRS else 1
+    AT_ONCE: gl.constexpr = 2 if STEPS * OWN * EACH > 1 and (OWN * EACH + 2) * BLOCK_N <= 384 else 1
     count = 0
     for tile in range(gl.program_id(0), grid[0] * grid[1] * grid[2], gl.num_programs(0)):
         first_row, first_col, split, begin, end = _place(tile, grid, BLOCK_M, BLOCK_N)
-        sums = ()
+        sums, products = (), ()
         for _ in gl.static_range(OWN * EACH):
             sums = sums + (gl.zeros([64, BLOCK_N], gl.float32, MMA),)
-        products = gl.zeros([64, BLOCK_N], gl.float32, MMA)
-        gate_scale = _scale_of(SCALE, first_col, begin, end, groups, ROWS_EACH, IN_BLOCKS)
-        up_scale = gate_scale
-        if GATED:
-            up_scale = _scale_of(SCALE, n_out + first_col, begin, end, groups, ROWS_EACH, IN_BLOCKS)
-        for step in range(begin, end):
-            next_scale = _scale_of(SCALE, first_col, step + 1, end, groups, ROWS_EACH, IN_BLOCKS)
-            next_up = next_scale
-            if GATED:
-                next_up = _scale_of(SCALE, n_out + first_col, step + 1, end, groups, ROWS_EACH, IN_BLOCKS)
-            slot = count % STAGES
-            mbarrier.wait(ready.index(slot), count // STAGES & 1)
-            more = ()
-            for own in gl.static_range(OWN):
-                x = xs.index(slot).slice(64 * (WHO + OF * own), 64)
-                of_rows = scales.index(slot).slice(64 * (WHO + OF * own), 64).load(gl.SliceLayout(1, MMA))
-                for half in gl.static_range(EACH):
-                    w = ws.index(slot).slice(BLOCK_N * half, BLOCK_N)
-                    scale = of_rows * (up_scale if half else gate_scale)
-                    acc, products = _add_products(
-                        sums[EACH * own + half], products, x, w, scale, EACH * own + half + 1 == OWN * EACH
-                    )
-                    more = more + (acc,)
-            sums = more
-            mbarrier.arrive(free.index(slot), count=1)
-            gate_scale, up_scale = next_scale, next_up
-            count += 1
+        for _ in gl.static_range(AT_ONCE):
+            products = products + (gl.zeros([64, BLOCK_N], gl.float32, MMA),)
+        of_weights = _scales_of(SCALE, first_col, begin, end, groups, n_out, STEPS, EACH, ROWS_EACH, IN_BLOCKS)
+        for step in range(begin, end, STEPS):
+            coming = _scales_of(SCALE, first_col, step + STEPS, end, groups, n_out, STEPS, EACH, ROWS_EACH, IN_BLOCKS)
+            sums, products = _add_steps(sums, products, of_weights, ring, count, WHO, OF, EACH, STEPS)
+            of_weights = coming
+            count += STEPS
         for own in gl.static_range(OWN):
             _store(
                 sums[EACH * own], sums[EACH * own + EACH - 1], SCALE, OUT, OUT_SCALES, out_stride,
@@ -184,7 +207,7 @@ def roles_kernel(
     X, X_SCALE, W, SCALE, OUT, OUT_SCALES, rows, scale_stride, out_stride, n_out, groups,
     tiles_m, tiles_n, splits, steps,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ROWS_EACH: gl.constexpr, IN_BLOCKS: gl.constexpr, PARTS: gl.constexpr,
-    DTYPE: gl.constexpr, PDL: gl.constexpr,
+    DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,), which share the tiles. X, W, SCALE, OUT: as in tile.py, but that a tile's weights have
     one scale of a block. X_SCALE: descriptor of x's scales [groups * scale_stride]. GROUPS of warps multiply. Where
@@ -210,7 +233,7 @@ def roles_kernel(
             [
                 (_multiply, (
                     SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
-                    0, 1, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                    0, 1, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
                 (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
             ],
@@ -221,11 +244,11 @@ def roles_kernel(
             [
                 (_multiply, (
                     SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
-                    0, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                    0, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
                 (_multiply, (
                     SCALE, OUT, OUT_SCALES, out_stride, ring, grid, rows, n_out, groups,
-                    1, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE,
+                    1, 2, GATED, PARTS, ROWS_EACH, IN_BLOCKS, DTYPE, IN_PAIRS,
                 )),
                 (_copy, (X, X_SCALE, W, ring, grid, n_out, scale_stride, GATED, PDL)),
             ],
@@ -259,7 +282,7 @@ def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = F
         weight.scale, out, activated and activated.scales, rows, stride, activated.scales.stride(1) if activated else 0,
         n_out, weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
         GROUPS=config.num_warps // 4, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, PARTS=config.parts > 1,
-        DTYPE=_DTYPES[x.dtype], num_warps=4, maxnreg=128 if config.num_warps == 4 else None,
-        **pdl_options(device),
+        DTYPE=_DTYPES[x.dtype], IN_PAIRS=groups % (2 * config.split_k) == 0, num_warps=4,
+        maxnreg=128 if config.num_warps == 4 else None, **pdl_options(device),
     )  # fmt: skip
     return out if activated is None else activated

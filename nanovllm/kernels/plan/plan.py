@@ -67,7 +67,7 @@ class Launch:
     residual: bool = False
     """The addition to the residual stream."""
     rounded: bool = False
-    """Rows come in e4m3 from the kernel that makes them: a norm's, or attention's where it merges chunks."""
+    """Rows come in e4m3 from the kernel that makes them: a norm's, or, in steps of decodes alone, attention's."""
     rounds: bool = False
     """The result, or that of the activation behind it, is rounded to e4m3."""
     is_early: bool = False
@@ -151,7 +151,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         # One row's product over several ranks rounds it in less time than the kernel of the sum.
         rounded &= not norm and (rows > 1 or rules.world == 1)
     else:
-        rounded &= around.before == "attention" and config.kernel == "stream"
+        rounded &= around.before == "attention"
     rounds = around.rounds and takes_e4m3 and (not gate or config.kernel == "roles") and not product.is_adapted
     is_early = config.is_our_kernel and rules.exact_bits is None
     merge_first = around.is_behind_attention and config.is_skinny and merges_before(rows, product.num_bytes)
