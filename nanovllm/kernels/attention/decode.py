@@ -325,7 +325,8 @@ class DecodeAttention:
                  rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
         """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: the result is rounded
-        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone. mixed: see KVCache."""
+        to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128 dimensions. mixed:
+        see KVCache."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
         most_chunks = plan.most_chunks(num_rows, max_context_len)
