@@ -98,12 +98,13 @@ class Drafting:
         expected = 1 + self._found * self._right
         return places if expected > cost(num_rows, places, sum(lengths), self._place_cost) else 1
 
-    def wants_entries(self, num_rows: int) -> bool:
-        """Whether a model that drafts is to take in what so many rows compute: all drafts being right, they would pay
-        for the rows that are left once most have ended."""
-        places, num_left = self.tokens_per_step, -(-num_rows // _READY)
-        spent = cost(num_left, places, 0, self._place_cost) + self._place_cost.drafting
-        return num_left * places <= self.most_places and places > spent
+    def wants_entries(self, num_rows: int, num_later: int) -> bool:
+        """Whether a model that drafts is to take in what so many rows compute. It rests where drafts would not pay for
+        them, were they all right, and at least as many requests wait until these have ended: else the rows that are
+        left at last would have no drafts."""
+        places = self.tokens_per_step
+        spent = cost(num_rows, places, 0, self._place_cost) + self._place_cost.drafting
+        return num_later < num_rows or (num_rows * places <= self.most_places and places > spent)
 
     def wants_drafts(self, rows: Collection[Sequence]) -> bool:
         """Whether a model is to draft for rows that run: the drafts that are right are likely to bring more than places

@@ -120,8 +120,9 @@ class Scheduler:
             self._schedule_prompts(plan, prompts, budget)
         if plan.seqs:
             if self.config.model_drafts:
-                load = len(self.running) + min(len(self.waiting), self.memory.room_beside(len(self.running)))
-                plan.enter(self.drafting.wants_entries(load), self.drafting.wants_drafts(self.running))
+                rows, waiting = len(self.running), len(self.waiting)
+                soon, drafting = min(waiting, self.slots.num_free, self.memory.room_beside(rows)), self.drafting
+                plan.enter(drafting.wants_entries(rows + soon, waiting - soon), drafting.wants_drafts(self.running))
             plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
                 plan.keeps |= self.memory.expect_states(plan.seqs[: plan.num_old_rows])

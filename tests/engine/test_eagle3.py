@@ -280,10 +280,11 @@ def test_a_head_drafts_where_its_drafts_are_likely_to_pay() -> None:
     assert not Drafting(4, 256, PlaceCost()).wants_drafts(rows(1)), "looking up is no model's"
 
 
-def test_a_head_takes_in_what_rows_compute_up_to_twice_the_load_at_which_drafts_pay() -> None:
-    for cost, most in ((PlaceCost(drafting=0.15), 128), (PlaceCost(10.0, drafting=0.15), 64)):
+def test_a_head_rests_while_many_run_and_as_many_wait_for_them_to_end() -> None:
+    for cost, most in ((PlaceCost(drafting=0.15), 64), (PlaceCost(10.0, drafting=0.15), 32)):
         drafting = Drafting(4, 256, cost)
-        assert [rows for rows in range(1, 257) if drafting.wants_entries(rows)] == [*range(1, most + 1)]
+        assert [rows for rows in range(1, 257) if drafting.wants_entries(rows, rows)] == [*range(1, most + 1)]
+        assert all(drafting.wants_entries(rows, rows - 1) for rows in range(1, 257))
 
 
 @pytest.mark.parametrize("head", ["plain", "DFlash"])
@@ -293,7 +294,7 @@ def test_a_head_rests_at_high_load_and_drafts_for_rows_of_which_it_has_all(
     """Rows that begin while few run have drafts, and those are of the definition; others have none, nor have rows that
     begin with blocks of such. Texts are the same."""
     draft_always(monkeypatch)
-    monkeypatch.setattr(Drafting, "wants_entries", lambda self, num_rows: num_rows <= 2)
+    monkeypatch.setattr(Drafting, "wants_entries", lambda self, num_rows, num_later: num_rows <= 2)
     folder, changed = saved(tmp_path, HEADS[head]), {"method": "eagle3", **HEADS[head]}
     texts: dict[int, list[int]] = {}
 
