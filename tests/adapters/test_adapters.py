@@ -342,7 +342,7 @@ def test_replicas_have_every_adapter(qwen: Any) -> None:
             given = PROMPTS * 2, [requests[number] for number in numbers]
             check_values(model, made, generate(llm, *given), numbers)
             if count == 1:
-                os.kill(llm.engine.engines.all[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(llm.engine.engines.all[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
                 check_values(model, made, generate(llm, *given), numbers)
                 assert llm.engine_info()["num_restarts"] == 1
             llm.remove_adapter("b")

@@ -29,6 +29,7 @@ def test_a_window_and_a_softcap_given_as_functions_equal_the_models_own() -> Non
     }
     out = run(plain, backend(plain, **functions))
     assert native.error_of(out) < TOLERANCE * 2
+    native.v_cache.nan_to_num_()  # what others left in a block, which our own kernels mask
     torch.testing.assert_close(out, run(native, backend(native)), equal_nan=True)
 
 
