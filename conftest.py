@@ -76,6 +76,10 @@ class Quick:
         self._refused = ""
         """The reason to skip the test at hand."""
         sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Looks from now on: pytest-xdist may start a process before, to say where a worker runs."""
         sys.addaudithook(self._look)
 
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """Calls as Python writes them: `[f(city="Rome", days=[1, None])]` (LFM2, Llama 4). Each number, and each escape in a
-text, is read alone, by ast.literal_eval, as it comes: nothing is run, and nothing nests for Python."""
+text, is read alone, as it comes: nothing is run, and nothing nests for Python. (ast.literal_eval would read them too,
+but in Python 3.11 it may fail where two threads parse at once.)"""
 
-import ast
 import json
 import math
 import re
@@ -16,6 +16,7 @@ _SCALAR = re.compile(r"[\w.+-]*")
 _ESCAPE = re.compile(r"x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[\\'\"abfnrtv\n]")
 _ESCAPE_LENGTHS = {"x": 3, "u": 5, "U": 9, **dict.fromkeys("01234567", 3)}
 """Characters that an escape may have behind its backslash, by the first of them; others have one."""
+_FLOAT = re.compile(r"[+-]?(\d[\d_]*[.eE]|\.\d)[\d_.eE+-]*")
 _MAX_NUMBER = 1000
 """Characters of a number."""
 _TEXT = r"""/"(?:[^"\\]|\\["'\\nrt])*"|'(?:[^'\\]|\\["'\\nrt])*'/"""
@@ -116,15 +117,17 @@ def _meaning(escape: str) -> str:
     """Text of an escape, given without its backslash, as JSON has it between quotes; itself where it is no character.
     (Half a surrogate pair stays an escape, which the next one may complete.)"""
     try:
-        return json.dumps(ast.literal_eval(f'"\\{escape}"'))[1:-1]
-    except SyntaxError:
+        return json.dumps(f"\\{escape}".encode().decode("unicode_escape"))[1:-1]
+    except UnicodeDecodeError:
         return within_json(f"\\{escape}")
 
 
 def _number(scalar: str) -> str | None:
     """A number that Python writes otherwise than JSON: 1_000, 0x1f, .5; None where it is none."""
-    try:
-        found = ast.literal_eval(scalar) if len(scalar) < _MAX_NUMBER and not scalar.isdecimal() else None
-    except (SyntaxError, ValueError):
+    if len(scalar) >= _MAX_NUMBER or scalar.isdecimal():
         return None
-    return json.dumps(found) if isinstance(found, (int, float)) and abs(found) < math.inf else None
+    try:
+        found = float(scalar) if _FLOAT.fullmatch(scalar) else int(scalar, 0)
+    except ValueError:
+        return None
+    return json.dumps(found) if abs(found) < math.inf else None
