@@ -3,6 +3,7 @@ is set, many more on demand, and never fails for being slow. With --quick each t
 process is skipped when it does."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -79,8 +80,10 @@ class Quick:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """Looks from now on: pytest-xdist may start a process before, to say where a worker runs."""
+        """Looks from now on: pytest-xdist may start a process before, to say where a worker runs. What stands for a
+        process that was refused has none to wait for when it goes, be that in the middle of something else."""
         sys.addaudithook(self._look)
+        subprocess.Popen.__del__ = lambda self: None  # type: ignore[attr-defined]
 
     def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "import" and arguments[0].partition(".")[0] == "torch":
