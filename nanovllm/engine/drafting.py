@@ -18,9 +18,6 @@ _NARROW = 2048
 _EXPECTED, _FORGOTTEN = 0.5, 1 / 2048
 """Share of drafts that is expected to be right when nothing is known, and how fast what is known fades in steps that
 verify none: so that they are tried again now and then."""
-_READY = 2
-"""Rows of which a model that drafts takes in what they compute, at most, for each row for which drafts pay: so that
-they may have drafts when some have ended."""
 _LEARNT = 1 / 8
 """Weight of a step's drafts in the average of the last ones."""
 

@@ -99,8 +99,8 @@ class RankAdapters:
         return self._held_together({path: halves for path, halves in made.items() if path in used})
 
     def _held_together(self, halves: dict[str, Halves]) -> dict[str, Halves]:
-        """The same halves in one piece of memory, pinned where slots are on a GPU: each piece takes the driver as long
-        as copying a megabyte."""
+        """Copies of these halves in one piece of memory, pinned where slots are on a GPU: the driver takes as long for
+        each piece as for copying a megabyte."""
         is_pinned = next(iter(self._layers.values())).a.is_cuda
         every = [half for pair in halves.values() for half in pair]
         held = torch.empty(sum(half.numel() for half in every), dtype=self._dtype, pin_memory=is_pinned)

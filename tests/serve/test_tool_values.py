@@ -1,6 +1,7 @@
 """Values of calls in families that write texts as they are: their types, bounds and names are those of the schema."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -41,6 +42,16 @@ def arguments_of(model: Model, plan: Plan, arguments: dict[str, str]) -> Any:
     assert found == model.read(plan, text, [1])
     [(_, read_back)] = message_of(found).calls
     return read_back
+
+
+def loose_and_strict(
+    model: Model, schema: dict[str, Any], texts: dict[str, Any]
+) -> Iterator[tuple[Plan, str, Any]]:
+    """Each of these texts and its value, with a plan that holds calls to the schema as usual, then a strict one."""
+    for strict in (None, True):
+        plan = plan_of(model, schema, strict)
+        for text, value in texts.items():
+            yield plan, text, value
 
 
 FEW = {"$anchor": "few", "anyOf": [COUNT, LETTERS]}
@@ -92,12 +103,10 @@ VALUES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("schema", "texts"), VALUES, ids=[json.dumps(schema)[:40] for schema, _ in VALUES])
 def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict[str, Any]) -> None:
     whole = schema_of(schema, **ROOT)
-    for strict in (None, True):
-        plan = plan_of(model, whole, strict)
-        for text, value in texts.items():
-            found = arguments_of(model, plan, {"v": text})
-            assert found == (None if value is ... else {"v": value}), text
-            assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
+    for plan, text, value in loose_and_strict(model, whole, texts):
+        found = arguments_of(model, plan, {"v": text})
+        assert found == (None if value is ... else {"v": value}), text
+        assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
 
 
 @pytest.mark.parametrize(
