@@ -162,6 +162,7 @@ class StepGraphs:
             run(shape)
         # Once on what `run` has read: a new graph's first replay may be wrong (docs/notebook.md), and it is slower.
         graph.replay()
+        self._stream.synchronize()  # it may be thrown away at once
         self._graphs[run, shape] = graph
         self._progress()
 
