@@ -31,7 +31,7 @@ class Work(ABC):
         """Puts tasks into the inbox. From any thread."""
         with self._work:
             self._inbox += tasks
-        self.wake()
+            self._work.notify_all()
 
     def take_unreported(self) -> Step:
         """Returns, once, the outputs that the next step would hand out beside its own."""
