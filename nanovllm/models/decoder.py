@@ -25,7 +25,7 @@ from nanovllm.layers.layer_inputs import LayerInputGate, LayerInputs
 from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import dense_mlp
 from nanovllm.layers.mlp_beside_experts import MLPBesideExperts
-from nanovllm.layers.moe import MoE, is_plain_mixture
+from nanovllm.layers.moe import MoE, is_experts_alone
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm, StreamScalar
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.step import Call, ForwardStep, wanted_rows
@@ -75,7 +75,7 @@ def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
         return False
     if spec.mlp == "moe":
         assert config.moe is not None
-        return is_plain_mixture(config.moe)
+        return is_experts_alone(config.moe)
     return config.gated_mlp and config.activation == "silu"
 
 

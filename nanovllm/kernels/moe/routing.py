@@ -115,7 +115,7 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _softmax(score, inside):
+def softmax(score, inside):
     """Softmax of score [ROWS, BLOCK], where it is `inside`. Its sum is one of integers, so its bits do not depend on
     ROWS."""
     shares = tl.where(inside, tl.exp(score - tl.max(tl.where(inside, score, float("-inf")), axis=1)[:, None]), 0.0)
@@ -196,7 +196,7 @@ def _route_kernel(
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
     elif CORRECTION is not None:
-        score = _softmax(score, expert < EXPERTS)
+        score = softmax(score, expert < EXPERTS)
     choice = score + correction
     choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
     choice = tl.where(expert < EXPERTS, choice, float("-inf"))

@@ -223,12 +223,12 @@ def fixed_order(product: Product, rules: Rules) -> Ranges:
 def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     """Chooses what runs for a router, or for experts' gate and up or down: all three by the same facts."""
     assert product.choice is not None
-    (count, top_k, dtype, is_plain), around = product.choice, product.around
+    (count, top_k, dtype, for_few), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
     chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
     chained &= item_size == 2 or dtype not in PACKED
-    few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain
+    few = rules.is_fused and rows <= (1 if dtype == FP8 else FEW_TOKENS) and item_size == 2 and for_few
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
@@ -238,7 +238,7 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
     kernel: Kernel = "tile" if rules.is_fused and rules.device.is_cuda else "twin"
     config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
-    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens" if is_plain else "more than a softmax"
+    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens"
     return Launch(config, gate=is_gated, why=why)
 
 

@@ -58,8 +58,8 @@ class Choice(NamedTuple):
     top_k: int
     dtype: str
     """Dtype of their weights."""
-    is_plain: bool = True
-    """A softmax over all experts without biases, and the sum of the chosen ones."""
+    for_few: bool = True
+    """Whether kernels for a few tokens choose so, and compute what these experts do."""
 
 
 @dataclass(frozen=True)
