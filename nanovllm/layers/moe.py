@@ -103,12 +103,16 @@ class MoE(WeightedModule):
             self.gate_up_bias, self.down_bias = make(count, rows), make(count, row_size)
             self.gate_up_bias.zero_()
         self.adds_bias = group.rank == 0
+        for_few = takes_few_tokens(config, of_gate_up, of_down, device)
+        precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
+        if not for_few or config.latent_size or (config.shared_size and any(precisions)):
+            around = around.apart
         self.shared: MLP | None = None
         if config.shared_size:
-            precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
             self.shared = MLP(  # whose parts combine does not add up
                 context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
-                gated=config.gated, precisions=precisions, around=Around(), path="shared.",
+                gated=config.gated, precisions=precisions, path="shared.",
+                around=Around(around.before) if around.is_chained else Around(),
             )  # fmt: skip
         self.to_latent = self.from_latent = None
         if config.latent_size:
@@ -125,12 +129,8 @@ class MoE(WeightedModule):
         )  # fmt: skip
         alpha = config.activation_alpha if config.activation == "silu" else None
         self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
-        for_few = takes_few_tokens(config, of_gate_up, of_down, device)
         choice = Choice(count, config.top_k, of_gate_up.type_name, for_few)
-        only_experts = not config.shared_size and not config.latent_size
-        if not (for_few and only_experts):
-            around = around.apart
-        is_alone = group.size == 1 and only_experts and around.adds_parts
+        is_alone = group.size == 1 and not config.shared_size and not config.latent_size and around.adds_parts
         around = around._replace(adds_parts=is_alone and 1 < config.top_k <= MOST_PARTS)
         self.router = Router(context, hidden_size, config, choice, around)
         made = partial(product_of, context, choice=choice)
@@ -210,13 +210,6 @@ def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: D
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
         return isinstance(gate_up, DenseMatrix)
     return device.has_tma and few_streamed.takes(gate_up.for_kernel(), down.for_kernel())
-
-
-def is_experts_alone(config: MoEConfig) -> bool:
-    """Whether a mixture is the sum of experts and nothing else, without biases and clamps: kernels for a few tokens may
-    compute what is around it."""
-    has_more = config.shared_size or config.latent_size or config.bias or config.activation_limit is not None
-    return not has_more and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

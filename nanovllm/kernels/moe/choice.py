@@ -111,9 +111,10 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
 
 
 @triton.jit
-def shared_part(shared, LOGITS, row, GATED: tl.constexpr, how):
-    """What a shared expert computed, in float32, times the sigmoid of the logit behind the experts' where GATED."""
-    shared = shared.to(tl.float32)
+def load_shared(SHARED, col, live, LOGITS, row, n_out, GATED: tl.constexpr, how):
+    """Columns of what a shared expert computed, SHARED [T, n_out], in float32, with GATED times the sigmoid of the logit
+    behind the experts'."""
+    shared = tl.load(SHARED + row * n_out + col, mask=live, other=0.0).to(tl.float32)
     if GATED:
         gate = tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")
         shared = shared / (1.0 + tl.exp(-gate))

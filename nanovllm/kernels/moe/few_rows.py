@@ -27,7 +27,7 @@ from nanovllm.kernels.moe.choice import (
     choice_constants,
     choose,
     load_scores,
-    shared_part,
+    load_shared,
 )
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.plan.config import GemmConfig
@@ -77,15 +77,14 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    H, W, LOGITS, BIAS, CORRECTION, FACTORS, OUT, n_out,
+    H, W, LOGITS, BIAS, CORRECTION, FACTORS, SHARED, OUT, n_out,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, RENORMALISE: tl.constexpr, SCALE: tl.constexpr,
     ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to, with SHARED_GATE
-    times that (see shared_part). The experts' steps along K follow one another, and weights are fetched PRELOAD of them
-    ahead."""
+    """Grid (column tiles, tokens). H [tokens, TOP_K, K]; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see
+    load_shared. The experts' steps along K follow one another, and weights are fetched PRELOAD of them ahead."""
     how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
@@ -106,6 +105,8 @@ def _down_kernel(
     out = OUT + row * n_out + w_rows
     if ADDS:
         residual = tl.load(out, mask=w_live, other=0.0)
+    if SHARED is not None:
+        shared = load_shared(SHARED, w_rows, w_live, LOGITS, row, n_out, SHARED_GATE, how)
     total = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
     for slot in tl.static_range(TOP_K):
         acc = tl.zeros([WARPS, PER_WARP, 32], dtype=tl.float32)
@@ -119,8 +120,10 @@ def _down_kernel(
             acc += lane_sums(tile * h.to(tl.float32))
         total += acc * weights[slot][:, :, None]
     y = tl.sum(total, axis=2)
+    if SHARED is not None:
+        y += shared
     if ADDS:
-        y += shared_part(residual, LOGITS, row, SHARED_GATE, how)
+        y += residual.to(tl.float32)
     tl.store(out, y.to(OUT.dtype.element_ty), mask=w_live)
 
 
@@ -145,16 +148,16 @@ def gate_up(
 
 def down(
     h: torch.Tensor, weight: torch.Tensor, chosen: Chosen, config: GemmConfig, residual: torch.Tensor | None = None,
-    shared_gate: bool = False,
+    shared: torch.Tensor | None = None, shared_gate: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
-    [E, H, I]: [T, H]. residual [T, H]: it is added to in place, and returned; with shared_gate times the sigmoid of the
-    logit behind the experts'."""
+    [E, H, I]: [T, H]. shared [T, H] is added, with shared_gate times the sigmoid of the logit behind the experts'.
+    residual [T, H]: it is added to in place, and returned."""
     (rows, top_k, width), (experts, hidden, k), options = h.shape, weight.shape, chosen.options
     assert k == width, weight.shape
     out = h.new_empty(rows, hidden) if residual is None else residual
     _down_kernel[(triton.cdiv(hidden, config.block_n), rows)](
-        h, weight, chosen.logits, chosen.bias, chosen.correction, chosen.factors, out, hidden,
+        h, weight, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out, hidden,
         RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=residual is not None, SHARED_GATE=shared_gate,
         **choice_constants(chosen, experts, h.device), **walk_constants(weight, config, top_k),
     )  # fmt: skip

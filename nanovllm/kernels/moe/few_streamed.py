@@ -46,7 +46,7 @@ from nanovllm.kernels.moe.choice import (
     choice_constants,
     choose,
     load_scores,
-    shared_part,
+    load_shared,
 )
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.plan.config import GemmConfig
@@ -211,8 +211,8 @@ def _load_h(H, H_SCALE, part, scale_stride, TOP_K: tl.constexpr, GROUPS: tl.cons
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _down_kernel(
-    H, H_SCALE, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, FACTORS, OUT, scale_stride, n_out, groups,
-    scale_rows,
+    H, H_SCALE, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, FACTORS, SHARED, OUT, scale_stride, n_out,
+    groups, scale_rows,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCALING: tl.constexpr, ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
@@ -220,8 +220,8 @@ def _down_kernel(
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], in e4m3 with H_SCALE [groups of all, scale_stride], K
-    of whole groups; OUT [tokens, n_out], with ADDS added to, with SHARED_GATE times that (see shared_part). Weights,
-    SCALE and BIAS as those of _gate_up_kernel."""
+    of whole groups; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see load_shared. Weights, SCALE and BIAS as
+    those of _gate_up_kernel."""
     how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS)  # of e4m3 groups are whole
     GROUPS: tl.constexpr = (K + 127) // 128
@@ -250,6 +250,8 @@ def _down_kernel(
     out = OUT + row * n_out + col
     if ADDS:
         residual = tl.load(out, mask=col < n_out, other=0.0)
+    if SHARED is not None:
+        shared = load_shared(SHARED, col, col < n_out, LOGITS, row, n_out, SHARED_GATE, how)
     h_scale = None if H_SCALE is None else H_SCALE + row
     loaded = ()
     for part in tl.static_range((STEPS + 7) // 8):
@@ -265,8 +267,10 @@ def _down_kernel(
         if step + PRELOAD < STEPS:
             tiles = tiles + _load_step(W, PACKED, numbers, steps, first, n_out, step + PRELOAD, GROUPS, walk)
     y = finish(acc, 1)
+    if SHARED is not None:
+        y += shared
     if ADDS:
-        y += shared_part(residual, LOGITS, row, SHARED_GATE, how)
+        y += residual.to(tl.float32)
     tl.store(out, y.to(OUT.dtype.element_ty), mask=col < n_out)
 
 
@@ -291,10 +295,10 @@ def gate_up(
 
 def down(
     h: Tensor, weight: FP8Weight | PackedWeight, chosen: Chosen, config: GemmConfig, residual: Tensor | None = None,
-    shared_gate: bool = False, bias: Tensor | None = None,
+    shared: Tensor | None = None, shared_gate: bool = False, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
-    [E, H, I], and of packed weights bias [E, H]: [T, H]. residual and shared_gate: see few_rows.down."""
+    [E, H, I], and of packed weights bias [E, H]: [T, H]. residual, shared and shared_gate: see few_rows.down."""
     rows, hidden, options, operands = h.shape[0], weight.shape[1], chosen.options, operands_of(weight)
     constants = _constants(operands, weight.shape, config, chosen, options.top_k, h)
     out = h.new_empty(rows, hidden) if residual is None else residual
@@ -303,8 +307,8 @@ def down(
         h, h_scale, _ = quantize_rows(h.flatten(1))
         stride = h_scale.stride(1)
     _down_kernel[(triton.cdiv(hidden, 16), rows)](
-        h, h_scale, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, chosen.factors, out, stride,
-        hidden, operands.groups, operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k),
+        h, h_scale, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out,
+        stride, hidden, operands.groups, operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k),
         RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None, SHARED_GATE=shared_gate,
         **constants,
     )  # fmt: skip

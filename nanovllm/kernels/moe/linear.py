@@ -29,7 +29,7 @@ class Routed(NamedTuple):
     of_router: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     """Bias, correction and factors [experts], see routing.route; tiles have them in `routing`."""
     shared: Tensor | None = None
-    """[T, H] of a shared expert, to which kernels for a few rows add the sum of the others."""
+    """[T, H] of a shared expert, which kernels for a few rows add to the sum of the others."""
     shared_gate: bool = False
     """The sigmoid of the logit behind the experts' multiplies it."""
 
@@ -44,8 +44,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
-    config.round_sums; by kernels for few rows their sum [T, H], which is added to `residual`, or to what a shared
-    expert computed, where there is such. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an
+    config.round_sums; by kernels for few rows their sum [T, H], and what a shared expert computed, which are added to
+    `residual`, where there is one. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an
     expert], in routing's order: added to the products before these are rounded; not by kernels for few rows."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
@@ -57,7 +57,7 @@ def linear(
             if isinstance(weight, Tensor):
                 return few_rows.gate_up(x, weight, *around)
             return few_streamed.gate_up(x, weight, *around, of_gate_up)
-        adds = (chosen, config, routed.shared if residual is None else residual, routed.shared_gate)
+        adds = (chosen, config, residual, routed.shared, routed.shared_gate)
         if isinstance(weight, Tensor):
             return few_rows.down(x, weight, *adds)
         return few_streamed.down(x, weight, *adds, of_down)

@@ -22,7 +22,7 @@ class Norm(NamedTuple):
     """Norm of a row: its weight, epsilon, kind and bias. Statistics are in float32."""
 
     weight: torch.Tensor
-    """[H], in the model's dtype or in float32."""
+    """[H], in the model's dtype, of kind "rms_float32" in float32: kernels that multiply tell the two by it."""
     eps: float
     kind: str = "rms"
     """"rms": the normalised row is rounded to the model's dtype, then times weight and rounded again; "rms_float32":
