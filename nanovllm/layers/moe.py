@@ -156,9 +156,11 @@ class MoE(WeightedModule):
             Piece("down_proj", (row_size, width), (down,)),
         )
 
-    def forward(self, x: torch.Tensor, call: Call, of_router: torch.Tensor | None = None) -> torch.Tensor:
-        """See ParallelLinear. of_router [T, hidden]: what the router takes in place of x."""
-        logits = self.router(x if of_router is None else of_router, call)
+    def forward(
+        self, x: torch.Tensor, call: Call, of_router: tuple[torch.Tensor, Call] | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """See ParallelLinear. of_router: rows [T, hidden], and their call, that the router takes in place of these."""
+        logits = self.router(*(of_router or (x, call)))
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
         is_few, shared = routed.routing is None, None if self.shared is None else self.shared(x, call)
         if is_few and self.from_latent is None:

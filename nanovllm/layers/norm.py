@@ -19,8 +19,8 @@ class RowNorm(WeightedModule):
         self, context: LayerContext, hidden_size: int, eps: float, *, kind: str = "rms", adds_one: bool = False,
         has_bias: bool = False,
     ) -> None:  # fmt: skip
-        """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact, and so is one
-        that is multiplied by in float32."""
+        """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact, as is one
+        that multiplies in float32."""
         super().__init__()
         self.eps, self.kind, self.adds_one = eps, kind, adds_one
         dtype, device = context.dtype, context.device

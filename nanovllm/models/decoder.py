@@ -211,7 +211,7 @@ class DecoderLayer(WeightedModule):
                 break
             plan: LayerPlan = (self.plans if step.adapters is None else self.adapted_plans)[stream.num_rows]
             first, last = block.ends(plan)
-            if first.norm:
+            if plan.is_complete and first.norm:
                 x = residual = block.reduce_norm.add(stream)
             else:
                 x, residual = block.reduce_norm(stream, first.rounded)

@@ -68,7 +68,7 @@ def checkpoint(kind: str, where: Path) -> str:
     import family_cases  # here: the script needs no transformers, which is slow to import
     from checkpoints import make_model, save
 
-    if kind == "qwen3_moe":
+    if kind != "qwen3":
         case = family_cases.CASES[kind]
         return str(family_cases.save(family_cases.make_model(case, seed=4), case, where))
     shape = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 150}
@@ -79,7 +79,9 @@ def checkpoint(kind: str, where: Path) -> str:
     ("kind", "fused_kernels", "gemms"),
     [
         pytest.param("qwen3", True, "ours", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", True, "ours", marks=pytest.mark.slow),
+        *(pytest.param(kind, True, "ours", marks=pytest.mark.slow)
+          for kind in ("qwen3_moe", "qwen3_5_moe", "nemotron_h", "lfm2")),
+        pytest.param("gemma4", True, "ours", marks=pytest.mark.slow),
         ("qwen3", False, "library"),
     ],
 )

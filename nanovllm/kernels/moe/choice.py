@@ -112,8 +112,8 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
 
 @triton.jit
 def load_shared(SHARED, col, live, LOGITS, row, n_out, GATED: tl.constexpr, how):
-    """Columns of what a shared expert computed, SHARED [T, n_out], in float32, with GATED times the sigmoid of the logit
-    behind the experts'."""
+    """Columns of what a shared expert computed, SHARED [T, n_out], in float32, with GATED times the sigmoid of the
+    logit behind the experts'."""
     shared = tl.load(SHARED + row * n_out + col, mask=live, other=0.0).to(tl.float32)
     if GATED:
         gate = tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")

@@ -220,8 +220,8 @@ def _down_kernel(
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], in e4m3 with H_SCALE [groups of all, scale_stride], K
-    of whole groups; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see load_shared. Weights, SCALE and BIAS as
-    those of _gate_up_kernel."""
+    of whole groups; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see load_shared. Weights, SCALE and BIAS
+    as those of _gate_up_kernel."""
     how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS)  # of e4m3 groups are whole
     GROUPS: tl.constexpr = (K + 127) // 128

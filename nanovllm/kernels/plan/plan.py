@@ -121,7 +121,8 @@ class Rules:
 def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     """Plans a layer of these operations for so many rows."""
     found = [(one, launch(one, rows, rules)) for one in operations]
-    complete = any(each.norm or each.residual for one, each in found if one.choice is None)
+    chained = (each for one, each in found if one.choice is None and one.around.is_chained)
+    complete = any(each.norm or each.residual for each in chained)
     complete &= all(map(_is_whole, _blocks(found)))
     if not complete and any(one.around.is_chained for one in operations):
         found = [(one, launch(one.apart, rows, rules)) for one in operations]
@@ -249,7 +250,7 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
-        return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")
+        return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
