@@ -142,6 +142,8 @@ def _blocks(found: Sequence[tuple[Product, Launch]]) -> Iterator[list[tuple[Prod
         if one.around.after == "residual":
             yield block
             block = []
+    if block:
+        yield block
 
 
 def _is_whole(block: list[tuple[Product, Launch]]) -> bool:
