@@ -26,8 +26,8 @@ class MLPBesideExperts(WeightedModule):
         super().__init__()
         config = context.config
         self.kernels, norm = context.kernels, (context, config.hidden_size, config.norm_eps)
-        self.dense = dense_mlp(context, spec, Around("own rms"))
-        self.experts = MoE(context, spec, Around("own rms"))
+        around = Around("own rms" if spec.quantization is None else "")
+        self.dense, self.experts = dense_mlp(context, spec, around), MoE(context, spec, around)
         self.operations = (*self.dense.operations, *self.experts.operations)
         self.norms = {name: RowNorm(*norm, kind=config.norm_kind) for name in ("norm", "experts_norm")}
         self.norms["router_norm"] = RowNorm(*norm)

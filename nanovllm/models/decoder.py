@@ -71,7 +71,10 @@ def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:
 
 def may_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
     """Whether kernels for few rows may compute what is around and between this layer's products; what they do of it is
-    said by the products."""
+    said by the products. A norm that multiplies in float32 takes twice the registers, of which kernels for quantised
+    weights have none to spare."""
+    if config.norm_kind == "rms_float32" and spec.quantization is not None:
+        return False
     return spec.mlp in ("moe", "none") or (config.gated_mlp and config.activation == "silu")
 
 

@@ -8,7 +8,7 @@ depend on its neighbours.
 
 import torch
 
-from nanovllm.kernels.base.activations import gelu_tanh, silu
+from nanovllm.kernels.base.activations import gelu_mul, relu_squared, silu
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
 from nanovllm.kernels.gemm.fma import (
@@ -68,9 +68,9 @@ def _gate_up_kernel(
     OUT_WIDTH: tl.constexpr = PER_WARP // 2 if GATED else PER_WARP
     if GATED:
         gate, up = tl.split(tl.reshape(y, [WARPS, OUT_WIDTH, 2]))
-        y = (gelu_tanh(gate) if GELU else silu(gate)) * up
+        y = gelu_mul(gate, up, OUT.dtype.element_ty) if GELU else silu(gate) * up
     else:
-        y = tl.maximum(y, 0.0) * tl.maximum(y, 0.0)
+        y = relu_squared(y, OUT.dtype.element_ty)
     out_lane, out = warp * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :], OUT + (row * TOP_K + slot) * n_out
     store_tile(y, 0.0, out_lane, 0, out, 1, pid, n_out, WARPS * OUT_WIDTH, False)
 
