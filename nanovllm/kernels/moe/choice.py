@@ -17,7 +17,7 @@ _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 class Choosing(NamedTuple):
-    """How a kernel chooses. All are constants: what they decide is compiled away."""
+    """Way in which a kernel chooses. All are constants: what they decide is compiled away."""
 
     width: Any
     """Columns of the logits."""
