@@ -19,7 +19,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, file.parent)))
-    run_forked(f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})", environment)
+    run_forked(environment, f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})")
 
 
 def launch_dependently(*modules: Any) -> None:
