@@ -71,7 +71,7 @@ def _start(
 
 
 def _printed(processes: list["subprocess.Popen[bytes]"], seconds: float, *files: IO[bytes]) -> str:
-    """What processes have written to the first of `files` at their ends, which are good ones."""
+    """Text that processes have written to the first of `files` at their ends, which are good ones."""
     deadline = time.monotonic() + seconds
     try:
         ended_with = {process.wait(max(0.1, deadline - time.monotonic())) for process in processes}

@@ -59,8 +59,8 @@ def expect_logits_of_transformers(model: Any, folder: Path) -> None:
 
 
 def compare_logits(llm: LLM, model: Any, once: bool = False) -> tuple[int, int]:
-    """In a crowd and, unless `once`, cached and alone. Returns how many tokens the last prompt found in the cache, and
-    how many rows began again."""
+    """Returns how many tokens the last prompt found in the cache, and how many rows began again. once: in a crowd, but
+    neither cached nor alone."""
     recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
     crowd = cached = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     alone: list[Any] = []

@@ -130,7 +130,7 @@ def test_in_any_order_and_any_call(case: Case) -> None:
 
 
 def begun(request: Request, expected: Expected, count: int = 8) -> tuple[Request, Expected]:
-    """The same for so many tokens at most."""
+    """A request of so many tokens at most, and what is expected of it."""
     params = replace(request.params, max_tokens=min(count, request.params.max_tokens))
     ids, margins = expected.token_ids[:count], expected.margins[:count]
     return replace(request, params=params), replace(expected, token_ids=ids, margins=margins)

@@ -22,7 +22,7 @@ from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, 
 
 from nanovllm import LLM
 
-REQUESTS = make_requests()
+REQUESTS = make_requests(most_tokens=10)
 CHUNKS = {"num_kvcache_blocks": LONGEST // BLOCK, "disable": ("lookahead",), "max_num_batched_tokens": BLOCK}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 5, "norm_topk_prob": True},

@@ -13,7 +13,7 @@ from sampling_engines import Engines, reference_logits
 from nanovllm import SamplingParams
 
 NUM_DRAWS = 800
-"""On one rank; half of them on two."""
+"""Requests on one rank; half as many on two."""
 TEXT = "A"
 HOT = 2.5  # spreads the demo model's certain choices
 
