@@ -48,7 +48,8 @@ def answers(folder: str, *disable: str, **options: Any) -> tuple[list[Any], dict
     with LLM(folder, **{**ENGINE, **options, "disable": ("lookahead", *disable)}) as llm:
         witness = StepWitness().watch(llm)
         calls = [[llm.generate([PROMPTS[3]], PARAMS[3], use_tqdm=False)[0]]]
-        calls += [llm.generate(PROMPTS, PARAMS, use_tqdm=False) for _ in range(2)]
+        for params in (PARAMS, [replace(each, max_tokens=6) for each in PARAMS]):
+            calls.append(llm.generate(PROMPTS, params, use_tqdm=False))
         llm.engine.scheduler.check_integrity()
         seen = {
             "groups": [(one["window"], one["tables"]) for one in llm.engine_info()["kv_cache_groups"]],
