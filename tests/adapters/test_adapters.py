@@ -84,14 +84,14 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_compute_by_their_own_adapters(family: str, tmp_path: Path) -> None:
-    """Mixed, in chunks of nine tokens, from the cache, and with fewer slots than adapters."""
+    """Mixed, in chunks of 16 tokens, from the cache, and with fewer slots than adapters."""
     model = make_model(CASES[family])
     folder = family_cases.save(model, CASES[family], tmp_path / "model")
     made = make_adapters(model, tmp_path)
     requests = [None, *(LoRARequest(f"a{n}", lora_path=str(path)) for n, (path, _, _) in enumerate(made))]
     given = [(prompt, number) for prompt in PROMPTS for number in range(4)]
-    with LLM(str(folder), **LORA, max_num_batched_tokens=9) as llm:
-        for params in (SCORED, replace(SCORED, prompt_logprobs=None)):
+    with LLM(str(folder), **LORA, max_num_batched_tokens=16) as llm:
+        for params in (SCORED, replace(SCORED, prompt_logprobs=None, max_tokens=3)):
             prompts, numbers = zip(*given, strict=True)
             outputs = generate(llm, prompts, [requests[number] for number in numbers], params)
             check_values(model, made, outputs, numbers)
