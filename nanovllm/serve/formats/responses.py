@@ -123,9 +123,7 @@ class ResponsesFormat(ItemsFormat):
         return {"type": kind, "sequence_number": self._sequence - 1, **data}
 
     def _item_event(self, kind: str) -> Event:
-        return self._event(
-            f"response.output_item.{kind}", output_index=len(self.items) - 1, item={**self.items[-1]}
-        )
+        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item={**self.items[-1]})
 
     def _part_event(self, kind: str, **data: Any) -> Event:
         item = self.items[-1]
