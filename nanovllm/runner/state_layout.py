@@ -40,7 +40,7 @@ class StateLayout:
     group_layers: tuple[int, ...]
     """Layers of each group."""
     by_layer: tuple[TableLane, ...]
-    """Where each layer keeps what it keeps."""
+    """Table and lane of each layer."""
     lanes: tuple[tuple[Pages, ...], ...]
     """Pages of a block, lane by lane, in the tables of each group."""
 
