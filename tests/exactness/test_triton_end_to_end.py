@@ -102,7 +102,7 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
     more = {"num_kvcache_blocks": 8} if kind in WINDOWED else {}
     plain = serve(folder, "torch", fused_kernels, **more)
     args = (folder, str(int(fused_kernels)), gemms, json.dumps(more))
-    triton = json.loads(run_interpreted(__file__, *args).splitlines()[-1])
+    triton = json.loads(run_interpreted(__file__, args).splitlines()[-1])
     assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
     assert triton["complete"] == ([COMPLETE.get(kind, 4)] * 3 + [0] if gemms == "ours" else [0] * 4)
     assert plain["backend"] == "torch"

@@ -9,6 +9,7 @@ depend on its neighbours.
 import torch
 
 from nanovllm.kernels.base.activations import gelu_mul, relu_squared, silu
+from nanovllm.kernels.base.device import start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
 from nanovllm.kernels.gemm.fma import (
@@ -99,9 +100,7 @@ def _down_kernel(
     for slot in tl.static_range(TOP_K):
         row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)
     tiles = load_steps(row_ptrs, row_live, 0, PRELOAD, walk)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     out = OUT + row * n_out + w_rows
     if ADDS:
         residual = tl.load(out, mask=w_live, other=0.0)
