@@ -31,7 +31,7 @@ from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
-from nanovllm.model_config import LayerSpec, MoEConfig
+from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
 
 
 class RouterMatrix(DenseMatrix):
@@ -107,13 +107,7 @@ class MoE(WeightedModule):
         precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
         if not for_few or config.latent_size or (config.shared_size and any(precisions)):
             around = around.apart
-        self.shared: MLP | None = None
-        if config.shared_size:
-            self.shared = MLP(  # whose parts combine does not add up
-                context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
-                gated=config.gated, precisions=precisions, path="shared.",
-                around=Around(around.before) if around.is_chained else Around(),
-            )  # fmt: skip
+        self.shared = shared_expert(context, config, precisions, around) if config.shared_size else None
         self.to_latent = self.from_latent = None
         if config.latent_size:
             self.to_latent, self.from_latent = (
@@ -198,6 +192,18 @@ class MoE(WeightedModule):
         """View of gate_up or its bias without padding: [experts, 2, I, ...]."""
         count, rows = tensor.shape[:2]
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
+
+
+def shared_expert(
+    context: ModelContext, config: MoEConfig, precisions: tuple[Quantization | None, Quantization | None],
+    around: Around,
+) -> MLP:  # fmt: skip
+    """The expert that every token goes to, of a mixture with this around it; its sums come in one part."""
+    return MLP(
+        context, context.config.hidden_size, config.shared_size, gated=config.gated, precisions=precisions,
+        activation=config.activation if config.gated else "relu2", path="shared.",
+        around=Around(around.before) if around.is_chained else Around(),
+    )  # fmt: skip
 
 
 def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: Device) -> bool:
