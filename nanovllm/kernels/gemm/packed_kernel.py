@@ -9,7 +9,16 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import add_delta, store_tile, weight_rows
-from nanovllm.kernels.gemm.unpack import SPAN, add_block, planes_of, run_of, words_at, words_of_row
+from nanovllm.kernels.gemm.unpack import (
+    SPAN,
+    add_block,
+    load_pair,
+    planes_of,
+    run_of,
+    scale_and_zero,
+    words_at,
+    words_of_row,
+)
 
 
 @triton.jit
@@ -69,10 +78,17 @@ def int4_gemm_kernel(
     factors, accs = (1.0,), (tl.zeros([BLOCK_N, ROWS], dtype=tl.float32),)
     if factors_ptr is not None:
         factors = (tl.load(factors_ptr + w_rows)[:, None],)
+    # One scale of all a weight row's sums may wait for the end: large tiles then hold one set of sums, not two.
+    AT_END: tl.constexpr = ROWS >= 64 and (CODE == "e2m1" or (CODE == "bytes" and GROUP == 0))
     for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
         block = tl.where(step < end, step, step - (end - begin))
         accs = add_block(accs, w_ptrs, groups_ptr, w_rows, block, n, 0, x_ptr + row[:, None] * k, row < rows, k,
-                         factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
+                         factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX, not AT_END)  # fmt: skip
+    if AT_END:
+        if CODE == "bytes":
+            scale, _ = scale_and_zero(load_pair(groups_ptr, w_rows), dtype, False, PTX)
+            factors = (scale.to(tl.float32)[:, None],)
+        accs = (accs[0] * factors[0],)
 
     if DELTA is not None:  # noqa: SIM102 (a constant)
         if split == 0:

@@ -33,7 +33,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     part_of_x,
     width_of,
 )
-from nanovllm.kernels.plan.config import FP8, INT8, GemmConfig
+from nanovllm.kernels.plan.config import FP8, MXFP4, GemmConfig
 from nanovllm.kernels.plan.fits import rounds_inside
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -230,7 +230,7 @@ def linear(
     if isinstance(weight, PackedWeight):
         assert isinstance(x, Tensor)
         check_fits(x, weight)
-        type_name = INT8
+        type_name = MXFP4
     elif isinstance(weight, FP8Weight):
         type_name, in_blocks = FP8, weight.in_blocks
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated, norms=norm is not None, dtype=type_name)

@@ -1,6 +1,17 @@
 """Whether a kernel can multiply by a weight, and why not. No torch."""
 
-from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, LIBRARY, PACKED, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import (
+    FP8,
+    INT8,
+    KERNELS,
+    LIBRARY,
+    ONE_ROW,
+    PACKED,
+    SHARED_BYTES,
+    SUMMED,
+    Gemm,
+    GemmConfig,
+)
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.product import Product
 
@@ -43,7 +54,7 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
-    most_rows = 1 if gemm.dtype == INT4 and kernel == "stream" else KERNELS[kernel].most_rows
+    most_rows = 1 if gemm.dtype in ONE_ROW and kernel == "stream" else KERNELS[kernel].most_rows
     if rows > most_rows:
         return f"it takes at most {most_rows} rows, not {rows}"
     if config.max_registers and not (config.is_skinny and 32 <= config.max_registers <= 255):
@@ -60,8 +71,8 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
     if kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
-        if gemm.dtype == INT4:
-            return why_not_row(k, paired, config)
+        if gemm.dtype in ONE_ROW:
+            return why_not_row(k, paired, config, gemm.dtype)
         columns = stream_columns(gemm.dtype)
         reason = why_not_stream(columns, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
@@ -120,14 +131,16 @@ def _why_not_roles(paired: bool, config: GemmConfig) -> str:
     return "" if nbytes <= SHARED_BYTES else f"{config} needs {nbytes} bytes of shared memory"
 
 
-def why_not_row(k: int, paired: bool, config: GemmConfig) -> str:
-    """Reason why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
+def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str) -> str:
+    """Reason why "stream" cannot multiply by weights of one of ONE_ROW; "" where it can. paired: with SiLU(gate) * up.
+    """
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
     steps = -(-k // (128 * config.num_warps))
     if steps < 2 or config.block_k != 128 * config.num_warps:
         return f"K={k}: {config.num_warps} warps take steps of 128 columns each, and more than one"
-    # x, words with scales of groups of 32 (the most), and the warps' sums
-    nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * (64 + 16)
+    of_row = 128 + 4 if dtype == INT8 else 64 + 16  # words, and scales in groups of 32, the most
+    # x, words with scales, and the warps' sums
+    nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * of_row
     nbytes = (nbytes + config.block_n * 32) * config.num_warps
     return "" if nbytes <= SHARED_BYTES else f"K={k}: {config} needs {nbytes} bytes of shared memory"

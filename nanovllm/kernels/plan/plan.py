@@ -18,7 +18,6 @@ from typing import Any
 from nanovllm.kernels.plan.config import (
     ANY_ROWS,
     FP8,
-    INT4,
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
@@ -47,7 +46,6 @@ from nanovllm.kernels.plan.rules import (
     expert_tiles,
     fp8_row_config,
     int4_config,
-    int4_row_config,
     merges_before,
     packed_row_config,
     router_config,
@@ -189,7 +187,7 @@ def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     if gemm.dtype in PACKED:
         if rows > 1:
             return int4_config(gemm, rows, device.processors)
-        return int4_row_config(gemm) if gemm.dtype == INT4 else packed_row_config(gemm)
+        return packed_row_config(gemm)
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 

@@ -10,6 +10,7 @@ from nanovllm.kernels.plan.config import (
     INT8,
     ITEM_SIZES,
     LIBRARY,
+    MXFP4,
     PACKED,
     SCRATCH_FLOATS,
     SHARED_BYTES,
@@ -53,16 +54,15 @@ FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
 """Kernel for e4m3 where the library cannot multiply it."""
 
 
-def int4_row_config(gemm: Gemm) -> GemmConfig:
-    """Kernel for one row and 4-bit weights, the best for 8B on an H200."""
-    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
-    return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
-
-
 def packed_row_config(gemm: Gemm) -> GemmConfig:
-    """Kernel for one row and weights of 4 and 8 bits that have none of their own."""
-    warps, stages = {"gate_up": (4, 2), "o": (8, 4), "down": (8, 4)}.get(gemm.kind, (8, 3))
-    return streaming(warps if gemm.k > 1024 else 4, stages)
+    """Kernel for one row and weights of 4 and 8 bits, of 4 the best for 8B on an H200; those in MXFP4 have none of
+    their own."""
+    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
+    if gemm.dtype == MXFP4:
+        block_n, stages = 16, {"gate_up": 2, "o": 4, "down": 4}.get(gemm.kind, 3)
+    elif gemm.dtype == INT8:  # twice the bytes: all programs still share the multiprocessors at a time
+        stages = 1 if gemm.kind == "gate_up" else 2
+    return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
 def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:

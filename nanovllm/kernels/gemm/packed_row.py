@@ -1,5 +1,5 @@
-"""Products of one row by 4-bit weights, fused with what surrounds them in a decoder layer; as fma.py, and by its
-rule: no kernel in flight may write weights.
+"""Products of one row by weights of 4 and 8 bits, fused with what surrounds them in a decoder layer; as fma.py, and by
+its rule: no kernel in flight may write weights.
 
 Nothing crosses threads between memory and the tensor cores: a lane's 16 bytes, as they lie there, are its part of the
 left operands of matrix instructions, whose narrow side is x. A warp takes blocks of 128 columns of its own, for all
@@ -15,16 +15,23 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
+from nanovllm.kernels.gemm.e2m1 import E2M1, NV_GROUP
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
+from nanovllm.kernels.gemm.packed import INT8 as BYTES
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
-from nanovllm.kernels.gemm.unpack import SPAN, WORDS, unpacked
-from nanovllm.kernels.plan.config import INT4, GemmConfig
+from nanovllm.kernels.gemm.unpack import SPAN, WORDS, e2m1_planes, int8_planes, unpacked, words_of_row
+from nanovllm.kernels.plan.config import INT4, INT8, NVFP4, GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 M: gl.constexpr = gl.constexpr(16)
 """Weight rows of a tile, and of a matrix instruction."""
 N: gl.constexpr = gl.constexpr(8)
-"""Rows of x in the product: the one row is there 8 times."""
+"""Rows of x in the product: the one row is there 8 times, or of numbers of e2m1 a row for each group of a block."""
+RUN: gl.constexpr = gl.constexpr(16)
+"""Columns of a group of e2m1."""
+_LIFT: gl.constexpr = gl.constexpr(2.0**64)
+"""Factor of x for numbers of e2m1 in bfloat16, which are 2^-126 times what they stand for: products stay far from the
+least numbers of float32."""
 
 
 @gluon.jit
@@ -54,36 +61,38 @@ def _weight_rows(layout: gl.constexpr, first, n_out, TILES: gl.constexpr, PAIRED
 
 @gluon.jit
 def _copy_step(
-    words, pairs, w_ptr, groups_ptr, first, step, n, n_out,
+    words, scales, w_ptr, groups_ptr, first, step, n, n_out,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """Starts to copy a step: words [WARPS, rows, 32], a block for each warp, and pairs int32 [groups of a block x
-    WARPS, rows], scale and zero. Past the end the last block is there again."""
+    """Starts to copy a step: words [WARPS, rows, 32 or 64], a block for each warp, and scales int32 [sets of a block x
+    WARPS, rows]: of integers scale and zero of a group, of e2m1 the scales of four. Past the end the last block is
+    there again."""
     WARPS: gl.constexpr = words.shape[0]
-    GROUPS: gl.constexpr = pairs.shape[0] // WARPS
+    OF_ROW: gl.constexpr = words.shape[2]
+    SETS: gl.constexpr = scales.shape[0] // WARPS
     PACKED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, PACKED))
     block = step * WARPS + gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, PACKED)))[:, None, None]
     if BLOCKS % WARPS:
         block = gl.minimum(block, BLOCKS - 1)
     row = _weight_rows(ROWS, first, n_out, TILES, PAIRED, EVEN_N)[None, :, None]
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, PACKED)))[None, None, :]
-    async_copy.async_copy_global_to_shared(words, w_ptr + (block * n + row) * WORDS + word, cache_modifier=".cg")
+    word = gl.arange(0, OF_ROW, layout=gl.SliceLayout(0, gl.SliceLayout(1, PACKED)))[None, None, :]
+    async_copy.async_copy_global_to_shared(words, w_ptr + (block * n + row) * OF_ROW + word, cache_modifier=".cg")
 
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
-    index = gl.arange(0, GROUPS * WARPS, layout=gl.SliceLayout(1, PAIRS))
+    index = gl.arange(0, SETS * WARPS, layout=gl.SliceLayout(1, PAIRS))
     block = step * WARPS + index % WARPS
     if BLOCKS % WARPS:
         block = gl.minimum(block, BLOCKS - 1)
-    group = (block * GROUPS + index // WARPS if GROUP else block * 0)[:, None]
+    group = (block * SETS + index // WARPS if GROUP else block * 0)[:, None]
     row = _weight_rows(gl.SliceLayout(0, PAIRS), first, n_out, TILES, PAIRED, EVEN_N)[None, :]
-    async_copy.async_copy_global_to_shared(pairs, groups_ptr.to(gl.pointer_type(gl.int32)) + group * n + row)
+    async_copy.async_copy_global_to_shared(scales, groups_ptr.to(gl.pointer_type(gl.int32)) + group * n + row)
 
 
 @gluon.jit
-def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
-    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, zeros past
-    its end."""
+def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, LIFTS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, times _LIFT
+    if LIFTS, zeros past its end."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -100,11 +109,36 @@ def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WAR
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
         x = normalise(x, gain, scale)
+    if LIFTS:
+        x = (x.to(gl.float32) * _LIFT).to(dtype)
     shared._reinterpret(dtype, [STEPS, WARPS, SPAN], ORDER).store(x.reshape((STEPS, WARPS, SPAN)))
 
 
 @gluon.jit
-def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, MMA: gl.constexpr):
+def _planes(words, dtype: gl.constexpr, CODE: gl.constexpr):
+    """Four planes [WARPS, 16, 32] of a tile's numbers: of "int4" plus an offset, of "e2m1" in bfloat16 times 2^-126."""
+    PACKED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [words.shape[0], 1, 1], [2, 1, 0])
+    found = words.slice(0, WORDS, dim=2).load(PACKED)
+    if CODE == "int4":
+        return unpacked(found, dtype, True)
+    elif CODE == "bytes":
+        first = int8_planes(found, dtype, True)
+        second = int8_planes(words.slice(WORDS, WORDS, dim=2).load(PACKED), dtype, True)
+        return first[0], second[0], first[1], second[1]
+    else:
+        planes = e2m1_planes(found, dtype, True)
+        if dtype == gl.float16:
+            narrow = ()
+            for plane in gl.static_range(4):
+                narrow = narrow + ((planes[plane] * 2.0**63 * 2.0**63).to(dtype),)
+            planes = narrow
+        return planes
+
+
+@gluon.jit
+def _add_integers(
+    accs, words, pairs, x, dtype: gl.constexpr, CODE: gl.constexpr, HAS_ZEROS: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
     """accs, float32 [WARPS, 16, 8] for each tile, plus a step of words and pairs times x [WARPS, 128]."""
     WARPS: gl.constexpr = words.shape[0]
     GROUPS: gl.constexpr = pairs.shape[0] // WARPS
@@ -114,7 +148,7 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     planes = ()
     for tile in gl.static_range(len(accs)):
-        planes = planes + (unpacked(words.slice(tile * M, M, dim=1).load(PACKED), dtype, True),)
+        planes = planes + (_planes(words.slice(tile * M, M, dim=1), dtype, CODE),)
     for group in gl.static_range(GROUPS):
         sums, zeros = (), ()
         for tile in gl.static_range(len(accs)):
@@ -129,7 +163,9 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
             right = _operand(part.broadcast_to((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
             more = ()
             for tile in gl.static_range(len(accs)):  # chains of products side by side: one instruction takes its time
-                left = _operand(planes[tile][plane], LEFT) - zeros[tile]
+                left = _operand(planes[tile][plane], LEFT)
+                if CODE == "int4":
+                    left -= zeros[tile]
                 more = more + (mma_v2(left, right, sums[tile]),)
             sums = more
         more = ()
@@ -142,37 +178,74 @@ def _multiply_add(accs, words, pairs, x, dtype: gl.constexpr, HAS_ZEROS: gl.cons
 
 
 @gluon.jit
-def int4_row_kernel(
-    x_ptr, w_ptr, groups_ptr, norm_ptr, out_ptr, res_ptr, DELTA, n, n_out, eps,
+def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
+    """As _add_integers, by numbers of e2m1 and x [WARPS, 8 groups, 16].
+
+    A plane has two groups, p and p + 4. Column g of the right operand has x of group g, and zeros beside the other one;
+    so column g of the product by plane g % 4 has the sums of group g, and the scales of all 8 groups multiply at once.
+    """
+    WARPS: gl.constexpr = words.shape[0]
+    HALVES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, N, 2, 2], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    group = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HALVES))))[None, :, None, None]
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, HALVES))))[None, None, :, None]
+    part = x.load(gl.SliceLayout(2, HALVES))[:, :, None, :].broadcast_to((WARPS, N, 2, RUN))
+    part = gl.where(group // 4 == half, part, gl.full([WARPS, N, 2, RUN], 0.0, dtype, HALVES))
+    right = _operand(part.reshape((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
+    column, more = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :], ()
+    for tile in gl.static_range(len(accs)):
+        planes = _planes(words.slice(tile * M, M, dim=1), dtype, "e2m1")
+        sums = gl.zeros([WARPS, M, N], gl.float32, MMA)
+        for plane in gl.static_range(4):
+            left = _operand(planes[plane], gl.DotOperandLayout(0, MMA, 2))
+            product = mma_v2(left, right, gl.zeros([WARPS, M, N], gl.float32, MMA))
+            sums = gl.where(column % 4 == plane, product, sums)
+        of_tile = fours.slice(tile * M, M, dim=1)
+        low = of_tile.slice(0, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
+        high = of_tile.slice(WARPS, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
+        bits = (gl.where(column < 4, low, high) >> column % 4 * 8) & 127
+        more = more + (accs[tile] + (bits << 20).to(gl.float32, bitcast=True) * 2.0**120 * sums,)
+    return more
+
+
+@gluon.jit
+def packed_row_kernel(
+    x_ptr, w_ptr, groups_ptr, factors_ptr, norm_ptr, out_ptr, res_ptr, DELTA, n, n_out, eps,
     K: gl.constexpr, X_STEPS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr, PDL: gl.constexpr,
+    CODE: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of TILES tiles of weight rows); x [K], weights and groups as in int4_gemm_kernel, out [n_out].
+    """Grid (groups of TILES tiles of weight rows); x [K], weights as in int4_gemm_kernel, out [n_out].
     X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
     on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr:
     None, or [n_out], which is added before the sum is rounded; it may be out. DELTA: None, or float32 [n], which is
     added to the product before anything else."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
-    SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
+    IS_FLOAT: gl.constexpr = CODE == "e2m1"
+    LIFTS: gl.constexpr = IS_FLOAT and dtype == gl.bfloat16
+    COLUMNS: gl.constexpr = N if IS_FLOAT else 1
+    SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, COLUMNS], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     BLOCKS: gl.constexpr = (K + SPAN - 1) // SPAN
     STEPS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
-    GROUPS: gl.constexpr = SPAN // GROUP if GROUP else 1
+    SETS: gl.constexpr = WORDS // GROUP if IS_FLOAT else SPAN // GROUP if GROUP else 1
     ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PAIR_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    words = gl.allocate_shared_memory(gl.int16, [AHEAD + 1, WARPS, M * TILES, WORDS], ROW_ORDER)
-    pairs = gl.allocate_shared_memory(gl.int32, [AHEAD + 1, GROUPS * WARPS, M * TILES], PAIR_ORDER)
+    words = gl.allocate_shared_memory(gl.int16, [AHEAD + 1, WARPS, M * TILES, words_of_row(CODE)], ROW_ORDER)
+    scales = gl.allocate_shared_memory(gl.int32, [AHEAD + 1, SETS * WARPS, M * TILES], PAIR_ORDER)
     first = gl.program_id(0) * (M * TILES // 2 if PAIRED else M * TILES)
     for early in gl.static_range(AHEAD):
         if early < STEPS:
             _copy_step(
-                words.index(early), pairs.index(early), w_ptr, groups_ptr, first, early, n, n_out,
+                words.index(early), scales.index(early), w_ptr, groups_ptr, first, early, n, n_out,
                 BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
             )  # fmt: skip
         async_copy.commit_group()
     shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
-    _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
-    bases = _residuals(res_ptr, first, n_out, TILES, SUMS)
+    _share(shared, x_ptr, norm_ptr, eps, K, LIFTS, PDL, WARPS)
+    if IS_FLOAT:
+        shared = shared._reinterpret(dtype, [X_STEPS, WARPS, N, RUN], ROW_ORDER)
+    bases = _loaded(res_ptr, first, n_out, TILES, False, SUMS)
+    factors = _loaded(factors_ptr, first, n_out, TILES, PAIRED, SUMS)
     accs = ()
     for _ in gl.static_range(TILES):
         accs = accs + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
@@ -181,13 +254,18 @@ def int4_row_kernel(
         if step + AHEAD < STEPS:
             slot = (step + AHEAD) % (AHEAD + 1)
             _copy_step(
-                words.index(slot), pairs.index(slot), w_ptr, groups_ptr, first, step + AHEAD, n, n_out,
+                words.index(slot), scales.index(slot), w_ptr, groups_ptr, first, step + AHEAD, n, n_out,
                 BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
             )  # fmt: skip
         async_copy.commit_group()
         slot = step % (AHEAD + 1)
-        accs = _multiply_add(accs, words.index(slot), pairs.index(slot), shared.index(step), dtype, HAS_ZEROS, MMA)
-    _finish(accs, bases, out_ptr, DELTA, first, n_out, dtype, PAIRED, SUMS)
+        step_words, step_scales, part = words.index(slot), scales.index(slot), shared.index(step)
+        if IS_FLOAT:
+            accs = _add_floats(accs, step_words, step_scales, part, dtype, MMA)
+        else:
+            accs = _add_integers(accs, step_words, step_scales, part, dtype, CODE, HAS_ZEROS, MMA)
+    FACTOR: gl.constexpr = 2.0**54 if LIFTS else 2.0**-8
+    _finish(accs, bases, factors, out_ptr, DELTA, first, n_out, FACTOR, dtype, PAIRED, SUMS)
 
 
 @gluon.jit
@@ -198,29 +276,37 @@ def _places(first, tile: gl.constexpr, n_out, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _residuals(res_ptr, first, n_out, TILES: gl.constexpr, SUMS: gl.constexpr):
-    """Loads the residuals of each tile, before they are needed."""
+def _loaded(ptr, first, n_out, TILES: gl.constexpr, PAIRED: gl.constexpr, SUMS: gl.constexpr):
+    """Loads the numbers of each tile's weight rows, if any, before they are needed."""
     found = ()
-    if res_ptr is not None:
+    if ptr is not None:
         for tile in gl.static_range(TILES):
-            at, live = _places(first, tile, n_out, SUMS)
-            found = found + (gl.load(res_ptr + at, mask=live, other=0.0).to(gl.float32),)
+            at, live = _places(first, tile // 2 if PAIRED else tile, n_out, SUMS)
+            at += tile % 2 * n_out if PAIRED else 0
+            found = found + (gl.load(ptr + at, mask=live, other=0.0).to(gl.float32),)
     return found
 
 
 @gluon.jit
 def _finish(
-    accs, bases, out_ptr, DELTA, first, n_out, dtype: gl.constexpr, PAIRED: gl.constexpr, SUMS: gl.constexpr
+    accs, bases, factors, out_ptr, DELTA, first, n_out, FACTOR: gl.constexpr, dtype: gl.constexpr,
+    PAIRED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, and stores what becomes of them. SUMS: a layout in
-    which one thread has all that it adds up: a reduction over warps as Triton does it costs as much as the products."""
+    """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, times FACTOR times `factors` if there are such, and
+    stores what becomes of them. SUMS: a layout in which one thread has all that it adds up: a reduction over warps as
+    Triton does it costs as much as the products."""
     ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     WARPS: gl.constexpr = SUMS.size_per_thread[0]
+    COLUMNS: gl.constexpr = SUMS.size_per_thread[2]
     buffers, sums = (), ()
     for tile in gl.static_range(len(accs)):
         buffers = buffers + (gl.allocate_shared_memory(gl.float32, [WARPS, M, N], ROW_ORDER, accs[tile]),)
     for tile in gl.static_range(len(accs)):
-        y = gl.sum(buffers[tile].slice(0, 1, dim=2).load(SUMS), axis=0)
+        y = gl.sum(buffers[tile].slice(0, COLUMNS, dim=2).load(SUMS), axis=0)
+        if COLUMNS > 1:
+            y = gl.sum(y, axis=1)[:, None]
+        if len(factors) > 0:
+            y *= factors[tile] * FACTOR
         if DELTA is not None:
             at, live = _places(first, tile // 2 if PAIRED else tile, n_out, SUMS)
             y += gl.load(DELTA + at + (tile % 2 * n_out if PAIRED else 0), mask=live, other=0.0)
@@ -236,6 +322,9 @@ def _finish(
         gl.store(out_ptr + at, y.to(dtype), mask=live)
 
 
+_DTYPES = {INT4: INT4, BYTES: INT8, E2M1: NVFP4}
+
+
 def linear(
     x: Tensor, weight: PackedWeight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, delta: Tensor | None = None,
@@ -243,15 +332,17 @@ def linear(
     """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in fma.linear, but that the product is
     rounded before the activation."""
     check_fits(x, weight)
-    n_out, k = checked_width(config, x.shape, (weight.n, weight.k), residual, gated=gated, dtype=INT4), weight.k
+    if weight.code == E2M1 and weight.group != NV_GROUP:
+        raise ValueError(f"numbers of {E2M1}: must be in groups of {NV_GROUP}, not {weight.group}")
+    n_out, k = checked_width(config, x.shape, weight.shape, residual, gated=gated, dtype=_DTYPES[weight.code]), weight.k
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(k, SPAN.value * config.num_warps)
-    int4_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.scales, norm and norm.weight, out, residual, delta, weight.n, n_out,
+    packed_row_kernel[(triton.cdiv(n_out, outputs),)](
+        x, weight.words, weight.scales, weight.factors, norm and norm.weight, out, residual, delta, weight.n, n_out,
         norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
-        WARPS=config.num_warps, AHEAD=config.stages, GROUP=weight.group, HAS_ZEROS=weight.has_zeros,
-        EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
+        WARPS=config.num_warps, AHEAD=config.stages, CODE=weight.code, GROUP=weight.group,
+        HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
         maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip
     return out
