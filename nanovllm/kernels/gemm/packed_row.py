@@ -29,9 +29,13 @@ N: gl.constexpr = gl.constexpr(8)
 """Rows of x in the product: the one row is there 8 times, or of numbers of e2m1 a row for each group of a block."""
 RUN: gl.constexpr = gl.constexpr(16)
 """Columns of a group of e2m1."""
-_LIFT: gl.constexpr = gl.constexpr(2.0**64)
-"""Factor of x for numbers of e2m1 in bfloat16, which are 2^-126 times what they stand for: products stay far from the
-least numbers of float32."""
+
+
+@triton.constexpr_function
+def _lift(dtype: object) -> float:
+    """Factor of x for numbers of e2m1: in bfloat16 these are 2^-126 times what they stand for, and products are to stay
+    far from the least numbers of float32."""
+    return 2.0**64 if dtype == tl.bfloat16 else 1.0
 
 
 @gluon.jit
@@ -90,9 +94,9 @@ def _copy_step(
 
 
 @gluon.jit
-def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, LIFTS: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
-    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, times _LIFT
-    if LIFTS, zeros past its end."""
+def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
+    """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, zeros past
+    its end."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -109,8 +113,6 @@ def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, LIFTS: gl.constexpr, P
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
         x = normalise(x, gain, scale)
-    if LIFTS:
-        x = (x.to(gl.float32) * _LIFT).to(dtype)
     shared._reinterpret(dtype, [STEPS, WARPS, SPAN], ORDER).store(x.reshape((STEPS, WARPS, SPAN)))
 
 
@@ -189,8 +191,8 @@ def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
     group = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HALVES))))[None, :, None, None]
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, HALVES))))[None, None, :, None]
     part = x.load(gl.SliceLayout(2, HALVES))[:, :, None, :].broadcast_to((WARPS, N, 2, RUN))
-    part = gl.where(group // 4 == half, part, gl.full([WARPS, N, 2, RUN], 0.0, dtype, HALVES))
-    right = _operand(part.reshape((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
+    lifted = part * gl.where(group // 4 == half, _lift(dtype), 0.0).to(dtype)
+    right = _operand(lifted.reshape((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
     column, more = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :], ()
     for tile in gl.static_range(len(accs)):
         planes = _planes(words.slice(tile * M, M, dim=1), dtype, "e2m1")
@@ -222,7 +224,6 @@ def packed_row_kernel(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     IS_FLOAT: gl.constexpr = CODE == "e2m1"
-    LIFTS: gl.constexpr = IS_FLOAT and dtype == gl.bfloat16
     COLUMNS: gl.constexpr = N if IS_FLOAT else 1
     SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, COLUMNS], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     BLOCKS: gl.constexpr = (K + SPAN - 1) // SPAN
@@ -241,7 +242,7 @@ def packed_row_kernel(
             )  # fmt: skip
         async_copy.commit_group()
     shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
-    _share(shared, x_ptr, norm_ptr, eps, K, LIFTS, PDL, WARPS)
+    _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
     if IS_FLOAT:
         shared = shared._reinterpret(dtype, [X_STEPS, WARPS, N, RUN], ROW_ORDER)
     bases = _loaded(res_ptr, first, n_out, TILES, False, SUMS)
@@ -264,7 +265,7 @@ def packed_row_kernel(
             accs = _add_floats(accs, step_words, step_scales, part, dtype, MMA)
         else:
             accs = _add_integers(accs, step_words, step_scales, part, dtype, CODE, HAS_ZEROS, MMA)
-    FACTOR: gl.constexpr = 2.0**54 if LIFTS else 2.0**-8
+    FACTOR: gl.constexpr = (2.0**118 if dtype == gl.bfloat16 else 2.0**-8) / _lift(dtype)  # NV_FACTOR is in it
     _finish(accs, bases, factors, out_ptr, DELTA, first, n_out, FACTOR, dtype, PAIRED, SUMS)
 
 

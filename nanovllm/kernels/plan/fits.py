@@ -40,7 +40,7 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
         if product.scale_rows is not None and product.scale_rows % config.block_n:
             return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
     normed_rows = rows if norms_inside(product, world) else 0
-    return why_not(product.gemm(world), config, rows, device.has_tma, normed_rows)
+    return why_not(product.gemm(world), config, rows, device.has_tma, normed_rows, device.shared_bytes)
 
 
 def norms_inside(product: Product, world: int) -> bool:
@@ -48,9 +48,13 @@ def norms_inside(product: Product, world: int) -> bool:
     return world == 1 and product.around.before == "rms" and not product.has_bias
 
 
-def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0) -> str:
+def why_not(
+    gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0,
+    most_shared: int = SHARED_BYTES,
+) -> str:  # fmt: skip
     """Reason why `config` cannot multiply so many rows by this weight; "" where it can. tma: the device has tensor copy
-    engines. normed_rows: rows of which a skinny kernel computes the norm too."""
+    engines. normed_rows: rows of which a skinny kernel computes the norm too. most_shared: bytes of shared memory that
+    a program may have."""
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
@@ -72,7 +76,7 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
         if gemm.dtype in ONE_ROW:
-            return why_not_row(k, paired, config, gemm.dtype)
+            return why_not_row(k, paired, config, gemm.dtype, most_shared)
         columns = stream_columns(gemm.dtype)
         reason = why_not_stream(columns, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
@@ -131,7 +135,7 @@ def _why_not_roles(paired: bool, config: GemmConfig) -> str:
     return "" if nbytes <= SHARED_BYTES else f"{config} needs {nbytes} bytes of shared memory"
 
 
-def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str) -> str:
+def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str, most_shared: int) -> str:
     """Reason why "stream" cannot multiply by weights of one of ONE_ROW; "" where it can. paired: with SiLU(gate) * up.
     """
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
@@ -143,4 +147,4 @@ def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str) -> str:
     # x, words with scales, and the warps' sums
     nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * of_row
     nbytes = (nbytes + config.block_n * 32) * config.num_warps
-    return "" if nbytes <= SHARED_BYTES else f"K={k}: {config} needs {nbytes} bytes of shared memory"
+    return "" if nbytes <= most_shared else f"K={k}: {config} needs {nbytes} bytes of shared memory"

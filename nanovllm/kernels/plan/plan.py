@@ -31,7 +31,7 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside
+from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside, why_not
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
@@ -187,7 +187,10 @@ def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     if gemm.dtype in PACKED:
         if rows > 1:
             return int4_config(gemm, rows, device.processors)
-        return packed_row_config(gemm)
+        config = packed_row_config(gemm)
+        while config.stages > 1 and why_not(gemm, config, most_shared=device.shared_bytes):
+            config = replace(config, stages=config.stages - 1)
+        return config
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 
