@@ -65,7 +65,7 @@ def checked_width(
     norms: bool = False, dtype: str = "bfloat16",
 ) -> int:  # fmt: skip
     """Columns of the result of a kernel for few rows, by the shapes of x [M, K] and weight [N, K]: N, if gated N / 2.
-    dtype: of the weight, FP8 or one of ONE_ROW, or one for all others. Raises ValueError where `config` cannot multiply
+    dtype: of the weight, FP8 or one of PACKED, or one for all others. Raises ValueError where `config` cannot multiply
     them so, or residual has another shape than the result."""
     (rows, k), (n, columns) = x, weight
     n_out = n // 2 if gated else n

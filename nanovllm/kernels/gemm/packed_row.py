@@ -15,7 +15,7 @@ from torch import Tensor
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
-from nanovllm.kernels.gemm.e2m1 import E2M1, NV_GROUP
+from nanovllm.kernels.gemm.e2m1 import E2M1
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
 from nanovllm.kernels.gemm.packed import INT8 as BYTES
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
@@ -26,9 +26,9 @@ from nanovllm.kernels.pointwise.norm import Norm
 M: gl.constexpr = gl.constexpr(16)
 """Weight rows of a tile, and of a matrix instruction."""
 N: gl.constexpr = gl.constexpr(8)
-"""Rows of x in the product: the one row is there 8 times, or of numbers of e2m1 a row for each group of a block."""
+"""Rows of x in the product: the one row is there 8 times, or for numbers of e2m1 a run of its columns."""
 RUN: gl.constexpr = gl.constexpr(16)
-"""Columns of a group of e2m1."""
+"""Columns of e2m1 that are next to each other, and have a column of the product."""
 
 
 @triton.constexpr_function
@@ -68,9 +68,11 @@ def _copy_step(
     words, scales, w_ptr, groups_ptr, first, step, n, n_out,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr, EVEN_N: gl.constexpr,
 ):  # fmt: skip
-    """Starts to copy a step: words [WARPS, rows, 32 or 64], a block for each warp, and scales int32 [sets of a block x
-    WARPS, rows]: of integers scale and zero of a group, of e2m1 the scales of four. Past the end the last block is
-    there again."""
+    """Starts to copy a step into its place in the rings: words [WARPS, rows, 32 or 64], a block for each warp, and
+    scales int32 [sets of a block x WARPS, rows]: of integers scale and zero of a group, of e2m1 the scales of four.
+    Past the end the last block is there again."""
+    slot = step % words.shape[0]
+    words, scales = words.index(slot), scales.index(slot)
     WARPS: gl.constexpr = words.shape[0]
     OF_ROW: gl.constexpr = words.shape[2]
     SETS: gl.constexpr = scales.shape[0] // WARPS
@@ -130,11 +132,13 @@ def _planes(words, dtype: gl.constexpr, CODE: gl.constexpr):
     else:
         planes = e2m1_planes(found, dtype, True)
         if dtype == gl.float16:
-            narrow = ()
-            for plane in gl.static_range(4):
-                narrow = narrow + ((planes[plane] * 2.0**63 * 2.0**63).to(dtype),)
-            planes = narrow
+            planes = _exact(planes[0]), _exact(planes[1]), _exact(planes[2]), _exact(planes[3])
         return planes
+
+
+@gluon.jit
+def _exact(plane):
+    return (plane * 2.0**63 * 2.0**63).to(gl.float16)
 
 
 @gluon.jit
@@ -181,31 +185,38 @@ def _add_integers(
 
 @gluon.jit
 def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
-    """As _add_integers, by numbers of e2m1 and x [WARPS, 8 groups, 16].
+    """As _add_integers, by numbers of e2m1 and x [WARPS, 8 runs, 16].
 
-    A plane has two groups, p and p + 4. Column g of the right operand has x of group g, and zeros beside the other one;
-    so column g of the product by plane g % 4 has the sums of group g, and the scales of all 8 groups multiply at once.
+    A plane has two runs of 16 columns: groups p and p + 4, or both halves of group p. Column r of the right operand has
+    x of run r, and zeros beside the other one; so column r of the product by this run's plane has the sums of the run,
+    and the scales of all runs multiply at once.
     """
     WARPS: gl.constexpr = words.shape[0]
+    IS_LONG: gl.constexpr = fours.shape[0] == WARPS  # groups of 32
     HALVES: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, N, 2, 2], [WARPS, 1, 1, 1], [3, 2, 1, 0])
-    group = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HALVES))))[None, :, None, None]
+    run = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, HALVES))))[None, :, None, None]
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, HALVES))))[None, None, :, None]
     part = x.load(gl.SliceLayout(2, HALVES))[:, :, None, :].broadcast_to((WARPS, N, 2, RUN))
-    lifted = part * gl.where(group // 4 == half, _lift(dtype), 0.0).to(dtype)
+    lifted = part * gl.where((run % 2 if IS_LONG else run // 4) == half, _lift(dtype), 0.0).to(dtype)
     right = _operand(lifted.reshape((WARPS, N, WORDS)), gl.DotOperandLayout(1, MMA, 2))
     column, more = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :], ()
+    of_plane = column // 2 if IS_LONG else column % 4
     for tile in gl.static_range(len(accs)):
         planes = _planes(words.slice(tile * M, M, dim=1), dtype, "e2m1")
         sums = gl.zeros([WARPS, M, N], gl.float32, MMA)
         for plane in gl.static_range(4):
             left = _operand(planes[plane], gl.DotOperandLayout(0, MMA, 2))
             product = mma_v2(left, right, gl.zeros([WARPS, M, N], gl.float32, MMA))
-            sums = gl.where(column % 4 == plane, product, sums)
+            sums = gl.where(of_plane == plane, product, sums)
         of_tile = fours.slice(tile * M, M, dim=1)
-        low = of_tile.slice(0, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
-        high = of_tile.slice(WARPS, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
-        bits = (gl.where(column < 4, low, high) >> column % 4 * 8) & 127
-        more = more + (accs[tile] + (bits << 20).to(gl.float32, bitcast=True) * 2.0**120 * sums,)
+        four = of_tile.slice(0, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
+        if IS_LONG:  # powers of two, of which bytes are exponents, 126 more than they are
+            scale = ((four >> of_plane * 8 & 255) << 23).to(gl.float32, bitcast=True) * 2.0**-126
+        else:  # e4m3
+            high = of_tile.slice(WARPS, WARPS, dim=0).load(gl.SliceLayout(2, MMA))[:, :, None]
+            bits = gl.where(column < 4, four, high) >> of_plane * 8 & 127
+            scale = (bits << 20).to(gl.float32, bitcast=True) * 2.0**120
+        more = more + (accs[tile] + scale * sums,)
     return more
 
 
@@ -236,10 +247,7 @@ def packed_row_kernel(
     first = gl.program_id(0) * (M * TILES // 2 if PAIRED else M * TILES)
     for early in gl.static_range(AHEAD):
         if early < STEPS:
-            _copy_step(
-                words.index(early), scales.index(early), w_ptr, groups_ptr, first, early, n, n_out,
-                BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
-            )  # fmt: skip
+            _copy_step(words, scales, w_ptr, groups_ptr, first, early, n, n_out, BLOCKS, TILES, GROUP, PAIRED, EVEN_N)
         async_copy.commit_group()
     shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
     _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
@@ -247,26 +255,26 @@ def packed_row_kernel(
         shared = shared._reinterpret(dtype, [X_STEPS, WARPS, N, RUN], ROW_ORDER)
     bases = _loaded(res_ptr, first, n_out, TILES, False, SUMS)
     factors = _loaded(factors_ptr, first, n_out, TILES, PAIRED, SUMS)
+    deltas = _loaded(DELTA, first, n_out, TILES, PAIRED, SUMS)
     accs = ()
     for _ in gl.static_range(TILES):
         accs = accs + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
     for step in range(STEPS):
         async_copy.wait_group(AHEAD - 1)
-        if step + AHEAD < STEPS:
-            slot = (step + AHEAD) % (AHEAD + 1)
-            _copy_step(
-                words.index(slot), scales.index(slot), w_ptr, groups_ptr, first, step + AHEAD, n, n_out,
-                BLOCKS, TILES, GROUP, PAIRED, EVEN_N,
-            )  # fmt: skip
+        ahead = step + AHEAD
+        if ahead < STEPS:
+            _copy_step(words, scales, w_ptr, groups_ptr, first, ahead, n, n_out, BLOCKS, TILES, GROUP, PAIRED, EVEN_N)
         async_copy.commit_group()
         slot = step % (AHEAD + 1)
-        step_words, step_scales, part = words.index(slot), scales.index(slot), shared.index(step)
         if IS_FLOAT:
-            accs = _add_floats(accs, step_words, step_scales, part, dtype, MMA)
+            accs = _add_floats(accs, words.index(slot), scales.index(slot), shared.index(step), dtype, MMA)
         else:
-            accs = _add_integers(accs, step_words, step_scales, part, dtype, CODE, HAS_ZEROS, MMA)
-    FACTOR: gl.constexpr = (2.0**118 if dtype == gl.bfloat16 else 2.0**-8) / _lift(dtype)  # NV_FACTOR is in it
-    _finish(accs, bases, factors, out_ptr, DELTA, first, n_out, FACTOR, dtype, PAIRED, SUMS)
+            accs = _add_integers(
+                accs, words.index(slot), scales.index(slot), shared.index(step), dtype, CODE, HAS_ZEROS, MMA
+            )
+    # of groups of 16 NV_FACTOR is a part of the factors
+    FACTOR: gl.constexpr = (2.0**126 if dtype == gl.bfloat16 else 1.0) / _lift(dtype) / (256.0 if GROUP == 16 else 1.0)
+    _finish(accs, bases, factors, deltas, out_ptr, first, n_out, FACTOR, dtype, PAIRED, SUMS)
 
 
 @gluon.jit
@@ -290,7 +298,7 @@ def _loaded(ptr, first, n_out, TILES: gl.constexpr, PAIRED: gl.constexpr, SUMS: 
 
 @gluon.jit
 def _finish(
-    accs, bases, factors, out_ptr, DELTA, first, n_out, FACTOR: gl.constexpr, dtype: gl.constexpr,
+    accs, bases, factors, deltas, out_ptr, first, n_out, FACTOR: gl.constexpr, dtype: gl.constexpr,
     PAIRED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, times FACTOR times `factors` if there are such, and
@@ -308,16 +316,12 @@ def _finish(
             y = gl.sum(y, axis=1)[:, None]
         if len(factors) > 0:
             y *= factors[tile] * FACTOR
-        if DELTA is not None:
-            at, live = _places(first, tile // 2 if PAIRED else tile, n_out, SUMS)
-            y += gl.load(DELTA + at + (tile % 2 * n_out if PAIRED else 0), mask=live, other=0.0)
+        if len(deltas) > 0:
+            y += deltas[tile]
         sums = sums + (y,)
     for tile in gl.static_range(len(accs) // 2 if PAIRED else len(accs)):
         at, live = _places(first, tile, n_out, SUMS)
-        if PAIRED:
-            y = silu_mul(sums[2 * tile], sums[2 * tile + 1], dtype)
-        else:
-            y = sums[tile]
+        y = silu_mul(sums[2 * tile], sums[2 * tile + 1], dtype) if PAIRED else sums[tile]
         if len(bases) > 0:
             y += bases[tile]
         gl.store(out_ptr + at, y.to(dtype), mask=live)
@@ -333,15 +337,13 @@ def linear(
     """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in fma.linear, but that the product is
     rounded before the activation."""
     check_fits(x, weight)
-    if weight.code == E2M1 and weight.group != NV_GROUP:
-        raise ValueError(f"numbers of {E2M1}: must be in groups of {NV_GROUP}, not {weight.group}")
-    n_out, k = checked_width(config, x.shape, weight.shape, residual, gated=gated, dtype=_DTYPES[weight.code]), weight.k
+    n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated, dtype=_DTYPES[weight.code])
     out = x.new_empty(1, n_out) if residual is None else residual
     outputs = config.block_n // 2 if gated else config.block_n
-    steps = triton.cdiv(k, SPAN.value * config.num_warps)
+    steps = triton.cdiv(weight.k, SPAN.value * config.num_warps)
     packed_row_kernel[(triton.cdiv(n_out, outputs),)](
         x, weight.words, weight.scales, weight.factors, norm and norm.weight, out, residual, delta, weight.n, n_out,
-        norm.eps if norm else 0.0, K=k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
+        norm.eps if norm else 0.0, K=weight.k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
         WARPS=config.num_warps, AHEAD=config.stages, CODE=weight.code, GROUP=weight.group,
         HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
         maxnreg=config.max_registers or None, **pdl_options(x.device),

@@ -25,8 +25,6 @@ INT4, MXFP4, NVFP4, INT8 = "int4", "mxfp4", "nvfp4", "int8"
 PACKED = (INT4, MXFP4, NVFP4, INT8)
 """Dtypes, in this table, of weights of 4 and 8 bits that are widened in registers: gemm/packed.py, of experts
 moe/packed.py."""
-ONE_ROW = (INT4, NVFP4, INT8)
-"""Those by which "stream" multiplies one row alone, in dense layers, by a kernel of its own."""
 
 ANY_ROWS = 1 << 40
 SKINNY_ROWS, STREAM_ROWS, TILE_ROWS, INT4_ROWS = 4, 8, 256, 512
@@ -44,7 +42,7 @@ KERNELS: dict[Kernel, Traits] = {
     "library": Traits((*WIDE, FP8, *PACKED)),  # cuBLAS, or what stands for it with such weights
     "split": Traits(),  # cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer
     "fma": Traits(WIDE, SKINNY_ROWS),  # gemm/fma.py
-    "stream": Traits(("bfloat16", "float16", FP8, *PACKED), STREAM_ROWS),  # gemm/stream.py; packed_row.py
+    "stream": Traits(("bfloat16", "float16", FP8, *PACKED), STREAM_ROWS),  # gemm/stream.py; PACKED: packed_row.py
     "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
     "roles": Traits((FP8,)),  # gemm/roles.py; it hands on sums over parts too
     "int4": Traits(PACKED, INT4_ROWS),  # gemm/packed_tile.py; it hands on sums over parts too

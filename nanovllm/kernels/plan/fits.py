@@ -5,7 +5,6 @@ from nanovllm.kernels.plan.config import (
     INT8,
     KERNELS,
     LIBRARY,
-    ONE_ROW,
     PACKED,
     SHARED_BYTES,
     SUMMED,
@@ -58,7 +57,7 @@ def why_not(
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
-    most_rows = 1 if gemm.dtype in ONE_ROW and kernel == "stream" else KERNELS[kernel].most_rows
+    most_rows = 1 if gemm.dtype in PACKED and kernel == "stream" else KERNELS[kernel].most_rows
     if rows > most_rows:
         return f"it takes at most {most_rows} rows, not {rows}"
     if config.max_registers and not (config.is_skinny and 32 <= config.max_registers <= 255):
@@ -75,7 +74,7 @@ def why_not(
     if kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
-        if gemm.dtype in ONE_ROW:
+        if gemm.dtype in PACKED:
             return why_not_row(k, paired, config, gemm.dtype, most_shared)
         columns = stream_columns(gemm.dtype)
         reason = why_not_stream(columns, config)
@@ -95,7 +94,7 @@ def why_not(
 
 def stream_columns(dtype: str) -> int:
     """Columns of a group of weights of this type, of which a warp of "stream" takes one or two in a step."""
-    return 128 if dtype == FP8 or dtype in PACKED else 64
+    return 128 if dtype == FP8 else 64
 
 
 def why_not_stream(columns: int, config: GemmConfig) -> str:
@@ -136,8 +135,7 @@ def _why_not_roles(paired: bool, config: GemmConfig) -> str:
 
 
 def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str, most_shared: int) -> str:
-    """Reason why "stream" cannot multiply by weights of one of ONE_ROW; "" where it can. paired: with SiLU(gate) * up.
-    """
+    """Reason why "stream" cannot multiply by weights of 4 and 8 bits; "" where it can. paired: with SiLU(gate) * up."""
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
     steps = -(-k // (128 * config.num_warps))
