@@ -120,7 +120,7 @@ def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WAR
 
 @gluon.jit
 def _planes(words, dtype: gl.constexpr, CODE: gl.constexpr):
-    """Four planes [WARPS, 16, 32] of a tile's numbers: of "int4" plus an offset, of "e2m1" in bfloat16 times 2^-126."""
+    """Four planes [WARPS, 16, 32] of a tile's numbers: of "int4" plus an offset, of "e2m1" as e2m1_planes has them."""
     PACKED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [words.shape[0], 1, 1], [2, 1, 0])
     found = words.slice(0, WORDS, dim=2).load(PACKED)
     if CODE == "int4":
@@ -130,19 +130,11 @@ def _planes(words, dtype: gl.constexpr, CODE: gl.constexpr):
         second = int8_planes(words.slice(WORDS, WORDS, dim=2).load(PACKED), dtype, True)
         return first[0], second[0], first[1], second[1]
     else:
-        planes = e2m1_planes(found, dtype, True)
-        if dtype == gl.float16:
-            planes = _exact(planes[0]), _exact(planes[1]), _exact(planes[2]), _exact(planes[3])
-        return planes
+        return e2m1_planes(found, dtype, True)
 
 
 @gluon.jit
-def _exact(plane):
-    return (plane * 2.0**63 * 2.0**63).to(gl.float16)
-
-
-@gluon.jit
-def _add_integers(
+def _add_ints(
     accs, words, pairs, x, dtype: gl.constexpr, CODE: gl.constexpr, HAS_ZEROS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """accs, float32 [WARPS, 16, 8] for each tile, plus a step of words and pairs times x [WARPS, 128]."""
@@ -185,7 +177,7 @@ def _add_integers(
 
 @gluon.jit
 def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
-    """As _add_integers, by numbers of e2m1 and x [WARPS, 8 runs, 16].
+    """As _add_ints, by numbers of e2m1 and x [WARPS, 8 runs, 16].
 
     A plane has two runs of 16 columns: groups p and p + 4, or both halves of group p. Column r of the right operand has
     x of run r, and zeros beside the other one; so column r of the product by this run's plane has the sums of the run,
@@ -205,7 +197,10 @@ def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
         planes = _planes(words.slice(tile * M, M, dim=1), dtype, "e2m1")
         sums = gl.zeros([WARPS, M, N], gl.float32, MMA)
         for plane in gl.static_range(4):
-            left = _operand(planes[plane], gl.DotOperandLayout(0, MMA, 2))
+            numbers = planes[plane]
+            if dtype == gl.float16:
+                numbers = (numbers * 2.0**63 * 2.0**63).to(dtype)
+            left = _operand(numbers, gl.DotOperandLayout(0, MMA, 2))
             product = mma_v2(left, right, gl.zeros([WARPS, M, N], gl.float32, MMA))
             sums = gl.where(of_plane == plane, product, sums)
         of_tile = fours.slice(tile * M, M, dim=1)
@@ -265,13 +260,11 @@ def packed_row_kernel(
         if ahead < STEPS:
             _copy_step(words, scales, w_ptr, groups_ptr, first, ahead, n, n_out, BLOCKS, TILES, GROUP, PAIRED, EVEN_N)
         async_copy.commit_group()
-        slot = step % (AHEAD + 1)
+        at = step % (AHEAD + 1)
         if IS_FLOAT:
-            accs = _add_floats(accs, words.index(slot), scales.index(slot), shared.index(step), dtype, MMA)
+            accs = _add_floats(accs, words.index(at), scales.index(at), shared.index(step), dtype, MMA)
         else:
-            accs = _add_integers(
-                accs, words.index(slot), scales.index(slot), shared.index(step), dtype, CODE, HAS_ZEROS, MMA
-            )
+            accs = _add_ints(accs, words.index(at), scales.index(at), shared.index(step), dtype, CODE, HAS_ZEROS, MMA)
     # of groups of 16 NV_FACTOR is a part of the factors
     FACTOR: gl.constexpr = (2.0**126 if dtype == gl.bfloat16 else 1.0) / _lift(dtype) / (256.0 if GROUP == 16 else 1.0)
     _finish(accs, bases, factors, deltas, out_ptr, first, n_out, FACTOR, dtype, PAIRED, SUMS)
