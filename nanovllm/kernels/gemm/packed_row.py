@@ -177,7 +177,7 @@ def _add_ints(
 
 @gluon.jit
 def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
-    """As _add_ints, by numbers of e2m1 and x [WARPS, 8 runs, 16].
+    """Does what _add_ints does, by numbers of e2m1 and x [WARPS, 8 runs, 16].
 
     A plane has two runs of 16 columns: groups p and p + 4, or both halves of group p. Column r of the right operand has
     x of run r, and zeros beside the other one; so column r of the product by this run's plane has the sums of the run,
