@@ -90,7 +90,7 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
     pytest.importorskip("triton")
     folder = checkpoint(kind, tmp_path)
     plain = serve(folder, "torch", fused_kernels)
-    triton = json.loads(run_interpreted(__file__, folder, str(int(fused_kernels)), gemms).splitlines()[-1])
+    triton = json.loads(run_interpreted(__file__, (folder, str(int(fused_kernels)), gemms)).splitlines()[-1])
     assert (triton["backend"], triton["fused"]) == ("triton", fused_kernels)
     assert triton["fused_rows"] == ([1, 2, 4] if gemms == "ours" else [])
     assert plain["backend"] == "torch"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
@@ -143,9 +143,7 @@ def _down_kernel(
     for slot in tl.static_range(TOP_K):
         row_ptrs = row_ptrs + ((W + (experts[slot] * n_out + w_rows).to(tl.int64) * K)[:, :, None, None],)
     tiles = load_steps(row_ptrs, row_live, 0, PRELOAD, walk)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     out = OUT + row * n_out + w_rows
     if ADDS:
         residual = tl.load(out, mask=w_live, other=0.0)

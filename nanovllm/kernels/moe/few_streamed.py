@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import gate_mul
+from nanovllm.kernels.base.device import start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
@@ -224,9 +225,7 @@ def _down_kernel(
         for slot in tl.static_range(TOP_K):
             at = numbers[slot].to(tl.int64) * n_out + col[None, :, None]
             acc = _biased(acc, BIAS, at, (col < n_out)[None, :, None], weights[slot])
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     out = OUT + row * n_out + col
     if ADDS:
         residual = tl.load(out, mask=col < n_out, other=0.0)
