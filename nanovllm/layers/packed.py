@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.gemm import int4_row, stream
+from nanovllm.kernels.gemm import packed_row
 from nanovllm.kernels.gemm import packed_tile as gemm
 from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
 from nanovllm.kernels.moe import linear as experts
-from nanovllm.kernels.plan.config import INT4
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers import int4, int8, mxfp4, nvfp4
 from nanovllm.layers.step import Call
@@ -73,8 +72,7 @@ class PackedMatrix(nn.Module):
         """See Weight."""
         if self.words.dim() == 4:
             return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
-        few = int4_row if self.type_name == INT4 else stream
-        linear: Any = (few if launch.config.is_skinny else gemm).linear
+        linear: Any = (packed_row if launch.config.is_skinny else gemm).linear
         return linear(x, self.for_kernel(), launch.config, **call.around(launch))
 
 

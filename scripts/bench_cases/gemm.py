@@ -20,7 +20,7 @@ from nanovllm.kernels import Kernels, select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, int4_row, packed, packed_tile
+from nanovllm.kernels.gemm import dense, packed, packed_row, packed_tile
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.plan.config import FP8, INT4, KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Gemm, GemmConfig
 from nanovllm.kernels.plan.device import Device
@@ -91,7 +91,7 @@ class Projection:
         if isinstance(weight, FP8Weight):
             call: Callable[..., torch.Tensor] = fp8.linear
         elif isinstance(weight, PackedWeight):
-            call = int4_row.linear if config.kernel == "stream" else packed_tile.linear
+            call = packed_row.linear if config.kernel == "stream" else packed_tile.linear
         else:
             call = dense.linear
         if gated and config.is_our_kernel:

@@ -12,14 +12,16 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
-from nanovllm.kernels.gemm import int4_row, packed_tile, roles, stream
-from nanovllm.kernels.gemm.packed import INT8, PackedWeight
+from nanovllm.kernels.gemm import packed_row, packed_tile, roles, stream
+from nanovllm.kernels.gemm.e2m1 import E2M1
+from nanovllm.kernels.gemm.packed import INT8 as BYTES
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import choice, few_streamed, packed
 from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK
-from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming
-from nanovllm.kernels.plan.rules import PACKED_FEW_EXPERTS, expert_tiles, int4_config, int4_row_config
+from nanovllm.kernels.plan.config import INT4, INT8, MXFP4, NVFP4, Gemm, GemmConfig, streaming
+from nanovllm.kernels.plan.rules import PACKED_FEW_EXPERTS, expert_tiles, int4_config, packed_row_config
 from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
@@ -103,36 +105,36 @@ def test_tiles_of_experts_of_4_bits(code: tuple[str, int, bool], choices: int) -
     run_alone(compile_packed, *code, choices)
 
 
-def compile_int4_row(k: int, group: int, has_zeros: bool) -> None:
+def compile_row(k: int, group: int, has_zeros: bool, code: str, dtype: str) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "cp.async" in ptx and "mma.sync" in ptx and "st.local" not in ptx
 
-    launch_dependently(int4_row)
+    launch_dependently(packed_row)
     compile_only(check)
-    weight = PackedWeight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU)
-    o, gate_up = (int4_row_config(Gemm(kind, 6144, k, INT4, True)) for kind in ("o", "gate_up"))
-    int4_row.linear(empty(1, k), weight, o, residual=empty(1, 6144))
-    int4_row.linear(empty(1, k), weight, gate_up, norm=Norm(empty(k), 1e-6), gated=True)
+    weight = PackedWeight.empty(6144, k, group, has_zeros, torch.bfloat16, CPU, code=code)
+    o, gate_up = (packed_row_config(Gemm(kind, 6144, k, dtype, True)) for kind in ("o", "gate_up"))
+    packed_row.linear(empty(1, k), weight, o, residual=empty(1, 6144))
+    packed_row.linear(empty(1, k), weight, gate_up, norm=Norm(empty(k), 1e-6), gated=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(4096, 128, False), (1100, 32, True), (1536, 0, True)])
-def test_a_row_by_4_bits(case: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("case", [
+    (4096, 128, False, INT4, INT4), (1100, 32, True, INT4, INT4), (1536, 0, True, INT4, INT4),
+    (4096, 16, False, E2M1, NVFP4), (1104, 16, False, E2M1, NVFP4), (4096, 32, False, E2M1, MXFP4),
+    (4096, 0, False, BYTES, INT8), (1100, 128, False, BYTES, INT8),
+])  # fmt: skip
+def test_a_row_by_4_and_8_bits(case: tuple[int, int, bool, str, str]) -> None:
     """No weight moves between threads, which the kernel asserts where it changes layouts."""
-    run_alone(compile_int4_row, *case)
+    run_alone(compile_row, *case)
 
 
 def compile_few_packed(name: str, dtype_name: str) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma.sync" in ptx and ptx.count("bar.sync") <= 12, ptx.count("bar.sync")
 
-    launch_dependently(stream, choice, packed)
+    launch_dependently(choice, packed)
     compile_only(check, most_spilled=28 if dtype_name == "bfloat16" and "int8" not in name else None, PTX=True)
     (code, group, has_zeros), dtype = PACKED_CODES[name], getattr(torch, dtype_name)
-    weight = PackedWeight.empty(96, 2000, group, has_zeros, dtype, CPU, code=code)
-    residual = empty(1, 96, dtype=dtype)
-    stream.linear(empty(1, 2000, dtype=dtype), weight, streaming(8, 4), residual=residual)
-    stream.linear(empty(6, 2000, dtype=dtype), weight, streaming(4, 2), gated=True)
     norm, router_bias = Norm(empty(1024, dtype=dtype), 1e-6), empty(16, dtype=dtype)
     chosen = Chosen(empty(1, 3, 16, dtype=torch.float32), TopK(16, 6), router_bias)
     weight = PackedWeight.empty(96, 1024, group, has_zeros, dtype, CPU, (16,), code)
@@ -152,7 +154,7 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
 PACKED_CODES = {
     "mxfp4": ("e2m1", 32, False), "nvfp4": ("e2m1", 16, False), "int4 of 128": ("int4", 128, False),
     "int4 of 64 with zeros": ("int4", 64, True), "int4 of rows with zeros": ("int4", 0, True),
-    "int8 of 128": (INT8, 128, False), "int8 of rows": (INT8, 0, False),
+    "int8 of 128": (BYTES, 128, False), "int8 of rows": (BYTES, 0, False),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, e2m1, fma, int4_row, packed, packed_tile, stream, tile
+from nanovllm.kernels.gemm import dense, e2m1, fma, packed, packed_row, packed_tile, stream, tile
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe import packed as packed_experts
@@ -90,7 +90,7 @@ def test_sums_are_added_before_the_rounding(kind: str, config: GemmConfig, rows:
 
 
 def compile_all() -> None:
-    launch_dependently(fma, stream, tile, packed_tile, int4_row, experts, packed_experts)
+    launch_dependently(fma, stream, tile, packed_tile, packed_row, experts, packed_experts)
     compile_only(most_spilled=None)
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
@@ -99,7 +99,7 @@ def compile_all() -> None:
             dense.linear(empty(rows, 4096), empty(4096, 4096), config, gated=gated, delta=delta)
         delta = empty(1, 4096, dtype=torch.float32)
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
-        int4_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=delta)
+        packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=delta)
         gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), streaming(4, 2, columns=128), gated=gated, delta=delta)
     routing = Routing(empty(8, 2, dtype=torch.float32), *(empty(*n, dtype=torch.int32) for n in ((16,), (8, 3))), 2)
     in_mxfp4 = PackedWeight.empty(2048, 1024, 32, False, torch.bfloat16, torch.device("meta"), (4,), e2m1.E2M1)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from nanovllm.kernels.gemm import dense
 from nanovllm.kernels.plan.config import (
     FP8,
-    INT4,
     INT4_ROWS,
     ITEM_SIZES,
     KINDS,
     LIBRARY,
+    PACKED,
     SKINNY_ROWS,
     STREAM_ROWS,
     SUMMED,
@@ -37,7 +37,7 @@ from nanovllm.kernels.plan.table import GemmTable, load, ranges_of, save, shippe
 H200 = shipped_table("NVIDIA H200")
 GEMMS = st.builds(
     Gemm, st.sampled_from(KINDS), st.integers(1, 200_000), st.integers(1, 30_000),
-    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", INT4]), st.booleans(),
+    st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3fn", *PACKED]), st.booleans(),
 )  # fmt: skip
 OWN = GemmConfig("tile", 64, 16, 256, 5)
 
@@ -121,11 +121,11 @@ def test_a_table_says_where_it_was_measured(tmp_path: Path) -> None:
 def test_what_is_found_can_run(gemm: Gemm, rows: int, device: Device) -> None:
     """Whatever the shape: an odd one, such as an intermediate_size of 1,100, gets the library."""
     config = lookup(H200, gemm, rows, device)
-    assert not why_not(gemm, config, rows, device.has_tma)
+    assert not why_not(gemm, config, rows, device.has_tma, most_shared=device.shared_bytes)
     assert rows <= (STREAM_ROWS if config.kernel == "stream" else SKINNY_ROWS) or not config.is_skinny
-    assert rows <= (INT4_ROWS if gemm.dtype == INT4 else TILE_ROWS) or config == LIBRARY
+    assert rows <= (INT4_ROWS if gemm.dtype in PACKED else TILE_ROWS) or config == LIBRARY
     assert config.parts == 1 or gemm.kind in SUMMED
-    if gemm.dtype != INT4 and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
+    if gemm.dtype not in PACKED and gemm.k % (16 if gemm.dtype.startswith("float8") else 8):
         assert not config.is_our_kernel
     if config.kernel == "int4_whole":
         assert gemm.k >= 1024 * config.split_k, "programs that wait for each other have enough to multiply"

@@ -89,16 +89,17 @@ def test_any_shape_matches_float64(
 
 @given(
     st.sampled_from(CODES), st.sampled_from(OPS), st.sampled_from([torch.float32, torch.float16]), st.integers(1, 20),
-    st.integers(1, 30), st.integers(1, 20), st.integers(1, 3),
+    st.integers(1, 30), st.integers(1, 20), st.integers(1, 3), st.sampled_from([8, 64]),
 )  # fmt: skip
 @settings(max_examples=20, deadline=None)
 @on_cpu
 def test_other_codes_match_float64_in_any_shape(
-    of: tuple[str, int], op: str, dtype: torch.dtype, rows: int, half_n: int, units: int, split_k: int
+    of: tuple[str, int], op: str, dtype: torch.dtype, rows: int, half_n: int, units: int, split_k: int, block_m: int
 ) -> None:
+    """Tiles of few rows scale sums of a block, those of many, where they may, all sums at the end."""
     k = units * (of[1] if of[0] == E2M1 else 8)
     weight, values = made_of(*of, 2 * half_n, k, dtype)
-    config = replace(SMALL, split_k=min(split_k, weight.words.shape[0]))
+    config = replace(SMALL, block_m=block_m, split_k=min(split_k, weight.words.shape[0]))
     x = inputs(rows, k, dtype)
     assert relative_error(run(op, x, weight, config), exact(x, values, op == "gated")) < 2 * TOLERANCE[dtype]
 

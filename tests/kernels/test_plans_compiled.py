@@ -15,14 +15,14 @@ pytest.importorskip("triton")
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import select_kernels
 from nanovllm.kernels.fp8 import gemm as fp8
-from nanovllm.kernels.gemm import dense, int4_row, packed_tile, stream
+from nanovllm.kernels.gemm import dense, packed_row, packed_tile
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.kernels.plan.config import FP8, INT4, PACKED
+from nanovllm.kernels.plan.config import FP8, PACKED
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
@@ -73,8 +73,8 @@ def multiply(one: Product, rows: int, launch: Launch) -> None:
     if one.dtype == FP8:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype in PACKED:
-        few = int4_row if one.dtype == INT4 else stream
-        (few if config.is_skinny else packed_tile).linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
+        linear = (packed_row if config.is_skinny else packed_tile).linear
+        linear(x, empty_packed(one.dtype, one.n, one.k), config, **around)
     else:
         dense.linear(x, empty(one.n, one.k), config, **around)
 

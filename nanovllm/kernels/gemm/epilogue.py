@@ -67,8 +67,8 @@ def checked_width(
     norms: bool = False, dtype: str = "bfloat16",
 ) -> int:  # fmt: skip
     """Columns of the result of a kernel for few rows, by the shapes of x [M, K] and weight [N, K]: N, if gated N / 2.
-    dtype: of the weight, FP8 or INT4, or one for all others. Raises ValueError where `config` cannot multiply them so,
-    or residual has another shape than the result."""
+    dtype: of the weight, FP8 or one of PACKED, or one for all others. Raises ValueError where `config` cannot multiply
+    them so, or residual has another shape than the result."""
     (rows, k), (n, columns) = x, weight
     n_out = n // 2 if gated else n
     reason = why_not(Gemm("gate_up" if gated else "qkv", n, k, dtype, True), config, rows, normed_rows=rows * norms)

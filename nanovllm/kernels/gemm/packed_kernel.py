@@ -9,7 +9,16 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import add_delta, store_tile, weight_rows
-from nanovllm.kernels.gemm.unpack import SPAN, add_block, planes_of, run_of, words_at, words_of_row
+from nanovllm.kernels.gemm.unpack import (
+    SPAN,
+    add_block,
+    load_pair,
+    planes_of,
+    run_of,
+    scale_and_zero,
+    words_at,
+    words_of_row,
+)
 
 
 @triton.jit
@@ -40,12 +49,12 @@ def int4_gemm_kernel(
     x_ptr, w_ptr, groups_ptr, factors_ptr, out_ptr, scratch_ptr, counter_ptr, DELTA, rows, n, n_out, k,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr, ADDS_UP: tl.constexpr, PREFETCH: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k]; words, groups (the scales) and factors as
     PackedWeight has them. GROUP: columns of a group; 0: all. out [rows, n_out], or of several splits float32 [splits,
     rows, n_out], unless the last of them ADDS_UP. PREFETCH: blocks to bring into L2 before x may be read, a power of
-    two. DELTA: see add_delta; of several splits the first adds it."""
+    two. EVEN_M: x ends where tiles and blocks do. DELTA: see add_delta; of several splits the first adds it."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
@@ -65,14 +74,22 @@ def int4_gemm_kernel(
     row = tl.arange(0, ROWS)
     x_ptr += first_row.to(tl.int64) * k
     rows -= first_row
+    live_rows = None if EVEN_M else row < rows
     w_rows = tl.where(live, w_rows, 0)
     factors, accs = (1.0,), (tl.zeros([BLOCK_N, ROWS], dtype=tl.float32),)
     if factors_ptr is not None:
         factors = (tl.load(factors_ptr + w_rows)[:, None],)
+    # One scale of all a weight row's sums may wait for the end: large tiles then hold one set of sums, not two.
+    AT_END: tl.constexpr = ROWS >= 64 and (CODE == "e2m1" or (CODE == "bytes" and GROUP == 0))
     for step in tl.range(first_block, first_block + end - begin, num_stages=STAGES):
         block = tl.where(step < end, step, step - (end - begin))
-        accs = add_block(accs, w_ptrs, groups_ptr, w_rows, block, n, 0, x_ptr + row[:, None] * k, row < rows, k,
-                         factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
+        accs = add_block(accs, w_ptrs, groups_ptr, w_rows, block, n, 0, x_ptr + row[:, None] * k, live_rows, k,
+                         factors, dtype, CODE, GROUP, HAS_ZEROS, EVEN_K, PTX, not AT_END)  # fmt: skip
+    if AT_END:
+        if CODE == "bytes":
+            scale, _ = scale_and_zero(load_pair(groups_ptr, w_rows), dtype, False, PTX)
+            factors = (scale.to(tl.float32)[:, None],)
+        accs = (accs[0] * factors[0],)
 
     if DELTA is not None:  # noqa: SIM102 (a constant)
         if split == 0:

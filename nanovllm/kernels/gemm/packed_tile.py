@@ -100,6 +100,7 @@ def linear(
         n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, CODE=weight.code,
         GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
         PREFETCH=_prefetched(grid, 2 * config.block_n * weight.words.shape[2], blocks), EVEN_K=k % SPAN == 0,
+        EVEN_M=config.block_m >= 64 and rows % config.block_m == 0 and k % SPAN == 0,
         EVEN_N=n_out % outputs == 0, PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out

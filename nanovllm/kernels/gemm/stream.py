@@ -1,4 +1,4 @@
-"""Products of 1 to 8 rows on tensor cores by weights that pass through registers, in 4, 8 or 16 bits, fused with what
+"""Products of 1 to 8 rows on tensor cores by weights that pass through registers, in 8 or 16 bits, fused with what
 surrounds them in a decoder layer; as gemm/fma.py, and by its rule: no kernel in flight may write weights.
 
 The first steps of weights are read into registers before `gdc_wait`, as in gemm/fma.py. Where one row comes
@@ -18,7 +18,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.gemm.e2m1 import NV_GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta, checked_width
-from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.gemm.packed_operands import add_packed, load_blocks
 from nanovllm.kernels.gemm.stream_operands import (
     Walk,
@@ -33,7 +33,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     part_of_x,
     width_of,
 )
-from nanovllm.kernels.plan.config import FP8, INT8, GemmConfig
+from nanovllm.kernels.plan.config import FP8, GemmConfig
 from nanovllm.kernels.plan.fits import rounds_inside
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -99,7 +99,7 @@ def add_products(
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def stream_kernel(
-    x_ptr, X_SCALE, GAIN, w_ptr, PACKED, SCALE, out_ptr, res_ptr, DELTA, scale_stride, n_out, groups, eps, rows,
+    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, DELTA, scale_stride, n_out, groups, eps, rows,
     K: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, AHEAD: tl.constexpr,
     ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
@@ -108,12 +108,11 @@ def stream_kernel(
     [groups of K], scale_stride apart, or, where there is none, to be rounded; with GAIN [K] it is normalised first.
     GATED: weights are [2 n_out, K], and a program has 16 gates and their ups. Where IN_BLOCKS, 16 divides ROWS_EACH and
     n_out, and SCALE is [weight rows / ROWS_EACH, groups]; else one for each weight row. STEPS, PRELOAD, AHEAD: see
-    add_products. res_ptr: None, or [rows, n_out]. DELTA: see add_delta. The others: see Walk; of PackedWeights w_ptr
-    are words, and PACKED their scales."""
+    add_products. res_ptr: None, or [rows, n_out]. DELTA: see add_delta. The others: see Walk."""
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, EVEN_K, WARPS, ROWS, 2 if GATED else 1)
     PARTS: tl.constexpr = (STEPS * ROWS + 7) // 8
     first, scales = tl.program_id(0) * 16, ()
-    tiles = load_steps(w_ptr, PACKED, first, n_out, 0, PRELOAD, walk)
+    tiles = load_steps(w_ptr, None, first, n_out, 0, PRELOAD, walk)
     gains = load_gains(GAIN, PARTS, walk)
     if IN_BLOCKS:
         scales = block_scales(SCALE, first, n_out, groups, ROWS_EACH, PARTS, walk)
@@ -125,7 +124,7 @@ def stream_kernel(
         at, live = _places(col, rows, n_out, ROWS)
         residual = tl.load(res_ptr + at, mask=live, other=0.0).to(tl.float32)
     accs = add_products(no_sums(walk), tiles, scales, gains, x_ptr, X_SCALE, scale_stride, eps,
-                        rows if ROWS > 1 else None, w_ptr, PACKED, first, n_out, STEPS, PRELOAD, AHEAD, walk)
+                        rows if ROWS > 1 else None, w_ptr, None, first, n_out, STEPS, PRELOAD, AHEAD, walk)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = _result(accs, residual, SCALE, DELTA, col, rows, n_out, dtype, IN_BLOCKS, ROWS, CODE == "e4m3")
     at, live = _places(col, rows, n_out, ROWS)
@@ -220,18 +219,14 @@ def walk_constants(one: Operands, config: GemmConfig, k: int, columns: int) -> d
 
 
 def linear(
-    x: Tensor | FP8Rows, weight: Tensor | FP8Weight | PackedWeight, config: GemmConfig, *, norm: Norm | None = None,
+    x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
     gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated,
     residual and delta as in fma.linear, but that the product is rounded before the activation, and in e4m3 before it
     is added."""
     (rows, k), dtype, type_name, in_blocks = tuple(x.shape), x.dtype, "bfloat16", False
-    if isinstance(weight, PackedWeight):
-        assert isinstance(x, Tensor)
-        check_fits(x, weight)
-        type_name = INT8
-    elif isinstance(weight, FP8Weight):
+    if isinstance(weight, FP8Weight):
         type_name, in_blocks = FP8, weight.in_blocks
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated, norms=norm is not None, dtype=type_name)
     operands = operands_of(weight)
@@ -247,14 +242,14 @@ def linear(
     out = torch.empty(rows, n_out, dtype=dtype, device=operands.values.device) if residual is None else residual
     constants, block_rows = walk_constants(operands, config, k, k), triton.next_power_of_2(rows)
     parts, per_warp = triton.cdiv(constants["STEPS"] * block_rows, 8), constants["WARPS"] // config.num_warps
-    fits = rows == 1 or norm is not None or parts * per_warp * (1 if operands.packed is None else 2) <= 4
+    fits = rows == 1 or norm is not None or parts * per_warp <= 4
     ahead = parts if fits else min(parts, 2 // per_warp)  # registers hold no more of x
     x = x if isinstance(x, Tensor) or rows == 1 else in_groups(x)
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     stream_kernel[(triton.cdiv(n_out, 16),)](
-        x, x_scale, gain, *operands[:3], out, residual, delta, scale_stride=stride, n_out=n_out, groups=operands.groups,
-        eps=eps, rows=rows, ROWS=block_rows, AHEAD=ahead, ROWS_EACH=operands.rows_each, IN_BLOCKS=in_blocks,
-        EVEN_K=k % config.block_k == 0, GATED=gated, **constants, **pdl_options(out.device),
+        x, x_scale, gain, operands.values, operands.scale, out, residual, delta, scale_stride=stride, n_out=n_out,
+        groups=operands.groups, eps=eps, rows=rows, ROWS=block_rows, AHEAD=ahead, ROWS_EACH=operands.rows_each,
+        IN_BLOCKS=in_blocks, EVEN_K=k % config.block_k == 0, GATED=gated, **constants, **pdl_options(out.device),
     )  # fmt: skip
     return out

@@ -266,21 +266,29 @@ def run_of(
 def add_block(
     accs, w_ptrs, scale_ptr, w_rows, block, n, n_out, x_ptrs, live, k, factors, dtype: tl.constexpr, CODE: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
+    SCALES: tl.constexpr = True,
 ):  # fmt: skip
     """accs, [BLOCK_N, BLOCK_M] of gates and ups or of one alone, plus the products of x and the weights in a block.
-    factors: of the sums of each of accs by "e2m1"."""
+    live: rows of x that are there; None: all, and all columns. factors: of the sums of each of accs by "e2m1". SCALES:
+    sums of this block are multiplied by what run_of says."""
     SUB: tl.constexpr = 4 * GROUP if CODE == "e2m1" else SPAN if GROUP == 0 else GROUP
     planes = ()
     for half in tl.static_range(len(accs)):
         planes = planes + (planes_of(w_ptrs, half * n_out, block, n, dtype, CODE, PTX),)
     for part in tl.static_range(SPAN // SUB):
         cols = block * SPAN + part * SUB + tl.arange(0, SUB)
-        mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
-        x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
+        if live is None:
+            x = tl.load(x_ptrs + cols[None, :])
+        else:
+            mask = live[:, None] if EVEN_K else live[:, None] & (cols < k)[None, :]
+            x = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)
         added = ()
         for half in tl.static_range(len(accs)):
             numbers, scale = run_of(planes[half], w_ptrs, scale_ptr, factors[half], w_rows, half * n_out, block, part,
                                     n, dtype, CODE, GROUP, SUB, HAS_ZEROS, PTX)  # fmt: skip
-            added = added + (accs[half] + scale * tl.dot(numbers, tl.trans(x), input_precision="ieee"),)
+            if SCALES:
+                added = added + (accs[half] + scale * tl.dot(numbers, tl.trans(x), input_precision="ieee"),)
+            else:
+                added = added + (tl.dot(numbers, tl.trans(x), accs[half], input_precision="ieee"),)
         accs = added
     return accs

@@ -42,7 +42,7 @@ KERNELS: dict[Kernel, Traits] = {
     "library": Traits((*WIDE, FP8, *PACKED)),  # cuBLAS, or what stands for it with such weights
     "split": Traits(),  # cuBLAS over split_k equal parts of K, whose float32 sums go to the consumer
     "fma": Traits(WIDE, SKINNY_ROWS),  # gemm/fma.py
-    "stream": Traits(("bfloat16", "float16", FP8, *PACKED), STREAM_ROWS),  # gemm/stream.py; a row by int4: int4_row.py
+    "stream": Traits(("bfloat16", "float16", FP8, *PACKED), STREAM_ROWS),  # gemm/stream.py; PACKED: packed_row.py
     "tile": Traits((*WIDE, FP8), TILE_ROWS),  # gemm/tile.py; its consumer too gets split_k sums where there are several
     "roles": Traits((FP8,)),  # gemm/roles.py; it hands on sums over parts too
     "int4": Traits(PACKED, INT4_ROWS),  # gemm/packed_tile.py; it hands on sums over parts too

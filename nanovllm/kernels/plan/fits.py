@@ -1,6 +1,16 @@
 """Whether a kernel can multiply by a weight, and why not. No torch."""
 
-from nanovllm.kernels.plan.config import FP8, INT4, KERNELS, LIBRARY, PACKED, SHARED_BYTES, SUMMED, Gemm, GemmConfig
+from nanovllm.kernels.plan.config import (
+    FP8,
+    INT8,
+    KERNELS,
+    LIBRARY,
+    PACKED,
+    SHARED_BYTES,
+    SUMMED,
+    Gemm,
+    GemmConfig,
+)
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.product import Product
 
@@ -29,7 +39,7 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
         if product.scale_rows is not None and product.scale_rows % config.block_n:
             return f"{product.scale_rows} weight rows share scales, a tile has {config.block_n}"
     normed_rows = rows if norms_inside(product, world) else 0
-    return why_not(product.gemm(world), config, rows, device.has_tma, normed_rows)
+    return why_not(product.gemm(world), config, rows, device.has_tma, normed_rows, device.shared_bytes)
 
 
 def norms_inside(product: Product, world: int) -> bool:
@@ -38,13 +48,17 @@ def norms_inside(product: Product, world: int) -> bool:
     return (before == "own rms" or (world == 1 and before == "rms")) and not product.has_bias
 
 
-def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0) -> str:
+def why_not(
+    gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0,
+    most_shared: int = SHARED_BYTES,
+) -> str:  # fmt: skip
     """Reason why `config` cannot multiply so many rows by this weight; "" where it can. tma: the device has tensor copy
-    engines. normed_rows: rows of which a skinny kernel computes the norm too."""
+    engines. normed_rows: rows of which a skinny kernel computes the norm too. most_shared: bytes of shared memory that
+    a program may have."""
     kernel, k, paired = config.kernel, gemm.k, gemm.kind == "gate_up"
     if kernel == "library":
         return ""
-    most_rows = 1 if gemm.dtype == INT4 and kernel == "stream" else KERNELS[kernel].most_rows
+    most_rows = 1 if gemm.dtype in PACKED and kernel == "stream" else KERNELS[kernel].most_rows
     if rows > most_rows:
         return f"it takes at most {most_rows} rows, not {rows}"
     if config.max_registers and not (config.is_skinny and 32 <= config.max_registers <= 255):
@@ -61,8 +75,8 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
     if kernel == "split":
         return "" if config.split_k > 1 and k % config.split_k == 0 else f"K={k} has no {config.split_k} equal parts"
     if kernel == "stream":
-        if gemm.dtype == INT4:
-            return why_not_row(k, paired, config)
+        if gemm.dtype in PACKED:
+            return why_not_row(k, paired, config, gemm.dtype, most_shared)
         columns = stream_columns(gemm.dtype)
         reason = why_not_stream(columns, config)
         is_wide_norm = normed_rows > 0 and gemm.dtype != FP8
@@ -81,7 +95,7 @@ def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, nor
 
 def stream_columns(dtype: str) -> int:
     """Columns of a group of weights of this type, of which a warp of "stream" takes one or two in a step."""
-    return 128 if dtype == FP8 or dtype in PACKED else 64
+    return 128 if dtype == FP8 else 64
 
 
 def why_not_stream(columns: int, config: GemmConfig) -> str:
@@ -121,14 +135,15 @@ def _why_not_roles(paired: bool, config: GemmConfig) -> str:
     return "" if nbytes <= SHARED_BYTES else f"{config} needs {nbytes} bytes of shared memory"
 
 
-def why_not_row(k: int, paired: bool, config: GemmConfig) -> str:
-    """Reason why "stream" cannot multiply by weights of 4 bits; "" where it can. paired: with SiLU(gate) * up."""
+def why_not_row(k: int, paired: bool, config: GemmConfig, dtype: str, most_shared: int) -> str:
+    """Reason why "stream" cannot multiply by weights of 4 and 8 bits; "" where it can. paired: with SiLU(gate) * up."""
     if config.block_n not in ((32, 64) if paired else (16, 32, 64)):
         return f"block_n={config.block_n}: must be 1, 2 or 4 tiles of 16 weight rows; gate and up need two"
     steps = -(-k // (128 * config.num_warps))
     if steps < 2 or config.block_k != 128 * config.num_warps:
         return f"K={k}: {config.num_warps} warps take steps of 128 columns each, and more than one"
-    # x, words with scales of groups of 32 (the most), and the warps' sums
-    nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * (64 + 16)
+    of_row = 128 + 4 if dtype == INT8 else 64 + 16  # words, and scales in groups of 32, the most
+    # x, words with scales, and the warps' sums
+    nbytes = (2 * 128 << (steps - 1).bit_length()) + (config.stages + 1) * config.block_n * of_row
     nbytes = (nbytes + config.block_n * 32) * config.num_warps
-    return "" if nbytes <= SHARED_BYTES else f"K={k}: {config} needs {nbytes} bytes of shared memory"
+    return "" if nbytes <= most_shared else f"K={k}: {config} needs {nbytes} bytes of shared memory"

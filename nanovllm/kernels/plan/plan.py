@@ -18,7 +18,6 @@ from typing import Any
 from nanovllm.kernels.plan.config import (
     ANY_ROWS,
     FP8,
-    INT4,
     INT4_ROWS,
     ITEM_SIZES,
     LIBRARY,
@@ -32,7 +31,7 @@ from nanovllm.kernels.plan.config import (
     Ranges,
 )
 from nanovllm.kernels.plan.device import CPU, Device
-from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside
+from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside, why_not
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
@@ -47,7 +46,6 @@ from nanovllm.kernels.plan.rules import (
     expert_tiles,
     fp8_row_config,
     int4_config,
-    int4_row_config,
     merges_before,
     packed_row_config,
     router_config,
@@ -209,7 +207,10 @@ def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     if gemm.dtype in PACKED:
         if rows > 1:
             return int4_config(gemm, rows, device.processors)
-        return int4_row_config(gemm) if gemm.dtype == INT4 else packed_row_config(gemm)
+        config = packed_row_config(gemm)
+        while config.stages > 1 and why_not(gemm, config, most_shared=device.shared_bytes):
+            config = replace(config, stages=config.stages - 1)
+        return config
     return fp8_row_config(gemm, device.processors) if gemm.dtype == FP8 and rows == 1 else None
 
 

@@ -23,8 +23,8 @@ from nanovllm.kernels.plan.device import Device
 
 RULES_END_AT = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
 """Rows at which rules may change, but for those of experts."""
-_INT4_TILES = ((16, 6), (32, 5), (64, 4), (128, 3))
-"""(rows of x, stages) of tiles of 64 weight rows."""
+_INT4_TILES = ((16, 64, 6, 4), (32, 64, 5, 4), (64, 64, 4, 4), (128, 64, 3, 4))
+"""(rows of x, weight rows, stages, warps) of tiles."""
 
 
 def fp8_row_config(gemm: Gemm, processors: int) -> GemmConfig:
@@ -53,16 +53,12 @@ FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
 """Kernel for e4m3 where the library cannot multiply it."""
 
 
-def int4_row_config(gemm: Gemm) -> GemmConfig:
-    """Kernel for one row and 4-bit weights, the best for 8B on an H200."""
-    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
-    return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
-
-
 def packed_row_config(gemm: Gemm) -> GemmConfig:
-    """Kernel for one row and weights of 4 and 8 bits that have none of their own."""
-    warps, stages = {"gate_up": (4, 2), "o": (8, 4), "down": (8, 4)}.get(gemm.kind, (8, 3))
-    return streaming(warps if gemm.k > 1024 else 4, stages)
+    """Kernel for one row and weights of 4 and 8 bits, in int4 the best for 8B on an H200."""
+    block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
+    if gemm.dtype == INT8:  # twice the bytes: all programs still share the multiprocessors at a time
+        stages = 1 if gemm.kind == "gate_up" else 2
+    return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
 def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
@@ -74,8 +70,7 @@ def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     """
     if rows > INT4_ROWS:
         return LIBRARY
-    block_m, stages = next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
-    block_n = 64
+    block_m, block_n, stages, warps = next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
     if block_m == 16 and gemm.n >= 1 << 14:
         block_n, stages = 128, 5
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
@@ -84,9 +79,9 @@ def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     while parts < most and programs * parts < 2 * processors and gemm.k >= 2 * shortest * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
-        return GemmConfig("int4", block_n, block_m, 128, stages, parts)
+        return GemmConfig("int4", block_n, block_m, 128, stages, parts, warps)
     fits = parts * programs * block_n * block_m <= SCRATCH_FLOATS
-    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1)
+    return GemmConfig("int4_whole", block_n, block_m, 128, stages, parts if fits else 1, warps)
 
 
 def norm_starts_early(rows: int, hidden: int) -> bool:
