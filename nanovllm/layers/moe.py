@@ -31,7 +31,7 @@ from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
-from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
+from nanovllm.model_config import LayerSpec, MoEConfig
 
 
 class RouterMatrix(DenseMatrix):
@@ -105,9 +105,14 @@ class MoE(WeightedModule):
         self.adds_bias = group.rank == 0
         for_few = takes_few_tokens(config, of_gate_up, of_down, device)
         precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
-        if not for_few or config.latent_size or (config.shared_size and any(precisions)):
+        if not (for_few and is_experts_alone(config)):
             around = around.apart
-        self.shared = shared_expert(context, config, precisions, around) if config.shared_size else None
+        self.shared: MLP | None = None
+        if config.shared_size:
+            self.shared = MLP(  # whose parts combine does not add up
+                context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
+                gated=config.gated, precisions=precisions, around=Around(), path="shared.",
+            )  # fmt: skip
         self.to_latent = self.from_latent = None
         if config.latent_size:
             self.to_latent, self.from_latent = (
@@ -194,18 +199,6 @@ class MoE(WeightedModule):
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
 
 
-def shared_expert(
-    context: ModelContext, config: MoEConfig, precisions: tuple[Quantization | None, Quantization | None],
-    around: Around,
-) -> MLP:  # fmt: skip
-    """The expert that every token goes to, of a mixture with this around it; its sums come in one part."""
-    return MLP(
-        context, context.config.hidden_size, config.shared_size, gated=config.gated, precisions=precisions,
-        activation=config.activation if config.gated else "relu2", path="shared.",
-        around=Around(around.before) if around.is_chained else Around(),
-    )  # fmt: skip
-
-
 def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: Device) -> bool:
     """Whether kernels for a few tokens choose as this mixture does, and compute what its experts do."""
     gate_up, down = base_of(gate_up), base_of(down)
@@ -218,6 +211,13 @@ def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: D
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
         return isinstance(gate_up, DenseMatrix)
     return device.has_tma and few_streamed.takes(gate_up.for_kernel(), down.for_kernel())
+
+
+def is_experts_alone(config: MoEConfig) -> bool:
+    """Whether a mixture is the sum of experts and nothing else, without biases and clamps: kernels for a few tokens may
+    compute what is around it."""
+    has_more = config.shared_size or config.latent_size or config.bias or config.activation_limit is not None
+    return not has_more and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

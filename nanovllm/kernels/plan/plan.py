@@ -11,7 +11,7 @@ so, the layer hands on a complete residual stream; else it hands on what is to b
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,7 +121,7 @@ def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     found = [(one, launch(one, rows, rules)) for one in operations]
     chained = (each for one, each in found if one.choice is None and one.around.is_chained)
     complete = any(each.norm or each.residual for each in chained)
-    complete &= all(map(_is_whole, _blocks(found)))
+    complete &= all(each.norm or each.residual for one, each in found if one.choice is not None)
     if not complete and any(one.around.is_chained for one in operations):
         found = [(one, launch(one.apart, rows, rules)) for one in operations]
     launches, why = tuple(each for _, each in found), "" if complete else _why_apart(operations, rules)
@@ -130,25 +130,6 @@ def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     is_chain &= not any(each.merge_first or dtype == FP8 for dtype, each in behind)
     fills_registers = any(each.config.is_skinny and dtype == FP8 for dtype, each in behind)
     return LayerPlan(launches, complete, is_chain, fills_registers, why)
-
-
-def _blocks(found: Sequence[tuple[Product, Launch]]) -> Iterator[list[tuple[Product, Launch]]]:
-    """Operations from one addition to the residual stream to the next."""
-    block = []
-    for one, each in found:
-        block.append((one, each))
-        if one.around.after == "residual":
-            yield block
-            block = []
-    if block:
-        yield block
-
-
-def _is_whole(block: list[tuple[Product, Launch]]) -> bool:
-    """Whether the kernels of a block with experts compute the norm before them and the addition, all or none."""
-    if all(one.choice is None for one, _ in block):
-        return True
-    return all(each.norm for one, each in block if one.around.before == "rms") and block[-1][1].residual
 
 
 def launch(product: Product, rows: int, rules: Rules) -> Launch:
