@@ -6,10 +6,13 @@ from math import inf
 
 from nanovllm.kernels.plan.config import (
     FP8,
+    INT4,
     INT4_ROWS,
     INT8,
     ITEM_SIZES,
     LIBRARY,
+    MXFP4,
+    NVFP4,
     PACKED,
     SCRATCH_FLOATS,
     SHARED_BYTES,
@@ -54,29 +57,43 @@ FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
 
 
 def packed_row_config(gemm: Gemm) -> GemmConfig:
-    """Kernel for one row and weights of 4 and 8 bits, in int4 the best for 8B on an H200."""
+    """Kernel for one row and weights of 4 and 8 bits, the best for 8B on an H200."""
     block_n, stages, warps = {"gate_up": (64, 2, 4), "o": (16, 4, 8), "down": (16, 3, 8)}.get(gemm.kind, (16, 2, 8))
     if gemm.dtype == INT8:  # twice the bytes: all programs still share the multiprocessors at a time
         stages = 1 if gemm.kind == "gate_up" else 2
+    elif gemm.dtype == NVFP4:
+        block_n, stages, warps = {"qkv": (32, 3, 4), "down": (16, 4, 8)}.get(gemm.kind, (block_n, stages, warps))
     return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
+def _packed_tile(gemm: Gemm, rows: int) -> tuple[int, int, int, int]:
+    """Rows of x, weight rows, stages and warps of a tile: the best for the four products of 8B on an H200. Eight warps
+    unpack a tile twice as large, of which a processor holds one."""
+    is_summed, is_wide, is_float = gemm.kind in SUMMED, gemm.n >= 1 << 14, gemm.dtype in (NVFP4, MXFP4)
+    if rows > 128 and (is_summed or (is_wide and gemm.dtype == INT8)):
+        return 256 if is_float else 128, 128, 3, 8
+    if 32 < rows <= 64 and not is_summed and not (is_wide and gemm.dtype == INT4):
+        return 64, 128, 4, 8
+    if rows <= 16 and is_wide and gemm.dtype == INT4:
+        return 16, 128, 5, 4
+    return next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
+
+
 def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
-    """Kernel for 4-bit weights: tiles that hold all rows, up to 128, and as many parts of K as keep two or more
-    programs on each processor; more than four pay where the sums are short.
+    """Kernel for weights of 4 and 8 bits: tiles, and as many parts of K as keep two or more programs, or one of eight
+    warps, on each processor; more than four pay where the sums are short.
 
     Parts that the kernel adds up itself are long: those of 1,024 columns save 5 to 8 % of 8B's steps of 2 to 32 rows,
     those of 256 cost 3 to 11 % of 0.6B's, where programs would wait for each other longer than they multiply.
     """
     if rows > INT4_ROWS:
         return LIBRARY
-    block_m, block_n, stages, warps = next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
-    if block_m == 16 and gemm.n >= 1 << 14:
-        block_n, stages = 128, 5
+    block_m, block_n, stages, warps = _packed_tile(gemm, rows)
+    enough = processors * 9 // 10 if warps == 8 else 2 * processors
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     most = 8 if block_m == 16 else 4
     shortest = 256 if gemm.kind in SUMMED else 1024
-    while parts < most and programs * parts < 2 * processors and gemm.k >= 2 * shortest * parts:
+    while parts < most and programs * parts < enough and gemm.k >= 2 * shortest * parts:
         parts *= 2
     if gemm.kind in SUMMED or parts == 1:
         return GemmConfig("int4", block_n, block_m, 128, stages, parts, warps)
