@@ -25,8 +25,10 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta
+from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_delta
 from nanovllm.kernels.plan.config import GemmConfig
 
+_MOST_EARLY: tl.constexpr = tl.constexpr(8192)  # sums of which registers hold deltas too
 PREFETCH_BYTES = 64 << 10
 """Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
 
@@ -159,7 +161,7 @@ def _finish(
     IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
     """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows,
-    n]: see add_delta; of several splits the first adds it."""
+    n]: see add_delta."""
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
         acc *= scale[None, :] if X_LEFT else scale[:, None]
@@ -167,11 +169,10 @@ def _finish(
         col = first_col + tl.arange(0, BLOCK_N)
         bias = tl.load(BIAS + base + col, mask=col < n_out, other=0.0).to(tl.float32)
         acc += bias[None, :] if X_LEFT else bias[:, None]
-    if DELTA is not None:  # noqa: SIM102 (a constant)
-        if tl.program_id(2) == 0:
-            w_row = first + tl.arange(0, BLOCK_N)
-            at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
-            acc = add_delta(acc, DELTA, at.to(tl.int64), w_row, (at < rows) & (w_row < end), n)
+    if DELTA is not None:
+        w_row = first + tl.arange(0, BLOCK_N)
+        at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
+        acc = add_delta(acc, DELTA, at.to(tl.int64), w_row, (at < rows) & (w_row < end), n)
     return acc
 
 
@@ -179,17 +180,21 @@ def _finish(
 def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
-    DELTA=None, row=None, rows=None,
+    DELTA=None, row=None, rows=None, deltas=(),
 ):  # fmt: skip
     """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
     for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs. DELTA: see
-    _finish."""
+    _finish; deltas: of each of accs, or ()."""
     n = n_out * len(accs)
     acc = _finish(accs[0], SCALE, BIAS, DELTA, base, first_col, n_out, first_col, n_out, row, rows, n, BLOCK_N,
                   IN_BLOCKS, X_LEFT)  # fmt: skip
+    if len(deltas) > 0:
+        acc += deltas[0]
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, DELTA, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, row,
                      rows, n, BLOCK_N, IN_BLOCKS, X_LEFT)  # fmt: skip
+        if len(deltas) > 0:
+            up += deltas[1]
         acc = gate_mul(acc, up, dtype, ALPHA, LIMIT)
     elif SQUARED:
         acc = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
@@ -230,9 +235,31 @@ def store_by_choice(
     tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
 
 
+@triton.jit
+def _first_bs(ADAPTER, slots, first_col, n_out, HALVES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """first_b of the gates, and of the ups that belong to them, if there are two halves."""
+    bs, col = (), first_col + tl.arange(0, BLOCK_N)
+    for half in tl.static_range(HALVES):
+        bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
+    return bs
+
+
+@triton.jit
+def _deltas(
+    ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES: tl.constexpr, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr
+):  # fmt: skip
+    """tile_delta of those halves."""
+    deltas, col, n = (), first_col + tl.arange(0, BLOCK_N), HALVES * n_out
+    for half in tl.static_range(HALVES):
+        end = (half + 1) * n_out
+        delta = tile_delta(ADAPTER, bs[half], slots, row, rows, half * n_out + col, end, n, X_LEFT)
+        deltas = deltas + (delta,)
+    return deltas
+
+
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def tile_kernel(
-    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, ADAPTER, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
     scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
     ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr,
@@ -240,22 +267,31 @@ def tile_kernel(
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
-    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split. DELTA:
-    see add_delta.
+    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
+    ADAPTER: see expand.py.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
     [choices by expert, n_out] gets the activation of columns c and n_out + c, or where not PAIRED of c alone. Else rows
     of X are choices by expert, and OUT [TOP_K, tokens, n_out] their results times WEIGHTS [tokens, TOP_K], by slot.
+    DELTA [choices by expert, rows of an expert's weight]: see add_delta.
 
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
     BLOCK_K or with scales 128, are loaded and multiplied at once."""
     scale_ptrs, scales_of_w = X_SCALE, SCALE
+    HALVES: tl.constexpr = 2 if PAIRED else 1
+    EARLY: tl.constexpr = HALVES * BLOCK_M * BLOCK_N <= _MOST_EARLY
+    bs, deltas = (), ()
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), rows)
+        bs = _first_bs(ADAPTER, slots, tl.program_id(1) * BLOCK_N, n_out, HALVES, BLOCK_N)
     if TILES is None:
         first_row, first_col, begin, end = _enter_part(w_ptr, n_out, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
+        if ADAPTER is not None and EARLY:
+            deltas = _deltas(ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES, BLOCK_N, X_LEFT)
     else:
         expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
@@ -284,8 +320,10 @@ def tile_kernel(
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
+    if ADAPTER is not None and not EARLY:
+        deltas = _deltas(ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES, BLOCK_N, X_LEFT)
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at)  # fmt: skip
+                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
@@ -294,7 +332,7 @@ def tile_kernel(
 
 
 def linear(
-    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None
+    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Shrunk | None = None
 ) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
@@ -314,7 +352,7 @@ def linear(
 
 def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
-    x_left: bool, pdl: bool = True, delta: Tensor | None = None,
+    x_left: bool, pdl: bool = True, delta: Shrunk | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K], in e4m3 with x_scale float32 [T, groups],
     and weight [n_out, K], gated [2 n_out, K]."""
@@ -329,13 +367,14 @@ def multiply_rows(
     constants: dict[str, Any] = {
         "GATED": gated, "X_LEFT": x_left, "PARTS": config.split_k > 1, "PREFETCH": prefetch, **pdl_options(device, pdl),
     }  # fmt: skip
-    launch(grid, operand, x_scale, weight, config, out, rows, span=span, delta=delta, **constants)
+    launch(grid, operand, x_scale, weight, config, out, rows, span=span, adapter=delta, **constants)
     return out
 
 
 def launch(
     grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
-    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, top_k: int = 0,
+    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, adapter: Shrunk | None = None,
+    top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
@@ -355,8 +394,8 @@ def launch(
     else:
         constants |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
     tile_kernel[grid](
-        x, x_scale, described, of_rows, scale, bias, delta, *routing, out, rows, stride, n_out, k, groups, scale_rows,
-        TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, rows, stride,
+        n_out, k, groups, scale_rows, TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
         EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
         num_warps=config.num_warps, **constants,

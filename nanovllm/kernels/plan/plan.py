@@ -51,6 +51,7 @@ from nanovllm.kernels.plan.rules import (
     merges_before,
     packed_row_config,
     router_config,
+    sharing,
 )
 from nanovllm.kernels.plan.table import EMPTY, GemmTable, at
 
@@ -139,6 +140,8 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         return _launch_of_choice(product, rows, rules)
     config, why = choose(product, rows, rules)
     around, device = product.around, rules.device
+    if product.is_adapted:
+        config = sharing(config, product.gemm(rules.world), device.processors)
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= around.rounds or config.kernel != "roles"  # which rounds
     norm = config.is_skinny and norms_inside(product, rules.world)
