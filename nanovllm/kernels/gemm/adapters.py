@@ -52,59 +52,62 @@ def shrink_row_kernel(X, SLOTS, A, GAIN, H, k, x_stride, PIECE: tl.constexpr, PD
     tl.store(H + (piece * tl.num_programs(0) + row) * ranks + rank, h, mask=slot >= 0)
 
 
+@triton.jit
+def _tiles(ptrs, live, first_col, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tiles [rows, BLOCK_K] of COLUMNS from first_col on, of live rows at `ptrs` [rows, 1]."""
+    tiles = ()
+    for begin in tl.static_range(0, COLUMNS, BLOCK_K):
+        col = (first_col + begin + tl.arange(0, BLOCK_K))[None, :]
+        tiles = tiles + (tl.load(ptrs + col, mask=live & (col < k), other=0.0),)
+    return tiles
+
+
 @triton.jit(do_not_specialize=["rows"])
 def shrink_kernel(
     X, SLOTS, A, H, rows, k, x_stride,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr, EACH: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, sums over EACH pieces of k, parts). X, SLOTS, PDL: see shrink_row_kernel; A [slots, parts *
-    RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. Where one BLOCK_K is all, the first
-    tile of A is in registers before gdc_wait."""
+    RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. EARLY: a sum is of one piece, whose
+    first A is in registers before gdc_wait."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
-    slot, rank, col = next_adapter(slots, -1), tl.arange(0, RANK), place * EACH * PIECE + tl.arange(0, BLOCK_K)
-    IS_ONE: tl.constexpr = EACH * PIECE == BLOCK_K
-    a_ptrs, a = A + part * RANK * k + rank[:, None] * k + col[None, :], 0.0
-    if IS_ONE:
-        a = _tile_of_a(a_ptrs, slot, parts * RANK, k, col)
+    slot, rank, first_col = next_adapter(slots, -1), tl.arange(0, RANK), place * EACH * PIECE
+    a_ptrs, each = A + (part * RANK + rank)[:, None] * k, (parts * RANK).to(tl.int64) * k
+    if EARLY:
+        a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)
     elif PDL:
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
-            prefetch_tile(A, first, first + RANK, place * EACH * PIECE, k, RANK, PIECE)
+            prefetch_tile(A, first, first + RANK, first_col, k, RANK, PIECE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride + col[None, :], (slots >= 0)[:, None]
+    x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
     h = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
-    if IS_ONE:
-        x = tl.load(x_ptrs, mask=has_adapter & (col < k)[None, :], other=0.0)
-        while slot < NONE:
-            h = tl.where((slots == slot)[:, None], tl.dot(x, a.T, input_precision="ieee"), h)
-            slot = next_adapter(slots, slot)
-            a = _tile_of_a(a_ptrs, slot, parts * RANK, k, col)
-    else:
-        while slot < NONE:
-            sums = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
+    if EARLY:
+        x = _tiles(x_ptrs, has_adapter, first_col, k, PIECE, BLOCK_K)
+    while slot < NONE:
+        sums = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
+        if EARLY:
+            for step in tl.static_range(PIECE // BLOCK_K):
+                sums = tl.dot(x[step], a[step].T, sums, input_precision="ieee")
+        else:
             for piece in tl.range(0, EACH, num_stages=1):
                 products = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
-                for begin in tl.range(piece * PIECE, piece * PIECE + PIECE, BLOCK_K):
-                    x = tl.load(x_ptrs + begin, mask=has_adapter & (begin + col < k)[None, :], other=0.0)
-                    a = _tile_of_a(a_ptrs + begin, slot, parts * RANK, k, begin + col)
-                    products = tl.dot(x, a.T, products, input_precision="ieee")
+                for col in tl.range(first_col + piece * PIECE, first_col + piece * PIECE + PIECE, BLOCK_K):
+                    tile_of_x = _tiles(x_ptrs, has_adapter, col, k, BLOCK_K, BLOCK_K)[0]
+                    tile_of_a = _tiles(a_ptrs + slot * each, True, col, k, BLOCK_K, BLOCK_K)[0]
+                    products = tl.dot(tile_of_x, tile_of_a.T, products, input_precision="ieee")
                 sums = sums + products if EACH > 1 else products
-            h = tl.where((slots == slot)[:, None], sums, h)
-            slot = next_adapter(slots, slot)
+        h = tl.where((slots == slot)[:, None], sums, h)
+        slot = next_adapter(slots, slot)
+        if EARLY:
+            a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)
     at = (place * rows + row).to(tl.int64)[:, None] * (parts * RANK) + part * RANK + rank[None, :]
     tl.store(H + at, h, mask=has_adapter)
-
-
-@triton.jit
-def _tile_of_a(a_ptrs, slot, ranks, k, col):
-    """Columns `col` of A of one slot, if there is such an adapter."""
-    own = a_ptrs + (tl.where(slot < NONE, slot, 0) * ranks).to(tl.int64) * k
-    return tl.load(own, mask=(col < k)[None, :] & (slot < NONE), other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -140,12 +143,11 @@ def shrink(
     rank, block_m = ranks // parts, 16 if rows <= _FEW_ROWS else 64
     tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, PIECE)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    is_one = block_m == 16 and rank <= EARLY_RANK.value and each == 1
+    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
-        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m,
-        BLOCK_K=PIECE if is_one else 64 if rank > 64 else 128, PIECE=PIECE, EACH=each,
-        num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
+        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE,
+        EACH=each, EARLY=early, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
     )  # fmt: skip
     return Shrunk(h, slots, b, starts)
 
