@@ -1,4 +1,4 @@
-"""Sums that adapters add to a product, where the library multiplies: the kernels against their twin, alone and compiled."""
+"""Sums that adapters add to a product of the library: the kernels against their twin, alone and compiled."""
 
 from typing import Any
 

@@ -77,8 +77,8 @@ def shrink_kernel(
     slot, rank, first_col = next_adapter(slots, -1), tl.arange(0, RANK), place * EACH * PIECE
     a_ptrs, each = A + (part * RANK + rank)[:, None] * k, (parts * RANK).to(tl.int64) * k
     if EARLY:
-        a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)
-    elif PDL:
+        a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)  # of none: 0
+    elif PDL:  # noqa: SIM102 (a constant)
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
             prefetch_tile(A, first, first + RANK, first_col, k, RANK, PIECE)

@@ -91,13 +91,38 @@ def of_adapters(delta, slot):
 
 
 @triton.jit
+def hold(ADAPTER, row, rows, w_row, live, n, EARLY: tl.constexpr):
+    """Slots of few rows, and if EARLY what they and live weight rows multiply, loaded ahead of other products that need
+    not wait for it. row and w_row are 2-dimensional and broadcast to what held_delta returns."""
+    slot = slots_of(ADAPTER, row, rows)
+    return (slot,) + (_operands(ADAPTER, slot, row, rows, w_row, live, 0, ADAPTER[3], n) if EARLY else ())
+
+
+@triton.jit
+def held_delta(ADAPTER, held, row, rows, w_row, live, n, scale):
+    """h B^T, float32, see of_adapters; `held` is of the same operands. Else the ranks come by 16. scale: on x A^T."""
+    if len(held) > 1:
+        delta = delta_of_rows(held[2], held[1], scale)
+    else:
+        delta = tl.zeros([w_row.shape[0], max(row.shape[1], w_row.shape[1])], tl.float32)
+        for begin in tl.range(0, ADAPTER[3], 16, num_stages=1):
+            b, pieces = _operands(ADAPTER, held[0], row, rows, w_row, live, begin, 16, n)
+            delta += delta_of_rows(pieces, b, scale)
+    return of_adapters(delta, held[0])
+
+
+@triton.jit
+def _operands(ADAPTER, slot, row, rows, w_row, live, begin, RANKS: tl.constexpr, n):
+    slot, w_row, rank = slot[:, :, None], w_row[:, :, None], (begin + tl.arange(0, RANKS))[None, None, :]
+    b = b_of_rows(ADAPTER, slot, w_row, live[:, :, None], rank, n)
+    return b, sums_of_rows(ADAPTER, slot, row[:, :, None], rows, w_row, rank)
+
+
+@triton.jit
 def first_b(ADAPTER, slots, w_row, end, n):
     """Rows w_row, before `end`, of B of the lowest of these slots, [BLOCK_N, RANK], where tile_delta wants them early;
     else None."""
-    if ADAPTER[3] <= EARLY_RANK:
-        return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n)
-    else:
-        return None
+    return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else None
 
 
 @triton.jit
@@ -136,3 +161,13 @@ def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr
             slot = next_adapter(slots, slot)
             of_slot = _tile_of_b(ADAPTER, slot, w_row, end, n)
     return of_adapters(delta, own)
+
+
+@triton.jit
+def tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT: tl.constexpr):
+    """tile_delta of weight rows `col`, and of the ups that belong to them, if there are as many of `bs`."""
+    deltas = ()
+    for half in tl.static_range(len(bs)):
+        w_row, end = half * n_out + col, (half + 1) * n_out
+        deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, len(bs) * n_out, X_LEFT),)
+    return deltas

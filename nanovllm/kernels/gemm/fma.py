@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, checked_width, normalise, store_tile, weight_rows
-from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, b_of_rows, delta_of_rows, of_adapters, slots_of, sums_of_rows
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -133,19 +133,6 @@ def _load_residual(res_ptr, row, rows, col, n_out):
     return residual
 
 
-@triton.jit
-def _b_of(ADAPTER, slot, w_rows, w_live, n):
-    """B of a row's adapter, of each weight row of the program: [WARPS, rows of a warp, RANK]."""
-    rank = tl.arange(0, ADAPTER[3])[None, None, :]
-    return b_of_rows(ADAPTER, slot, w_rows[:, :, None], w_live[:, :, None], rank, n)
-
-
-@triton.jit
-def _sums_of(ADAPTER, slot, row, rows, w_rows):
-    """sums_of_rows for that tile."""
-    return sums_of_rows(ADAPTER, slot, row, rows, w_rows[:, :, None], tl.arange(0, ADAPTER[3])[None, None, :])
-
-
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def fma_kernel(
     x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
@@ -165,12 +152,6 @@ def fma_kernel(
     tiles, gain = load_steps(row_ptrs, row_live, 0, PRELOAD, walk), 0.0
     if NORM:
         gain = load_vector(norm_ptr, rows > 0, 0, walk)
-    slots, bs, sums, n = (), (), (), n_out * 2 if PAIRED else n_out
-    if ADAPTER is not None:
-        for row in tl.static_range(ROWS):
-            slots = slots + (slots_of(ADAPTER, row, rows),)
-            if ADAPTER[3] <= EARLY_RANK:
-                bs = bs + (_b_of(ADAPTER, slots[row], w_rows, w_live, n),)
     # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
     # them back: else those after `down` take the room that it needs.
     LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
@@ -182,8 +163,9 @@ def fma_kernel(
             tl.extra.cuda.gdc_launch_dependents()
 
     scales, residuals = (), ()
-    for row in tl.static_range(len(bs)):
-        sums = sums + (_sums_of(ADAPTER, slots[row], row, rows, w_rows),)
+    held, n, first = (), n_out * 2 if PAIRED else n_out, tl.zeros([1, 1], tl.int32)
+    for row in tl.static_range(ROWS if ADAPTER is not None else 0):
+        held = held + (hold(ADAPTER, first + row, rows, w_rows, w_live, n, ADAPTER[3] <= EARLY_RANK),)
     for row in tl.static_range(ROWS):
         residuals = residuals + (_load_residual(res_ptr, row, rows, pid * BLOCK_N + lane, n_out),)
     for row in tl.static_range(ROWS):
@@ -195,10 +177,8 @@ def fma_kernel(
     for row in tl.static_range(ROWS):
         y = tl.sum(accs[row], axis=2)
         if ADAPTER is not None:
-            b = bs[row] if len(bs) > 0 else _b_of(ADAPTER, slots[row], w_rows, w_live, n)
-            pieces = sums[row] if len(bs) > 0 else _sums_of(ADAPTER, slots[row], row, rows, w_rows)
             scale = tl.reshape(scales[row], [WARPS, 1, 1]) if NORM else 1.0
-            y += of_adapters(delta_of_rows(pieces, b, scale), slots[row])
+            y += held_delta(ADAPTER, held[row], first + row, rows, w_rows, w_live, n, scale)
         store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
 
 
@@ -232,19 +212,18 @@ def linear(
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     fma_kernel[(triton.cdiv(n, config.block_n),)](
         x, weight, norm and norm.weight, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
-        eps=norm.eps if norm else 0.0, ROWS=triton.next_power_of_2(rows), PAIRED=gated, **walk_constants(weight, config), **pdl_options(x.device),
+        eps=norm.eps if norm else 0.0, ROWS=triton.next_power_of_2(rows), PAIRED=gated,
+        **walk_constants(weight, config), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
 def linear_reference(
-    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None,
-    delta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None
+) -> Tensor:
     """Plain twin of `linear`; like the kernels it rounds after the norm, and the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x if norm is None else norm_reference(x, norm)).to(wide) @ weight.to(wide).T
-    y = y if delta is None else y + delta
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up

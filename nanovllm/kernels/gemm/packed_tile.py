@@ -96,9 +96,9 @@ def linear(
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")
     int4_gemm_kernel[grid](
-        x, weight.words, weight.scales, weight.factors, out, scratch, counters, delta and delta.operands,
-        rows=rows, n=weight.n, n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, CODE=weight.code,
-        GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
+        x, weight.words, weight.scales, weight.factors, out, scratch, counters, delta and delta.operands, rows=rows,
+        n=weight.n, n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
+        CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
         PREFETCH=_prefetched(grid, 2 * config.block_n * weight.words.shape[2], blocks), EVEN_K=k % SPAN == 0,
         EVEN_N=n_out % outputs == 0, PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip

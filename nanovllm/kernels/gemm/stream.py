@@ -18,7 +18,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.gemm.e2m1 import NV_GROUP
 from nanovllm.kernels.gemm.epilogue import checked_width
-from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, b_of_rows, delta_of_rows, of_adapters, slots_of, sums_of_rows
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
 from nanovllm.kernels.gemm.packed_operands import add_packed, load_blocks
 from nanovllm.kernels.gemm.stream_operands import (
@@ -100,44 +100,26 @@ def add_products(
 
 
 @triton.jit
-def _b_of(ADAPTER, slots, first, n_out, rank, walk):
-    """B of the adapters of rows with `slots` [1, rows, 1], of each half of a program's weight rows: [16, rows, ranks]."""
-    found, n = (), n_out * walk.halves
+def _hold(ADAPTER, first, rows, n_out, walk):
+    """hold's of each half of a program's weight rows."""
+    held, col, row = (), first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
+    EARLY: tl.constexpr = ADAPTER[3] * walk.rows <= 2 * EARLY_RANK
     for half in tl.static_range(walk.halves):
-        w_row, end = half * n_out + first + tl.arange(0, 16)[:, None, None], (half + 1) * n_out
-        found = found + (b_of_rows(ADAPTER, slots, w_row, w_row < end, rank, n),)
-    return found
+        held = held + (hold(ADAPTER, row, rows, half * n_out + col, col < n_out, n_out * walk.halves, EARLY),)
+    return held
 
 
 @triton.jit
-def _sums_of(ADAPTER, slots, rows, first, n_out, rank, walk):
-    """sums_of_rows for those tiles."""
-    found, row = (), tl.arange(0, walk.rows)[None, :, None]
-    for half in tl.static_range(walk.halves):
-        w_row = half * n_out + first + tl.arange(0, 16)[:, None, None]
-        found = found + (sums_of_rows(ADAPTER, slots, row, rows, w_row, rank),)
-    return found
-
-
-@triton.jit
-def _deltas(ADAPTER, bs, sums, slots, rows, first, n_out, x_ptr, GAIN, eps, PARTS: tl.constexpr, walk):
-    """What adapters add to each half, [16, rows], by what _b_of and _sums_of loaded; where that is (), by 16 ranks at a
-    time."""
-    deltas, scale = (), 1.0
+def _deltas(ADAPTER, held, x_ptr, GAIN, eps, first, rows, n_out, PARTS: tl.constexpr, walk):
+    """What adapters add to each half, [16, rows]."""
+    deltas, scale, col, row = (), 1.0, first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
     if GAIN is not None:
         scale = norm_factors(x_ptr, eps, PARTS, walk, rows if walk.rows > 1 else None)
         if walk.rows > 1:
             scale = tl.max(tl.reshape(scale, [8 // walk.rows, walk.rows]), 0)[None, :, None]
     for half in tl.static_range(walk.halves):
-        if len(bs) > 0:
-            delta = delta_of_rows(sums[half], bs[half], scale)
-        else:
-            delta = tl.zeros([16, walk.rows], tl.float32)
-            for begin in tl.range(0, ADAPTER[3], 16, num_stages=1):
-                rank = begin + tl.arange(0, 16)[None, None, :]
-                b = _b_of(ADAPTER, slots, first, n_out, rank, walk)[half]
-                delta += delta_of_rows(_sums_of(ADAPTER, slots, rows, first, n_out, rank, walk)[half], b, scale)
-        deltas = deltas + (of_adapters(delta, tl.reshape(slots, [1, walk.rows])),)
+        w_row, n = half * n_out + col, n_out * walk.halves
+        deltas = deltas + (held_delta(ADAPTER, held[half], row, rows, w_row, col < n_out, n, scale),)
     return deltas
 
 
@@ -161,17 +143,12 @@ def stream_kernel(
     gains = load_gains(GAIN, PARTS, walk)
     if IN_BLOCKS:
         scales = block_scales(SCALE, first, n_out, groups, ROWS_EACH, PARTS, walk)
-    bs, sums, deltas = (), (), ()
-    if ADAPTER is not None:
-        slots = slots_of(ADAPTER, tl.arange(0, ROWS)[None, :, None], rows)
-        if ADAPTER[3] * ROWS <= 2 * EARLY_RANK:
-            rank = tl.arange(0, ADAPTER[3])[None, None, :]
-            bs = _b_of(ADAPTER, slots, first, n_out, rank, walk)
+    held, deltas = (), ()
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if len(bs) > 0:
-        sums = _sums_of(ADAPTER, slots, rows, first, n_out, rank, walk)
+    if ADAPTER is not None:
+        held = _hold(ADAPTER, first, rows, n_out, walk)
     col, residual = first + tl.arange(0, 16), None
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
@@ -180,7 +157,7 @@ def stream_kernel(
                         rows if ROWS > 1 else None, w_ptr, PACKED, first, n_out, STEPS, PRELOAD, AHEAD, walk)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if ADAPTER is not None:
-        deltas = _deltas(ADAPTER, bs, sums, slots, rows, first, n_out, x_ptr, GAIN, eps, PARTS, walk)
+        deltas = _deltas(ADAPTER, held, x_ptr, GAIN, eps, first, rows, n_out, PARTS, walk)
     y = _result(accs, residual, SCALE, deltas, col, n_out, dtype, IN_BLOCKS, ROWS, CODE == "e4m3")
     at, live = _places(col, rows, n_out, ROWS)
     tl.store(out_ptr + at, y.to(dtype), mask=live)
@@ -305,7 +282,7 @@ def linear(
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     stream_kernel[(triton.cdiv(n_out, 16),)](
         x, x_scale, gain, *operands[:3], out, residual, delta and delta.operands, scale_stride=stride, n_out=n_out,
-        groups=operands.groups, eps=eps, rows=rows, ROWS=block_rows, AHEAD=ahead, ROWS_EACH=operands.rows_each, IN_BLOCKS=in_blocks,
-        EVEN_K=k % config.block_k == 0, GATED=gated, **constants, **pdl_options(out.device),
+        groups=operands.groups, eps=eps, rows=rows, ROWS=block_rows, AHEAD=ahead, ROWS_EACH=operands.rows_each,
+        IN_BLOCKS=in_blocks, EVEN_K=k % config.block_k == 0, GATED=gated, **constants, **pdl_options(out.device),
     )  # fmt: skip
     return out

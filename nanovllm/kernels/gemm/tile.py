@@ -25,7 +25,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta
-from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_delta
+from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
 from nanovllm.kernels.plan.config import GemmConfig
 
 _MOST_EARLY: tl.constexpr = tl.constexpr(8192)  # sums of which registers hold deltas too
@@ -235,28 +235,6 @@ def store_by_choice(
     tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
 
 
-@triton.jit
-def _first_bs(ADAPTER, slots, first_col, n_out, HALVES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """first_b of the gates, and of the ups that belong to them, if there are two halves."""
-    bs, col = (), first_col + tl.arange(0, BLOCK_N)
-    for half in tl.static_range(HALVES):
-        bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
-    return bs
-
-
-@triton.jit
-def _deltas(
-    ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES: tl.constexpr, BLOCK_N: tl.constexpr, X_LEFT: tl.constexpr
-):  # fmt: skip
-    """tile_delta of those halves."""
-    deltas, col, n = (), first_col + tl.arange(0, BLOCK_N), HALVES * n_out
-    for half in tl.static_range(HALVES):
-        end = (half + 1) * n_out
-        delta = tile_delta(ADAPTER, bs[half], slots, row, rows, half * n_out + col, end, n, X_LEFT)
-        deltas = deltas + (delta,)
-    return deltas
-
-
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def tile_kernel(
     X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, ADAPTER, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
@@ -285,13 +263,15 @@ def tile_kernel(
     bs, deltas = (), ()
     if ADAPTER is not None:
         slots = slots_of(ADAPTER, tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), rows)
-        bs = _first_bs(ADAPTER, slots, tl.program_id(1) * BLOCK_N, n_out, HALVES, BLOCK_N)
+        col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        for half in tl.static_range(HALVES):
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
     if TILES is None:
         first_row, first_col, begin, end = _enter_part(w_ptr, n_out, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
         if ADAPTER is not None and EARLY:
-            deltas = _deltas(ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES, BLOCK_N, X_LEFT)
+            deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
     else:
         expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
@@ -321,7 +301,7 @@ def tile_kernel(
         cols_out = first_col + tl.arange(0, BLOCK_N)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     if ADAPTER is not None and not EARLY:
-        deltas = _deltas(ADAPTER, bs, slots, row, rows, first_col, n_out, HALVES, BLOCK_N, X_LEFT)
+        deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
     if TILES is None:
@@ -373,13 +353,14 @@ def multiply_rows(
 
 def launch(
     grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
-    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, adapter: Shrunk | None = None,
+    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, adapter: Any = None,
     top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
     """tile_kernel over `grid`, with the operands that it describes. x: a descriptor, or with a routing (tiles, order,
-    weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'."""
+    weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'. adapter: a
+    Shrunk, or None."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     values, n_out = values_of(weight), out.shape[-1]
@@ -395,10 +376,10 @@ def launch(
         constants |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
     tile_kernel[grid](
         x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, rows, stride,
-        n_out, k, groups, scale_rows, TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
-        EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
-        num_warps=config.num_warps, **constants,
+        n_out, k, groups, scale_rows, TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span,
+        STAGES=config.stages, EVEN_K=k % span == 0, TMA=tma,
+        PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out, num_warps=config.num_warps, **constants,
     )  # fmt: skip
 
 
