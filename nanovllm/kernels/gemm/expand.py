@@ -91,10 +91,9 @@ def of_adapters(delta, slot):
 
 
 @triton.jit
-def hold(ADAPTER, row, rows, w_row, live, n, EARLY: tl.constexpr):
+def hold(ADAPTER, slot, row, rows, w_row, live, n, EARLY: tl.constexpr):
     """Slots of few rows, and if EARLY what they and live weight rows multiply, loaded ahead of other products that need
-    not wait for it. row and w_row are 2-dimensional and broadcast to what held_delta returns."""
-    slot = slots_of(ADAPTER, row, rows)
+    not wait for it. slot, row and w_row are 2-dimensional and broadcast to what held_delta returns."""
     return (slot,) + (_operands(ADAPTER, slot, row, rows, w_row, live, 0, ADAPTER[3], n) if EARLY else ())
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import LANE_SPAN, checked_width, normalise, store_tile, weight_rows
-from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold, slots_of
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -152,6 +152,9 @@ def fma_kernel(
     tiles, gain = load_steps(row_ptrs, row_live, 0, PRELOAD, walk), 0.0
     if NORM:
         gain = load_vector(norm_ptr, rows > 0, 0, walk)
+    slots, held, n, first = (), (), n_out * 2 if PAIRED else n_out, tl.zeros([1, 1], tl.int32)
+    for row in tl.static_range(ROWS if ADAPTER is not None else 0):
+        slots = slots + (slots_of(ADAPTER, first + row, rows),)
     # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
     # them back: else those after `down` take the room that it needs.
     LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
@@ -163,9 +166,8 @@ def fma_kernel(
             tl.extra.cuda.gdc_launch_dependents()
 
     scales, residuals = (), ()
-    held, n, first = (), n_out * 2 if PAIRED else n_out, tl.zeros([1, 1], tl.int32)
-    for row in tl.static_range(ROWS if ADAPTER is not None else 0):
-        held = held + (hold(ADAPTER, first + row, rows, w_rows, w_live, n, ADAPTER[3] <= EARLY_RANK),)
+    for row in tl.static_range(len(slots)):
+        held = held + (hold(ADAPTER, slots[row], first + row, rows, w_rows, w_live, n, ADAPTER[3] <= EARLY_RANK),)
     for row in tl.static_range(ROWS):
         residuals = residuals + (_load_residual(res_ptr, row, rows, pid * BLOCK_N + lane, n_out),)
     for row in tl.static_range(ROWS):
@@ -202,8 +204,8 @@ def linear(
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
-    residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta: of adapters; what
-    they make is added to the product before anything else. By gain and x, not by their norm: see shrink.
+    residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta: of adapters, which
+    is added to the product before anything else; see shrink for the norm.
     """
     rows, n = x.shape[0], weight.shape[0]
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)

@@ -18,7 +18,7 @@ from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.gemm.e2m1 import NV_GROUP
 from nanovllm.kernels.gemm.epilogue import checked_width
-from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold, slots_of
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
 from nanovllm.kernels.gemm.packed_operands import add_packed, load_blocks
 from nanovllm.kernels.gemm.stream_operands import (
@@ -100,12 +100,13 @@ def add_products(
 
 
 @triton.jit
-def _hold(ADAPTER, first, rows, n_out, walk):
+def _hold(ADAPTER, slots, first, rows, n_out, walk):
     """hold's of each half of a program's weight rows."""
     held, col, row = (), first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
     EARLY: tl.constexpr = ADAPTER[3] * walk.rows <= 2 * EARLY_RANK
     for half in tl.static_range(walk.halves):
-        held = held + (hold(ADAPTER, row, rows, half * n_out + col, col < n_out, n_out * walk.halves, EARLY),)
+        w_row, n = half * n_out + col, n_out * walk.halves
+        held = held + (hold(ADAPTER, slots, row, rows, w_row, col < n_out, n, EARLY),)
     return held
 
 
@@ -144,11 +145,13 @@ def stream_kernel(
     if IN_BLOCKS:
         scales = block_scales(SCALE, first, n_out, groups, ROWS_EACH, PARTS, walk)
     held, deltas = (), ()
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, tl.arange(0, ROWS)[None, :], rows)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ADAPTER is not None:
-        held = _hold(ADAPTER, first, rows, n_out, walk)
+        held = _hold(ADAPTER, slots, first, rows, n_out, walk)
     col, residual = first + tl.arange(0, 16), None
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
