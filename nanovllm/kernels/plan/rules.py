@@ -53,7 +53,7 @@ def _fp8_row_registers(gemm: Gemm, warps: int, processors: int) -> int:
 
 def sharing(config: GemmConfig, gemm: Gemm, processors: int) -> GemmConfig:
     """A kernel for few rows that adds what adapters do, and so would take more registers, with so few that all its
-    programs run at once, as they do without; its own limit, or none, where that would take less than half of them."""
+    programs run at once, as they do without. As it is where it has a limit, or that would leave fewer than 128."""
     if config.max_registers or not config.is_skinny:
         return config
     outputs = gemm.n // 2 if gemm.kind == "gate_up" and config.kernel == "stream" else gemm.n
