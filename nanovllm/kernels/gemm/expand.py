@@ -120,8 +120,8 @@ def _operands(ADAPTER, slot, row, rows, w_row, live, begin, RANKS: tl.constexpr,
 @triton.jit
 def first_b(ADAPTER, slots, w_row, end, n):
     """Rows w_row, before `end`, of B of the lowest of these slots, [BLOCK_N, RANK], where tile_delta wants them early;
-    else None."""
-    return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else None
+    else anything."""
+    return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else 0.0
 
 
 @triton.jit

@@ -179,8 +179,8 @@ def _finish(
 @triton.jit
 def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
-    DELTA=None, row=None, rows=None, deltas=(),
+    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr,
+    DELTA, row, rows, deltas,
 ):  # fmt: skip
     """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
     for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs. DELTA: see
