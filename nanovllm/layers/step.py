@@ -83,7 +83,7 @@ class Call(NamedTuple):
     routing: Routed | None = None
     """Experts of each row; for operations on experts."""
     delta: Any = None
-    """What adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
+    """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
 
     @property
     def has_adapters(self) -> bool:

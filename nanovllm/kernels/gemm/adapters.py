@@ -75,9 +75,10 @@ def shrink_kernel(
     place, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
     slot, rank, first_col = next_adapter(slots, -1), tl.arange(0, RANK), place * EACH * PIECE
-    a_ptrs, each = A + (part * RANK + rank)[:, None] * k, (parts * RANK).to(tl.int64) * k
+    a_ptrs = A + rank[:, None] * k
     if EARLY:
-        a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)  # of none: 0
+        own = (slot % NONE * parts + part).to(tl.int64) * RANK * k  # of none: slot 0
+        a = _tiles(a_ptrs + own, slot < NONE, first_col, k, PIECE, BLOCK_K)
     elif PDL:  # noqa: SIM102 (a constant)
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
@@ -95,17 +96,19 @@ def shrink_kernel(
             for step in tl.static_range(PIECE // BLOCK_K):
                 sums = tl.dot(x[step], a[step].T, sums, input_precision="ieee")
         else:
+            own = (slot * parts + part).to(tl.int64) * RANK * k
             for piece in tl.range(0, EACH, num_stages=1):
                 products = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
                 for col in tl.range(first_col + piece * PIECE, first_col + piece * PIECE + PIECE, BLOCK_K):
                     tile_of_x = _tiles(x_ptrs, has_adapter, col, k, BLOCK_K, BLOCK_K)[0]
-                    tile_of_a = _tiles(a_ptrs + slot * each, True, col, k, BLOCK_K, BLOCK_K)[0]
+                    tile_of_a = _tiles(a_ptrs + own, True, col, k, BLOCK_K, BLOCK_K)[0]
                     products = tl.dot(tile_of_x, tile_of_a.T, products, input_precision="ieee")
                 sums = sums + products if EACH > 1 else products
         h = tl.where((slots == slot)[:, None], sums, h)
         slot = next_adapter(slots, slot)
         if EARLY:
-            a = _tiles(a_ptrs + slot % NONE * each, slot < NONE, first_col, k, PIECE, BLOCK_K)
+            own = (slot % NONE * parts + part).to(tl.int64) * RANK * k
+            a = _tiles(a_ptrs + own, slot < NONE, first_col, k, PIECE, BLOCK_K)
     at = (place * rows + row).to(tl.int64)[:, None] * (parts * RANK) + part * RANK + rank[None, :]
     tl.store(H + at, h, mask=has_adapter)
 
@@ -128,8 +131,9 @@ def shrink(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], *, few: bool = False,
     norm: Norm | None = None,
 ) -> Shrunk:  # fmt: skip
-    """Operands as of adapter_delta -> x A^T. few: for a kernel for few rows (GemmConfig.is_skinny), which may compute
-    `norm` of x, of kind "rms", too, and then multiplies these sums by what it divides by."""
+    """Operands as of adapter_delta -> x A^T, float32 [pieces of K, T, parts * R]. few: for a kernel for few rows
+    (GemmConfig.is_skinny), which may compute `norm` of x, of kind "rms", too, and then multiplies these sums by what it
+    multiplies x by, beside the norm's weight."""
     (rows, k), ranks, parts = x.shape, a.shape[1], len(starts)
     if few:
         piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]]

@@ -112,7 +112,7 @@ def _hold(ADAPTER, slots, first, rows, n_out, walk):
 
 @triton.jit
 def _deltas(ADAPTER, held, x_ptr, GAIN, eps, first, rows, n_out, PARTS: tl.constexpr, walk):
-    """What adapters add to each half, [16, rows]."""
+    """Sums that adapters add to each half, [16, rows]."""
     deltas, scale, col, row = (), 1.0, first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
     if GAIN is not None:
         scale = norm_factors(x_ptr, eps, PARTS, walk, rows if walk.rows > 1 else None)

@@ -28,23 +28,29 @@ from nanovllm.kernels.gemm.epilogue import add_delta
 from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
 from nanovllm.kernels.plan.config import GemmConfig
 
-_MOST_EARLY: tl.constexpr = tl.constexpr(8192)  # sums of which registers hold deltas too
 PREFETCH_BYTES = 64 << 10
 """Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
 
 
 @triton.jit
 def _enter_part(
-    w_ptr, n_out, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    w_ptr, n_out, k, ADAPTER, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First rows of x and of the weights of the program, and first step and end of its part of K. On return X may be
-    read, and with PDL PREFETCH columns of the program's weights, with GATED of its ups too, are on their way into L2.
+    """First rows of x and of the weights of the program, first step and end of its part of K, and sums that adapters
+    add to those of each half, or (). On return X may be read, and with PDL PREFETCH columns of the program's weights,
+    with GATED of its ups too, are on their way into L2.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     first_step, end_step = steps * split // splits, steps * (split + 1) // splits
+    bs, deltas = (), ()
+    if ADAPTER is not None:
+        row, col = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
+        slots, n = slots_of(ADAPTER, row, rows), n_out * 2 if GATED else n_out
+        for half in tl.static_range(2 if GATED else 1):
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, n),)
     if PDL:
         begin = first_step * BLOCK_K
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
@@ -52,7 +58,9 @@ def _enter_part(
             prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    return first_row, first_col, first_step, end_step
+    if ADAPTER is not None:
+        deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
+    return first_row, first_col, first_step, end_step, deltas
 
 
 @triton.jit
@@ -246,32 +254,21 @@ def tile_kernel(
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
     BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
-    ADAPTER: see expand.py.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
     [choices by expert, n_out] gets the activation of columns c and n_out + c, or where not PAIRED of c alone. Else rows
     of X are choices by expert, and OUT [TOP_K, tokens, n_out] their results times WEIGHTS [tokens, TOP_K], by slot.
-    DELTA [choices by expert, rows of an expert's weight]: see add_delta.
 
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
-    BLOCK_K or with scales 128, are loaded and multiplied at once."""
-    scale_ptrs, scales_of_w = X_SCALE, SCALE
-    HALVES: tl.constexpr = 2 if PAIRED else 1
-    EARLY: tl.constexpr = HALVES * BLOCK_M * BLOCK_N <= _MOST_EARLY
-    bs, deltas = (), ()
-    if ADAPTER is not None:
-        slots = slots_of(ADAPTER, tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), rows)
-        col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        for half in tl.static_range(HALVES):
-            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
+    BLOCK_K or with scales 128, are loaded and multiplied at once. ADAPTER: see expand.py; DELTA: add_delta."""
+    scale_ptrs, scales_of_w, deltas = X_SCALE, SCALE, ()
     if TILES is None:
-        first_row, first_col, begin, end = _enter_part(w_ptr, n_out, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)
+        first_row, first_col, begin, end, deltas = _enter_part(
+            w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, X_LEFT, PREFETCH, PDL)  # fmt: skip
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
-        if ADAPTER is not None and EARLY:
-            deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
     else:
         expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
@@ -300,8 +297,6 @@ def tile_kernel(
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
-    if ADAPTER is not None and not EARLY:
-        deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
     if TILES is None:

@@ -144,6 +144,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         config = sharing(config, product.gemm(rules.world), device.processors)
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= around.rounds or config.kernel != "roles"  # which rounds
+    gate &= not product.is_adapted or config.block_m * config.block_n <= 8192  # registers hold what adapters add
     norm = config.is_skinny and norms_inside(product, rules.world)
     residual = config.is_skinny and rules.world == 1 and around.after == "residual"
     if product.dtype == FP8:
