@@ -2,6 +2,7 @@
 is set, many more on demand, and never fails for being slow. With --quick each test that imports torch or starts a
 process is skipped when it does."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # no full collection looks at what is imported, from now on
     if session.config.getoption("--quick"):
         return
     if "triton.runtime.interpreter" in sys.modules:  # chosen before the kernels were imported

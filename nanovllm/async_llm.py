@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -255,7 +255,5 @@ def _deliver(outputs: list[tuple[_Stream, StepOutput]]) -> None:
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
     """Calls a function in the thread of an event loop. From any thread."""
-    try:
+    with suppress(RuntimeError):  # the loop is closed: nobody listens
         loop.call_soon_threadsafe(function, argument)
-    except RuntimeError:
-        pass  # the loop is closed: nobody listens

@@ -5,6 +5,7 @@ import difflib
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, field
 from itertools import islice
 from typing import Any, NoReturn, TypeGuard
 
@@ -132,3 +133,9 @@ def integer(low: int, high: int | None = None) -> Bound:
 
 
 FLAG: Bound = (lambda value: isinstance(value, bool), "True or False")
+SHARE: Bound = (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]")
+
+
+def option(default: Any = MISSING, bound: Bound = FLAG, **how: Any) -> Any:
+    """Field of a dataclass of options, with the bound of its values. `how`: further arguments of dataclasses.field."""
+    return field(default=default, metadata={"bound": bound}, **how)

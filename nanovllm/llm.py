@@ -10,6 +10,7 @@ from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.protocol import Engine
+from nanovllm.errors import refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput, StepOutput
 from nanovllm.sampling_params import SamplingParams
@@ -53,14 +54,10 @@ class LLM(Embedding, Adapters):
         if tokenizer is None and not config.skip_tokenizer_init:
             raise ValueError("tokenizer=None: must be given (or set skip_tokenizer_init)")
         if config.has_front:
-            bound = "1 for a live module, with no backend"
-            raise ValueError(f"data_parallel_size={config.data_parallel_size}: must be {bound}")
-        if config.quantization is not None:
-            raise ValueError(f"quantization={config.quantization!r}: must be None for a live module, which is shared")
-        if config.enable_lora:
-            raise ValueError("enable_lora=True: must be False for a live module, which is shared")
-        if config.lm_head_dtype != "auto":
-            raise ValueError("lm_head_dtype='fp8': must be 'auto' for a live module, which is shared")
+            refuse("data_parallel_size", config.data_parallel_size, "1 for a live module, with no backend")
+        for name, wanted in (("quantization", None), ("enable_lora", False), ("lm_head_dtype", "auto")):
+            if (value := getattr(config, name)) != wanted:
+                refuse(name, value, f"{wanted!r} for a live module, which is shared")
         llm = cls.__new__(cls)
         model_config = config_of(module, config.hf_overrides)
         llm._take_over(start_ranks(config, model_config, Tokenizer(config, None if path else tokenizer), module))

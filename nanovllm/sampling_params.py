@@ -11,7 +11,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import FLAG, Bound, integer, is_integer, is_number, one_of, refuse, require_known
+from nanovllm.errors import FLAG, SHARE, Bound, integer, is_integer, is_number, one_of, option, refuse, require_known
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -98,8 +98,6 @@ def _number(low: float, high: float, bound: str) -> Bound:
     return lambda value: is_number(value) and low <= value <= high, bound
 
 
-
-
 def wrap_seed(seed: int) -> int:
     """Any integer as one of 64 bits, so that seeds can be counted up past the largest."""
     return (seed + 2**63) % 2**64 - 2**63
@@ -107,36 +105,13 @@ def wrap_seed(seed: int) -> int:
 
 _COUNT = integer(0)
 _LOGPROBS: Bound = (integer(-1)[0], "None or an integer >= -1 (-1: the whole vocabulary)")
-_BOUNDS: dict[str, Bound] = {
-    "n": integer(1, MAX_N),
-    "temperature": _number(0, MAX_FLOAT32, "a finite number >= 0 (of float32's range)"),
-    "top_p": (lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]"),
-    "top_k": integer(-1),
-    "min_p": _number(0, 1, "a number in [0, 1]"),
-    "presence_penalty": _number(-2, 2, "a number in [-2, 2]"),
-    "frequency_penalty": _number(-2, 2, "a number in [-2, 2]"),
-    "repetition_penalty": _number(1e-6, 1e6, "a number > 0 (in [1e-6, 1e6])"),
-    "seed": (integer(-(2**63), 2**63 - 1)[0], "None or a 64-bit integer"),
-    "min_tokens": _COUNT,
-    "max_tokens": (lambda value: value is None or _COUNT[0](value), "None or an integer >= 0"),
-    "logprobs": _LOGPROBS,
-    "logprobs_mode": (one_of("raw", "processed")[0], "None, 'raw' or 'processed'"),
-    "prompt_logprobs": _LOGPROBS,
-    "prompt_logprob_start": _COUNT,
-    "structured_outputs": (
-        lambda value: isinstance(value, (StructuredOutput, Mapping)),
-        "None, a StructuredOutput or a dict of its fields",
-    ),
-    "cache_salt": (
-        lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SALT,
-        f"None or a text of 1..{MAX_SALT} characters",
-    ),
-    **dict.fromkeys(
-        ("sampling_mask", "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"), FLAG
-    ),
-}
-"""Bound of each field that is not a list, checked by itself where the value is not the default."""
-_ANY: Bound = (lambda value: True, "")
+_PENALTY = _number(-2, 2, "a number in [-2, 2]")
+_FORM: Bound = (
+    lambda value: isinstance(value, (StructuredOutput, Mapping)), "None, a StructuredOutput or a dict of its fields",
+)  # fmt: skip
+_SALT: Bound = (
+    lambda value: isinstance(value, str) and 0 < len(value) <= MAX_SALT, f"None or a text of 1..{MAX_SALT} characters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,24 +119,24 @@ class SamplingParams:
     """Parameters of one request; their meaning follows vLLM's, so that they carry over. Types are those of the values
     that are kept: None is taken for an empty list, a dict for structured_outputs."""
 
-    n: int = 1
+    n: int = option(1, integer(1, MAX_N))
     """1..128 completions of the prompt; they share its KV blocks. Greedy ones are all the same."""
-    temperature: float = 1.0
+    temperature: float = option(1.0, _number(0, MAX_FLOAT32, "a finite number >= 0 (of float32's range)"))
     """Divides the logits; 0 is greedy (ties go to the lowest token id)."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, SHARE)
     """Sample from the fewest most likely tokens whose probabilities add up to this much, in (0, 1]. Tokens as likely as
     the last of them stay too. 1 is off."""
-    top_k: int = 0
+    top_k: int = option(0, integer(-1))
     """Sample from the k most likely tokens; tokens as likely as the k-th stay too. 0 and -1 are off."""
-    min_p: float = 0.0
+    min_p: float = option(0.0, _number(0, 1, "a number in [0, 1]"))
     """Drop tokens less likely than this share, in [0, 1], of the likeliest token's probability. 0 is off."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = option(0.0, _PENALTY)
     """Subtracted, in [-2, 2], from the logits of tokens that the output has."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = option(0.0, _PENALTY)
     """Subtracted, in [-2, 2], from a token's logit as many times as the output has it."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(1.0, _number(1e-6, 1e6, "a number > 0 (in [1e-6, 1e6])"))
     """Divides positive logits, multiplies negative ones, of tokens that prompt or output have; above 0. 1 is off."""
-    seed: int | None = None
+    seed: int | None = option(None, (integer(-(2**63), 2**63 - 1)[0], "None or a 64-bit integer"))
     """Keys this request's sampling; completion i of n has seed + i. Default: derived from the engine's seed and the
     request's number."""
     stop: str | Iterable[str] = ()
@@ -173,25 +148,25 @@ class SamplingParams:
     """Token ids, at most 1,024, that end the output; the token itself stays part of it."""
     ignore_eos: bool = False
     """True: end-of-text tokens do not end the output."""
-    min_tokens: int = 0
+    min_tokens: int = option(0, _COUNT)
     """Least number of output tokens: until then end-of-text and stop_token_ids cannot be sampled, and `stop` is not
     looked for."""
-    max_tokens: int | None = 16
+    max_tokens: int | None = option(16, (lambda value: value is None or _COUNT[0](value), "None or an integer >= 0"))
     """Maximum tokens to generate; fewer where max_model_len or the KV cache ends first. None: up to there. 0: the
     prompt is computed, for its log-probabilities say, and the output is empty."""
-    logprobs: int | None = None
+    logprobs: int | None = option(None, _LOGPROBS)
     """Log-probabilities of that many likeliest tokens and of the sampled one, for each token; -1: of the whole
     vocabulary. Bounded by the engine's max_logprobs."""
-    logprobs_mode: str | None = None
+    logprobs_mode: str | None = option(None, (one_of("raw", "processed")[0], "None, 'raw' or 'processed'"))
     """Distribution of `logprobs`: "raw", the logits as the model gives them; "processed", what the token is sampled
     from: after bias, penalties, grammar and temperature, among the tokens that the filters keep (temperature 0 divides
     and filters nothing). None: as the engine's option says."""
     sampling_mask: bool = False
     """True: the completion's `sampling_mask` has, for each token, the ids that it was sampled from."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = option(None, _LOGPROBS)
     """Likeliest tokens whose log-probabilities are returned, as by `logprobs`, for each prompt token but the first;
     always of the raw logits."""
-    prompt_logprob_start: int = 0
+    prompt_logprob_start: int = option(0, _COUNT)
     """First position of the prompt whose log-probability is wanted: those before it may come from the prefix cache."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of at most 1,024 token ids; each bias in [-100, 100]."""
@@ -200,13 +175,13 @@ class SamplingParams:
     after a blank."""
     allowed_token_ids: Iterable[int] | None = None
     """Only these can be sampled."""
-    structured_outputs: StructuredOutput | None = field(default=None, hash=False)
+    structured_outputs: StructuredOutput | None = option(None, _FORM, hash=False)
     """Constrains the output to a JSON schema, a regular expression, a choice or a grammar; a dict has its fields."""
     detokenize: bool = True
     """False: the output's text stays empty."""
     skip_special_tokens: bool = True
     """False: special tokens are part of the text."""
-    cache_salt: str | None = None
+    cache_salt: str | None = option(None, _SALT)
     """Text of at most 128 characters: prompts share cached KV blocks only with requests of the same salt, so that the
     time to a first token tells nothing about the prompts of others (CVE-2025-46570)."""
 
@@ -220,8 +195,8 @@ class SamplingParams:
         for name, value in given.items():
             if (plain := _plain(value)) is not value:
                 object.__setattr__(self, name, plain)
-            holds, bound = _BOUNDS.get(name, _ANY)
-            if not holds(plain):
+            holds, bound = _BOUNDS.get(name, (None, ""))
+            if holds is not None and not holds(plain):
                 _refuse(name, plain, bound)
         self._check_lists(given)
         if isinstance(self.structured_outputs, Mapping):
@@ -299,3 +274,9 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+_BOUNDS: dict[str, Bound] = {
+    each.name: each.metadata.get("bound", FLAG) for each in fields(SamplingParams) if each.metadata or each.type is bool
+}
+"""Bounds of the fields that are no lists."""

@@ -1,10 +1,10 @@
 """Kernels compiled for a compute capability, 9.0 unless told, which takes no GPU."""
 
+import io
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     file = Path(function.__code__.co_filename)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, file.parent)))
-    run_forked(f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})", environment)
+    run_forked(environment, f"import {file.stem} as file; file.{function.__name__}(*{arguments!r})")
 
 
 def launch_dependently(*modules: Any) -> None:
@@ -60,23 +60,29 @@ def compile_only(
         kernel = launch(self, *args, grid=grid, warmup=True, **options | constants)
         assert kernel.metadata.shared <= SHARED_BYTES[capability], (self.__name__, kernel.metadata.shared)
         if most_spilled is not None:
-            assert _spilled_bytes(kernel.asm["ptx"], capability) <= most_spilled, self.__name__
+            [spilled] = re.findall(rb"(\d+) bytes spill stores", kernel.asm["cubin"])
+            assert int(spilled) <= most_spilled, self.__name__
         check(kernel.asm["ptx"], options)
         return kernel
 
     launch = JITFunction.run
+    _keep_reports()
     driver.set_active(_TargetOnly(GPUTarget("cuda", capability, 32)))
     JITFunction.run = run
 
 
-def _spilled_bytes(ptx: str, capability: int) -> int:
+def _keep_reports() -> None:
+    """Has Triton keep, under keys of their own, what ptxas reports of kernels in place of their code, so that it runs
+    once for each."""
     from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
 
-    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True).stderr
-    [spilled] = re.findall(r"(\d+) bytes spill stores", report)
-    return int(spilled)
+    assemble, key = CUDABackend.make_cubin, CUDABackend.hash
+    knobs.nvidia.dump_ptxas_log = True
+
+    def report(self: Any, *args: Any) -> bytes:
+        with redirect_stdout(io.StringIO()) as said:
+            assemble(self, *args)
+        return said.getvalue().encode()
+
+    CUDABackend.make_cubin, CUDABackend.hash = report, lambda self: f"{key(self)}-report"

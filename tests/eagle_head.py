@@ -79,6 +79,7 @@ class Twin:
         return x * angles.cos() + turned * angles.sin()
 
     def _layer(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Row [1, hidden] of the last entry."""
         w, layer, dim = self.w, "midlayer", self.raw["head_dim"]
         normed = self._norm(hidden, f"{layer}.hidden_norm")
         residual = normed if self.raw.get("norm_before_residual") else hidden
@@ -88,10 +89,9 @@ class Twin:
         )
         group = q.shape[1] // k.shape[1]
         q, k, v = self._rotated(q), self._rotated(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-        attended = attended.transpose(0, 1).reshape(len(ids), -1)
-        residual = residual + attended @ w[f"{layer}.self_attn.o_proj.weight"].T
+        q, k, v = (part.transpose(0, 1) for part in (q[-1:], k, v))
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        residual = residual[-1:] + attended.transpose(0, 1).reshape(1, -1) @ w[f"{layer}.self_attn.o_proj.weight"].T
         x = self._norm(residual, f"{layer}.post_attention_layernorm")
         gate, up, down = (w[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return residual + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -108,7 +108,7 @@ class Twin:
         hidden, found = taps @ self.w["fc.weight"].T, []
         text, rows = torch.tensor(ids), []
         for _ in range(count):
-            out = self._layer(text, hidden)[-1:]
+            out = self._layer(text, hidden)
             normed = self._norm(out, "norm")
             rows.append(normed[0])
             best = int((normed @ self.w["lm_head.weight"].T).argmax())

@@ -64,21 +64,29 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class ForkedCommand(Forked):
-    """A command of Python, `-m module` or `-c code`, that writes to a file and ends with this process."""
+    """A command of Python, `-m module` or `-c code`, that writes to files and ends with this process."""
 
-    def __init__(self, command: list[str], output: int, environment: dict[str, str], most_files: int) -> None:
+    def __init__(
+        self, command: list[str], output: int, environment: dict[str, str], most_files: int,
+        errors: int | None = None, folder: str | None = None,
+    ) -> None:  # fmt: skip
         subprocess.Popen.__init__(self, [], executable="")
         self.args = command
-        self.pid = fork(command[1:], environment, {1: output, 2: output}, most_files)
+        files = {1: output, 2: output if errors is None else errors}
+        self.pid = fork(command[1:], environment, files, most_files, folder)
 
 
-def fork(command: list[str], environment: dict[str, str], files: dict[int, int], most_files: int = 0) -> int:
+def fork(
+    command: list[str], environment: dict[str, str], files: dict[int, int], most_files: int = 0,
+    folder: str | None = None,
+) -> int:  # fmt: skip
     """Returns the process id of a child that runs a command. files: what its files are here. most_files: number of
-    files that it may open, and a child with such a bound is killed when this process ends."""
+    files that it may open, and a child with such a bound is killed when this process ends. folder: None: that of this
+    process."""
     key = _key(environment)
     asked = {
         "command": command, "environment": environment, "files": list(files), "parent": os.getpid(),
-        "folder": os.getcwd(), "cores": os.sched_getaffinity(0), "most_files": most_files,
+        "folder": folder or os.getcwd(), "cores": os.sched_getaffinity(0), "most_files": most_files,
     }  # fmt: skip
     with _lock:
         if key not in _servers:

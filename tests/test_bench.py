@@ -190,7 +190,7 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
     peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --device cpu --num-kvcache-blocks 64"
     command = f"--model {model} --load-format dummy {flags} {stall} {peaks} --json {result}"
-    printed = run("bench.py", *command.split())
+    printed = run("bench.py", *command.split(), forks=True)
     for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
         assert words in printed
     record = json.loads(result.read_text())

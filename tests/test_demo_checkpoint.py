@@ -32,7 +32,7 @@ STORY_OPENING = "story: Once upon a time there was a"
 
 
 def example_lines(*arguments: str, cwd: Path = ROOT) -> list[str]:
-    return run(ROOT / "example.py", "--device", "cpu", *arguments, cwd=cwd).splitlines()
+    return run(ROOT / "example.py", "--device", "cpu", *arguments, cwd=cwd, forks=True).splitlines()
 
 
 @pytest.fixture(scope="module")

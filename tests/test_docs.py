@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ def test_chart_of_speed_is_the_table() -> None:
     assert chart.SHORT.read_text(encoding="utf-8") == chart.draw(list(chart.bars(short))), "run scripts/speed_chart.py"
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Names that a file imports, in full: also late, and for types alone."""
     found: set[str] = set()

@@ -41,7 +41,7 @@ def run_example(name: str, *arguments: str) -> str:
     if missing := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     path = ROOT / "examples" / f"{name}.py"
-    return run(*([path] if path.exists() else ["-c", source(name)]), *arguments)
+    return run(*([path] if path.exists() else ["-c", source(name)]), *arguments, forks=True)
 
 
 def test_all_are_here() -> None:

@@ -146,9 +146,7 @@ class Client:
         self._idle: list[Response] = []
 
     @asynccontextmanager
-    async def request(
-        self, method: str, path: str, body: bytes = b"", headers: str = ""
-    ) -> AsyncIterator[Response]:
+    async def request(self, method: str, path: str, body: bytes = b"", headers: str = "") -> AsyncIterator[Response]:
         """Sends a request; gives its response once the headers are there. Leaving it early closes the connection, which
         ends the request on the server. `headers`: more lines, each with its end. Raises ServerError."""
         connection = None

@@ -119,9 +119,7 @@ def _gpu(name: str) -> "Gpu":
     refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
 
 
-def _heading(
-    config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]
-) -> Iterator[str]:
+def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]) -> Iterator[str]:
     settled = _settled(config, model, gpu)
     held = {spec.quantization.method for spec in model.layers if spec.quantization is not None}
     weights = f"weights in {', '.join(held) or settled.dtype}"

@@ -35,9 +35,7 @@ class EngineLoop(Work):
     """Schedules, launches and collects steps; takes in requests and aborts of other threads between them. One thread at
     a time steps."""
 
-    def __init__(
-        self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState
-    ) -> None:
+    def __init__(self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState) -> None:
         super().__init__()
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
         self._pooling = model_config.pooling

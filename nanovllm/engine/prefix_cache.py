@@ -96,7 +96,7 @@ class PrefixCache:
         self._begun.append(seq)
         self._to_keep.update(self._keys_to_keep(seq))
 
-    def places_to_keep(self, seq: Sequence) -> tuple[int, ...]:
+    def lengths_to_keep(self, seq: Sequence) -> tuple[int, ...]:
         """Numbers of a prompt's leading blocks after which its state is worth keeping, the worthiest first: those that
         others have in common with it, and all."""
         if self._lines is None or not self.enabled or not seq.prefix.keeps_states:
@@ -110,7 +110,7 @@ class PrefixCache:
 
     def _keys_to_keep(self, seq: Sequence) -> list[bytes]:
         computed = seq.num_computed_tokens // self.block_size
-        return [self.key_of(seq, number) for number in self.places_to_keep(seq) if number > computed]
+        return [self.key_of(seq, number) for number in self.lengths_to_keep(seq) if number > computed]
 
     def _computed_now(self, start: bytes) -> int:
         """Number of leading tokens of a block start that a row of this step computes."""

@@ -188,7 +188,7 @@ class RowMemory:
         """Line that keeps the state of a prompt which it passes while it computes `count` tokens from `start` on, and
         after how many of these; NO_LINE and 0: none does."""
         assert self.lines is not None
-        for number in self.cache.places_to_keep(seq):
+        for number in self.cache.lengths_to_keep(seq):
             at = number * self.block_size - start
             if 0 < at <= count and (line := self.lines.keep(self.cache.key_of(seq, number))) != NO_LINE:
                 return line, at
@@ -198,7 +198,7 @@ class RowMemory:
         """Keeps the state of a row that decodes and has filled its blocks, as far as their text is known."""
         number = seq.num_computed_tokens // self.block_size
         is_known = seq.num_computed_tokens <= seq.num_tokens and not self._verifies
-        if self.lines is not None and self.cache.places_to_keep(seq) and is_known:
+        if self.lines is not None and self.cache.lengths_to_keep(seq) and is_known:
             self.lines.save(seq, self.cache.key_of(seq, number))
 
     def expect_states(self, seqs: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
@@ -211,7 +211,7 @@ class RowMemory:
             if memory.keep_at < seq.num_tokens - 1:  # where the oldest step in flight begins
                 begin = seq.num_least_computed - 1  # of this step, at least
                 memory.keep_at = self.num_blocks_for(begin) * self.block_size
-            if memory.keep_at < seq.num_computed_tokens and self.cache.places_to_keep(seq):
+            if memory.keep_at < seq.num_computed_tokens and self.cache.lengths_to_keep(seq):
                 assert self.lines is not None
                 if self.lines.lend(memory):
                     found[seq] = memory.keep_line, memory.keep_at
@@ -236,7 +236,7 @@ class RowMemory:
     def _keep_passed(self, seq: Sequence) -> None:
         memory = seq.memory
         is_there = memory.has_passed and memory.keep_line != NO_LINE and memory.keep_at < seq.num_tokens
-        if self.lines is not None and is_there and self.cache.places_to_keep(seq):
+        if self.lines is not None and is_there and self.cache.lengths_to_keep(seq):
             self.lines.keep_passed(seq, self.cache.key_of(seq, memory.keep_at // self.block_size))
 
     def leave_behind(self, seq: Sequence) -> None:

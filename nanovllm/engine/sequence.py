@@ -205,7 +205,8 @@ class Sequence:
         if reason == "stop" and why is None and self.token_ids[-1] in self.reported_stop_ids:
             why = self.token_ids[-1]
         if reason == "length" and self.params.max_tokens == 0:
-            self._drop_output()
+            del self.token_ids[self.num_prompt_tokens :]  # the token that came with computing the prompt
+            self.num_tokens = self.num_prompt_tokens
         self.status = SequenceStatus.FINISHED
         versions = self.weight_versions if any(version for version, _ in self.version_starts) else []
         pooled = None if self.pooled is None else self.pooled.tobytes()
@@ -223,11 +224,6 @@ class Sequence:
         begin, token = metrics.first_scheduled_time or end, metrics.first_token_time or end
         cached = first.num_prompt_cached_tokens or 0
         return Done(self.request_id, cached, begin - metrics.arrival_time, token - begin, end - token)
-
-    def _drop_output(self) -> None:
-        """Forgets the token that came with computing the prompt, for max_tokens=0."""
-        del self.token_ids[self.num_prompt_tokens :]
-        self.num_tokens = self.num_prompt_tokens
 
     def check(self) -> None:
         """Asserts the order of the lengths in the drawing."""

@@ -14,6 +14,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
@@ -84,12 +85,10 @@ class _Ring:
 
     def close(self) -> None:
         """Lets the memory go. From a signal handler in mid-send it goes when the interrupted send lets go of it."""
-        try:
+        with suppress(BufferError):
             self._words.release()
             self._bytes.release()
             self._memory.close()
-        except BufferError:
-            pass
 
 
 class CommandWriter(_Ring):
@@ -142,10 +141,8 @@ class CommandWriter(_Ring):
         for reader, doorbell in enumerate(self._doorbells):
             if self.get(Word.SLEEPING, reader):
                 self.put(Word.SLEEPING, reader, 0)
-                try:
+                with suppress(BrokenPipeError):  # the reader is gone; `check` knows why, or will in a moment
                     os.write(doorbell, b"!")
-                except BrokenPipeError:
-                    pass  # the reader is gone; `check` knows why, or will in a moment
 
 
 class CommandReader(_Ring):

@@ -89,9 +89,7 @@ class LocalExecutor:
             self._close_store()
             raise
 
-    def _start(
-        self, model: ModelConfig, compiler: KernelCompiler | None, module: torch.nn.Module | None
-    ) -> None:
+    def _start(self, model: ModelConfig, compiler: KernelCompiler | None, module: torch.nn.Module | None) -> None:
         size = self.config.tensor_parallel_size
         if size > 1:
             self._store = WatchedStore(open_store(self.processes.store), self.processes.check)

@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
@@ -243,10 +244,8 @@ class WorkerProcesses:
             return
         self._closing = True
         for control in self._controls:
-            try:
+            with suppress(OSError):
                 control.send(b"!")  # "leave": the stream does not end while a fork of this process holds it open
-            except OSError:
-                pass
         if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
             self._watcher.join(timeout=5.0)
         for control in self._controls:

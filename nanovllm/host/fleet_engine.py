@@ -43,9 +43,7 @@ _SPIN_SECONDS, _SPIN_REQUESTS = 0.008, 4  # on a GPU: first tokens are polled fo
 class FleetEngine(Work):
     """Implements Engine. One thread at a time steps and calls; add_request, abort and resume may be called from any."""
 
-    def __init__(
-        self, engines: Engines, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, engines: Engines, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
         """`engines`: that are ready; this engine closes them. `config`: as the user gave it."""
         super().__init__()
         self.engines, first = engines, engines.ready[0]

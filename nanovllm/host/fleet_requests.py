@@ -69,12 +69,12 @@ class FleetRequests:
             elif losses == MOST_LOSSES:
                 self._drop(flight, f"{losses} replicas were lost while they computed this request: {reason}")
             else:
-                for part in reversed(self._parts_of(flight)):
+                for part in reversed(self._split_up(flight)):
                     self._queue(part, first=True)
 
-    def _parts_of(self, flight: Flight) -> list[Flight]:
-        """Puts the parts of a request in its place (Flight.parts)."""
-        parts = flight.parts()
+    def _split_up(self, flight: Flight) -> list[Flight]:
+        """Puts the parts of a request in its place (Flight.split)."""
+        parts = flight.split()
         if parts != [flight]:
             del self._live[flight.row]
             self._split[flight.request_id] = {part.row for part in parts}

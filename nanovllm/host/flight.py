@@ -79,7 +79,7 @@ class Flight:
         """See SamplingParams.most_tokens."""
         return NO_BOUND if (most := self.params.get("max_tokens", SamplingParams.max_tokens)) is None else most
 
-    def parts(self) -> list["Flight"]:
+    def split(self) -> list["Flight"]:
         """Splits a request of several completions, of which any has begun, into those that have not ended. Each goes
         on as it would have gone on among the others, since seeds go up with rows. The first brings what is asked about
         the prompt. Returns itself if there is nothing to split."""

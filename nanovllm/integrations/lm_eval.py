@@ -69,9 +69,7 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
     # -- what tasks ask for -------------------------------------------------------------------------------------
 
-    def _loglikelihood_tokens(
-        self, requests: list[Scored], disable_tqdm: bool = False, **unused: Any
-    ) -> list[Score]:
+    def _loglikelihood_tokens(self, requests: list[Scored], disable_tqdm: bool = False, **unused: Any) -> list[Score]:
         """Log-probability of each continuation, and whether it is what greedy sampling gives. Contexts that are too
         long lose their beginning."""
         prompts = [context + continuation for _, context, continuation in requests]

@@ -60,7 +60,7 @@ class GatedDeltaNet(WeightedModule):
         self.in_proj = ParallelLinear(
             context, "in", aligned(sum(self.rows)) if joined else sum(self.rows[:2]), hidden,
             pieces=of_values + of_gates if joined else of_values, precision=precision,
-            around=Around(around.before) if joined else Around(),
+            around=around.first() if joined else Around(),
         )  # fmt: skip
         self.gate_proj = None
         if not joined:  # few rows would lower the rows that share a scale; nobody rounds what gates take too

@@ -89,9 +89,7 @@ class Mamba2(WeightedModule):
         z, mixed, dt, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, self.conv_bias)
         weights = MambaWeights(self.A_log, self.dt_bias, self.D, self.norm, self.eps, self.least)
-        return self.out_proj.of_wanted(
-            self.kernels.mamba(mixed, dt, z, weights, self.sizes, self.states, rows), call
-        )
+        return self.out_proj.of_wanted(self.kernels.mamba(mixed, dt, z, weights, self.sizes, self.states, rows), call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.in_proj.checkpoint_weights(prefix)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.kernels.plan.product import ANYTHING, Around
+from nanovllm.kernels.plan.product import Around
 from nanovllm.layers.context import ModelContext
+from nanovllm.layers.linear import Operation
 from nanovllm.layers.mlp import dense_mlp
 from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import RowNorm
@@ -16,7 +17,8 @@ from nanovllm.model_config import LayerSpec
 
 class MLPBesideExperts(WeightedModule):
     """The residual stream [T, hidden] -> [2, T, hidden], partial sums of the MLP and of the experts, for a
-    ReduceAddNorm with `out_norms`. The router takes rows that a norm of its own gives."""
+    ReduceAddNorm with `out_norms`; on one rank [T, hidden], the sum of both after these norms. The router takes rows
+    that a norm of its own gives."""
 
     takes_residual = True
 
@@ -24,25 +26,40 @@ class MLPBesideExperts(WeightedModule):
         super().__init__()
         config = context.config
         self.kernels, norm = context.kernels, (context, config.hidden_size, config.norm_eps)
-        self.dense = dense_mlp(context, spec, ANYTHING)
-        self.experts = MoE(context, spec, ANYTHING)
+        around = Around("own rms" if spec.quantization is None else "")
+        self.dense, self.experts = dense_mlp(context, spec, around), MoE(context, spec, around)
         self.operations = (*self.dense.operations, *self.experts.operations)
         self.norms = {name: RowNorm(*norm, kind=config.norm_kind) for name in ("norm", "experts_norm")}
         self.norms["router_norm"] = RowNorm(*norm)
-        self.out_norms = tuple(RowNorm(*norm, kind=config.norm_kind) for _ in range(2))
+        self._out_norms = tuple(RowNorm(*norm, kind=config.norm_kind) for _ in range(2))
+        self.out_norms = self._out_norms if context.group.size > 1 else ()
         for name, each in self.norms.items():
             self.add_module(name, each)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        firsts = (self.dense.gate_up_proj, self.experts.gate_up, self.experts.router)
         of_dense, of_experts, of_router = (
-            self.kernels.add_norms(x, None, norm.for_kernel())[0] for norm in self.norms.values()
+            self._normed(x, norm, first, call) for norm, first in zip(self.norms.values(), firsts, strict=True)
         )
-        return torch.stack((self.dense(of_dense, call), self.experts(of_experts, call, of_router)))
+        dense, experts = self.dense(*of_dense), self.experts(*of_experts, of_router)
+        if self.out_norms:
+            return torch.stack((dense, experts))
+        first, second = (norm.for_kernel() for norm in self._out_norms)
+        total, _ = self.kernels.add_norms(dense, None, first)
+        return self.kernels.add_norms(experts, total, None, second)[1]
+
+    def _normed(self, x: torch.Tensor, norm: RowNorm, first: Operation, call: Call) -> tuple[torch.Tensor, Call]:
+        """Rows for an operation, and its call: normalised already, unless what is launched for it does so."""
+        if first.launch(x.shape[0], call).norm:
+            return x, call._replace(norm=norm.for_kernel())
+        normed, _ = self.kernels.add_norms(x, None, norm.for_kernel())
+        assert isinstance(normed, torch.Tensor)
+        return normed, call
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.dense.checkpoint_weights(prefix)
         yield from self.experts.checkpoint_weights(prefix)
         for name, norm in self.norms.items():
             yield from norm.checkpoint_weights(f"{prefix}.{name}")
-        for name, norm in zip(("out_norm", "experts_out_norm"), self.out_norms, strict=True):
+        for name, norm in zip(("out_norm", "experts_out_norm"), self._out_norms, strict=True):
             yield from norm.checkpoint_weights(f"{prefix}.{name}")

@@ -31,7 +31,7 @@ from nanovllm.layers.packed import PackedMatrix
 from nanovllm.layers.quantized import FP8Matrix, column_multiple
 from nanovllm.layers.step import Call
 from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, Shard, WeightedModule, parameter, whole
-from nanovllm.model_config import LayerSpec, MoEConfig
+from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
 
 
 class RouterMatrix(DenseMatrix):
@@ -103,13 +103,11 @@ class MoE(WeightedModule):
             self.gate_up_bias, self.down_bias = make(count, rows), make(count, row_size)
             self.gate_up_bias.zero_()
         self.adds_bias = group.rank == 0
-        self.shared: MLP | None = None
-        if config.shared_size:
-            precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
-            self.shared = MLP(  # whose parts combine does not add up
-                context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
-                gated=config.gated, precisions=precisions, around=Around(), path="shared.",
-            )  # fmt: skip
+        for_few = takes_few_tokens(config, of_gate_up, of_down, device)
+        precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
+        if not for_few or config.latent_size or (config.shared_size and any(precisions)):
+            around = around.apart
+        self.shared = shared_expert(context, config, precisions, around) if config.shared_size else None
         self.to_latent = self.from_latent = None
         if config.latent_size:
             self.to_latent, self.from_latent = (
@@ -125,10 +123,7 @@ class MoE(WeightedModule):
         )  # fmt: skip
         alpha = config.activation_alpha if config.activation == "silu" else None
         self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
-        is_plain = is_plain_mixture(config, isinstance(base_of(of_gate_up), PackedMatrix))
-        choice = Choice(count, config.top_k, of_gate_up.type_name, is_plain)
-        if not choice.is_plain or not takes_few_tokens(of_gate_up, of_down, device):
-            around = around.apart
+        choice = Choice(count, config.top_k, of_gate_up.type_name, for_few)
         is_alone = group.size == 1 and not config.shared_size and not config.latent_size and around.adds_parts
         around = around._replace(adds_parts=is_alone and 1 < config.top_k <= MOST_PARTS)
         self.router = Router(context, hidden_size, config, choice, around)
@@ -155,28 +150,32 @@ class MoE(WeightedModule):
             Piece("down_proj", (row_size, width), (down,)),
         )
 
-    def forward(self, x: torch.Tensor, call: Call, of_router: torch.Tensor | None = None) -> torch.Tensor:
-        """See ParallelLinear. of_router [T, hidden]: what the router takes in place of x."""
-        logits = self.router(x if of_router is None else of_router, call)
+    def forward(
+        self, x: torch.Tensor, call: Call, of_router: tuple[torch.Tensor, Call] | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """See ParallelLinear. of_router: rows [T, hidden], and their call, that the router takes in place of these."""
+        logits = self.router(*(of_router or (x, call)))
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
+        is_few, shared = routed.routing is None, None if self.shared is None else self.shared(x, call)
+        if is_few and self.from_latent is None:
+            routed = routed._replace(shared=shared)
         call = call._replace(routing=routed)
-        shared = None if self.shared is None else self.shared(x, call)
         y = self.down(self.gate_up(x if self.to_latent is None else self.to_latent(x, call), call), call)
-        if routed.routing is None or self.down.product.around.adds_parts:
-            return y
         if self.from_latent is not None:
-            y = self.from_latent(self.kernels.combine(y, x.dtype), call)[None]
+            y = self.from_latent(y if is_few else self.kernels.combine(y, x.dtype), call)[None]
+        elif is_few or self.down.product.around.adds_parts:
+            return y
         gate = logits if self.config.shared_gate else None
         return self.kernels.combine(y, x.dtype, shared, gate, self.top_k.num_experts)
 
     def _routed(self, logits: torch.Tensor, config: GemmConfig) -> Routed:
         """Choice of experts, as kernels of `config` and its like take it."""
-        routing = None
+        routing, of_router = None, (self.router.bias, self.router.correction, self.router.factors)
         if not config.is_skinny:
-            of_router = (self.router.bias, self.router.correction, self.router.factors)
             routing = self.kernels.route(logits, self.top_k, config.block_m, *of_router)
         biases = (self.gate_up_bias, self.down_bias if self.adds_bias else None)
-        return Routed(self.kernels, logits, self.top_k, routing, self.activation, biases, self.router.bias)
+        gate = self.config.shared_gate
+        return Routed(self.kernels, logits, self.top_k, routing, self.activation, biases, of_router, shared_gate=gate)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.router.checkpoint_weights(prefix)
@@ -195,24 +194,30 @@ class MoE(WeightedModule):
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
 
 
-def takes_few_tokens(gate_up: Weight, down: Weight, device: Device) -> bool:
-    """Whether kernels for a few tokens compute what is around these experts."""
+def shared_expert(
+    context: ModelContext, config: MoEConfig, precisions: tuple[Quantization | None, Quantization | None],
+    around: Around,
+) -> MLP:  # fmt: skip
+    """The expert that every token goes to, of a mixture with this around it; its sums come in one part."""
+    return MLP(
+        context, context.config.hidden_size, config.shared_size, gated=config.gated, precisions=precisions,
+        activation=config.activation if config.gated else "relu2", path="shared.",
+        around=Around(around.before) if around.is_chained else Around(),
+    )  # fmt: skip
+
+
+def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: Device) -> bool:
+    """Whether kernels for a few tokens choose as this mixture does, and compute what its experts do."""
     gate_up, down = base_of(gate_up), base_of(down)
-    if isinstance(gate_up, DenseMatrix | PackedMatrix):
+    if config.num_groups > 1:
+        return False
+    if isinstance(gate_up, PackedMatrix):
         return True
+    if config.bias or config.activation_limit is not None:
+        return False
     if not (isinstance(gate_up, FP8Matrix) and isinstance(down, FP8Matrix)):
-        return False
+        return isinstance(gate_up, DenseMatrix)
     return device.has_tma and few_streamed.takes(gate_up.for_kernel(), down.for_kernel())
-
-
-def is_plain_mixture(config: MoEConfig, is_packed: bool = False) -> bool:
-    """Whether the mixture is a softmax, gated experts and their sum, and nothing else; without biases and by SwiGLU
-    unless kernels for packed weights compute it."""
-    if not config.gated or config.logits_scale != 1.0 or config.expert_scales:
-        return False
-    swiglu = config.activation == "silu" and not config.bias and config.activation_limit is None
-    only_experts = (swiglu or is_packed) and not config.shared_size and not config.latent_size
-    return only_experts and config.scoring == "softmax" and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

@@ -19,11 +19,13 @@ class RowNorm(WeightedModule):
         self, context: LayerContext, hidden_size: int, eps: float, *, kind: str = "rms", adds_one: bool = False,
         has_bias: bool = False,
     ) -> None:  # fmt: skip
-        """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact."""
+        """adds_one: the checkpoint holds weight - 1; the weight is kept in float32, where the sum is exact, as is one
+        that multiplies in float32."""
         super().__init__()
         self.eps, self.kind, self.adds_one = eps, kind, adds_one
         dtype, device = context.dtype, context.device
-        self.weight = parameter(hidden_size, dtype=torch.float32 if adds_one else dtype, device=device)
+        is_wide = adds_one or kind == "rms_float32"
+        self.weight = parameter(hidden_size, dtype=torch.float32 if is_wide else dtype, device=device)
         self.bias = parameter(hidden_size, dtype=dtype, device=device) if has_bias else None
 
     def for_kernel(self) -> Norm:

@@ -144,9 +144,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
-def _dummy(
-    weight: CheckpointWeight, dtype: torch.dtype, device: torch.device, seed: int
-) -> DerivedTensor:
+def _dummy(weight: CheckpointWeight, dtype: torch.dtype, device: torch.device, seed: int) -> DerivedTensor:
     """Random values of a whole tensor, from its name and the seed alone: every rank cuts its shard of the same
     tensor."""
     name, shape = weight.name, torch.Size(weight.shape)

@@ -25,7 +25,7 @@ from nanovllm.layers.layer_inputs import LayerInputGate, LayerInputs
 from nanovllm.layers.memory import Mixer
 from nanovllm.layers.mlp import dense_mlp
 from nanovllm.layers.mlp_beside_experts import MLPBesideExperts
-from nanovllm.layers.moe import MoE, is_plain_mixture
+from nanovllm.layers.moe import MoE
 from nanovllm.layers.norm import ReduceAddNorm, RowNorm, StreamScalar
 from nanovllm.layers.rotary import PositionTables
 from nanovllm.layers.step import Call, ForwardStep, wanted_rows
@@ -56,7 +56,7 @@ def placement_of(config: ModelConfig, spec: LayerSpec) -> str:
 def has_plain_joints(config: ModelConfig) -> bool:
     """Whether an addition and an RMSNorm, and nothing else, stand between two blocks."""
     has_pre = all(placement_of(config, spec) == "pre" for spec in config.layers)
-    return has_pre and config.norm_kind == "rms" and config.residual_multiplier == 1.0
+    return has_pre and config.norm_kind != "layer" and config.residual_multiplier == 1.0
 
 
 def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:
@@ -64,19 +64,18 @@ def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:
     placement = placement_of(config, spec)
     if placement == "parallel":
         return Around()  # one sum takes both
-    if has_plain_joints(config) and can_fuse(config, spec):
+    if has_plain_joints(config) and may_fuse(config, spec):
         return Around("rms", "residual", adds_parts=True)
     return Around("norm" if placement != "post" else "", adds_parts=True)
 
 
-def can_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
-    """Whether kernels for few rows can compute everything around and between this layer's products."""
-    if spec.mixer != "attention" or spec.mlp not in OWN_MLPS or config.attention_gate is not None:
+def may_fuse(config: ModelConfig, spec: LayerSpec) -> bool:
+    """Whether kernels for few rows may compute what is around and between this layer's products; what they do of it is
+    said by the products. A norm that multiplies in float32 takes twice the registers, of which kernels for quantised
+    weights have none to spare."""
+    if config.norm_kind == "rms_float32" and spec.quantization is not None:
         return False
-    if spec.mlp == "moe":
-        assert config.moe is not None
-        return is_plain_mixture(config.moe)
-    return config.gated_mlp and config.activation == "silu"
+    return spec.mlp in ("moe", "none") or (config.gated_mlp and config.activation == "silu")
 
 
 class Nothing(WeightedModule):
@@ -178,6 +177,9 @@ class DecoderLayer(WeightedModule):
         self.input_gate = None if config.layer_inputs is None else LayerInputGate(context, self.index)
         of_blocks = (*self.self_attn.operations, *self.mlp.operations)
         self.operations = of_blocks if self.input_gate is None else (*of_blocks, *self.input_gate.operations)
+        ends = (block.operations[-1] for block in (self.self_attn, self.mlp) if block.operations)
+        if not all(one.around.after == "residual" for one in ends):
+            self.operations = tuple(one.apart for one in self.operations)
         self.plans = context.planner.layer(self.operations)
         self.adapted_plans = context.planner.layer(tuple(one.adapted for one in self.operations))
         """Plans of steps in which rows have adapters."""
@@ -212,7 +214,7 @@ class DecoderLayer(WeightedModule):
                 break
             plan: LayerPlan = (self.plans if step.adapters is None else self.adapted_plans)[stream.num_rows]
             first, last = block.ends(plan)
-            if first.norm:
+            if plan.is_complete and first.norm:
                 x = residual = block.reduce_norm.add(stream)
             else:
                 x, residual = block.reduce_norm(stream, first.rounded)

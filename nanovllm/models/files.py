@@ -33,9 +33,7 @@ def names_hub(option: str, name: str) -> bool:
     return not Path(name).is_dir()
 
 
-def fetch(
-    model: str, patterns: Iterable[str], revision: str | None = None, download_dir: str | None = None
-) -> str:
+def fetch(model: str, patterns: Iterable[str], revision: str | None = None, download_dir: str | None = None) -> str:
     """The local folder of a hub id, in which its files of these `patterns` are. Raises FileNotFoundError where the hub
     does not give them. `revision`, `download_dir`: see EngineConfig."""
     from huggingface_hub import snapshot_download

@@ -264,9 +264,7 @@ def _longest_context(text: PreTrainedConfig) -> int:
     return min([_integer(text, "max_position_embeddings"), *(length for length in originals if length)])
 
 
-def read_transformers_config(
-    raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
-) -> ModelConfig:
+def read_transformers_config(raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
     """config.json of any model that transformers knows, as far as the engine itself needs it; `generation`: as
     parse_config. Raises ValueError where transformers does not know it."""
     there, raw = raw, {**raw, **overrides}

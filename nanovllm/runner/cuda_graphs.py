@@ -112,11 +112,6 @@ class StepGraphs:
         num_graphs = len(self._shapes) * (1 + (self._see is not None)) + len(self._draft_buckets)
         return _FIRST_GRAPH + num_graphs * _GRAPH
 
-    @property
-    def shapes(self) -> list[StepShape]:
-        """Captured shapes, largest first."""
-        return self._shapes
-
     def capture_all(self) -> None:
         for shape in self._shapes:
             self._capture(shape)

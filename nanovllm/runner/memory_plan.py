@@ -284,9 +284,7 @@ def _library_bytes(config: EngineConfig, gpu: Gpu) -> int:
     return gpu.device.processors * CONTEXT_PER_SM + _STAGES * KERNELS + _ROUGHLY + nccl
 
 
-def _step_bytes(
-    layers: DecoderForCausalLM, rules: Rules, tokens: int, slots: int, dtype: torch.dtype
-) -> int:
+def _step_bytes(layers: DecoderForCausalLM, rules: Rules, tokens: int, slots: int, dtype: torch.dtype) -> int:
     """Bytes of activations at the peak of a step: in the widest part of its widest layer, inputs and outputs there
     beside the residual stream and the rows that are normed; or of the logits of all rows."""
     hidden, widest, weight, deltas = layers.config.hidden_size, 0, 0, 0

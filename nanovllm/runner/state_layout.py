@@ -25,7 +25,7 @@ _LEAST_SAVED = 0.1
 """Least share of the longest row's bytes that groups must save to be made."""
 
 
-class Place(NamedTuple):
+class TableLane(NamedTuple):
     """Table and lane of a layer's keys and values."""
 
     table: int
@@ -39,8 +39,8 @@ class StateLayout:
     groups: tuple[PageGroup, ...]
     group_layers: tuple[int, ...]
     """Layers of each group."""
-    places: tuple[Place, ...]
-    """Places by layer."""
+    by_layer: tuple[TableLane, ...]
+    """Table and lane of each layer."""
     lanes: tuple[tuple[Pages, ...], ...]
     """Pages of a block, lane by lane, in the tables of each group."""
 
@@ -69,8 +69,8 @@ class StateLayout:
 
 def one_group(layers: Sequence[Pages]) -> StateLayout:
     """All layers in one table, which keeps everything."""
-    places = tuple(Place(0, number) for number in range(len(layers)))
-    return StateLayout((PageGroup(),), (len(layers),), places, (tuple(layers),))
+    by_layer = tuple(TableLane(0, number) for number in range(len(layers)))
+    return StateLayout((PageGroup(),), (len(layers),), by_layer, (tuple(layers),))
 
 
 def layout_of(layers: Sequence[Pages], config: EngineConfig, dtype: torch.dtype) -> StateLayout:
@@ -94,15 +94,15 @@ def _by_window(layers: Sequence[Pages], dtype: torch.dtype) -> StateLayout:
     members = [[number for number, pages in enumerate(layers) if pages == kind] for kind in kinds]
     counts = tuple(map(len, members))
     depths = _layers_of_a_table(counts, [kind.token_bytes(dtype) for kind in kinds])
-    groups, places = [], [Place(0, 0)] * len(layers)
+    groups, by_layer = [], [TableLane(0, 0)] * len(layers)
     first_table = 0
     for kind, numbers, depth in zip(kinds, members, depths, strict=True):
         for at, number in enumerate(numbers):
-            places[number] = Place(first_table + at // depth, at % depth)
+            by_layer[number] = TableLane(first_table + at // depth, at % depth)
         groups.append(PageGroup(kind.window, -(-len(numbers) // depth)))
         first_table += groups[-1].num_tables
     lanes = tuple((kind,) * depth for kind, depth in zip(kinds, depths, strict=True))
-    return StateLayout(tuple(groups), counts, tuple(places), lanes)
+    return StateLayout(tuple(groups), counts, tuple(by_layer), lanes)
 
 
 def _layers_of_a_table(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:

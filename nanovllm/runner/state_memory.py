@@ -170,7 +170,7 @@ class StateMemory:
         ids_begin = memory.shape[0] - num_blocks * self._block_size * self._id_bytes
         slots, blocks, ids = memory.tensor_split((num_lines * self.slot_bytes, ids_begin))
         self._lines, end = slots.view(num_lines, self.slot_bytes), 0
-        layout, places = self.layout, iter(self.layout.places)
+        layout, by_layer = self.layout, iter(self.layout.by_layer)
         # block by block where tables of several groups cut one otherwise; else tensor by tensor, as kernels like it
         cut = blocks.view(num_blocks, -1) if layout.is_mixed and num_blocks else blocks[None]
         lanes = [self._lanes(cut, own, num_blocks) for own in layout.lanes]
@@ -183,7 +183,7 @@ class StateMemory:
                     line = self._lines[:, begin : begin + one.nbytes]
                     own.append(line.view(one.dtype).view(num_lines, *one.shape))
                 else:
-                    table, lane = next(places)
+                    table, lane = next(by_layer)
                     own.append(replace(of_tables[table][lane], table=table, mixed=layout.is_mixed))
             mixer.bind(*own)
         parts = [cut] if layout.is_mixed else [part for lane in lanes[0] for part in lane.tensors]

@@ -205,9 +205,7 @@ class StepWork:
             self._kernels.commit_tokens(self._group.all_reduce_max(keys), row_slot, state.last_token, tokens)
         return logits, kept
 
-    def _hidden_states(
-        self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _hidden_states(self, input_ids: torch.Tensor, step: ForwardStep, wanted: torch.Tensor | None) -> torch.Tensor:
         """The layers, over the whole step or in halves: final hidden states [T, hidden], or of the tokens `wanted`."""
         attention, overlap = step.attention, self._group.overlap
         cut = None

@@ -53,10 +53,10 @@ class Book:
         for number, row in enumerate(request.rows, first):
             self._rows[number] = row
             row.number, row.last_time = number, request.arrival
-        request.parts.update(range(first, self._next_id, request.n))
+        request.unfinished.update(range(first, self._next_id, request.n))
         self.requests[request.call] = request
         self.rows_by_key[request.key] += len(request.rows)
-        return sorted(request.parts)
+        return sorted(request.unfinished)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ class Book:
             self._finish(end, now)
         for gap, count in gaps.items():
             self._metrics.inter_token.observe(now - gap, count)
-        for part in step.done:
-            self._end_part(part, now)
+        for done in step.done:
+            self._end_prompt(done, now)
         if step.stats is not None:
             self._metrics.engine = step.stats
 
@@ -122,16 +122,16 @@ class Book:
         self.rows_by_key[row.request.key] -= 1
         row.request.ready[row] = self._touched[row.request] = None
 
-    def _end_part(self, part: Done, now: float) -> None:
-        if (first := self._rows.get(part.request_id)) is None:
+    def _end_prompt(self, done: Done, now: float) -> None:
+        if (first := self._rows.get(done.request_id)) is None:
             return
         request = first.request
-        request.parts.discard(part.request_id)
-        own = [self._rows.pop(number) for number in range(first.number, first.number + request.n)]
-        first.num_cached_tokens = part.num_cached_tokens
-        request.queued, request.prefill = max(request.queued, part.queued), max(request.prefill, part.prefill)
-        request.decode = max(request.decode, part.decode)
-        self._metrics.count_part(part, own, len(request.prompts[first.prompt_index]), now - request.arrival)
+        request.unfinished.discard(done.request_id)
+        rows = [self._rows.pop(number) for number in range(first.number, first.number + request.n)]
+        first.num_cached_tokens = done.num_cached_tokens
+        request.queued, request.prefill = max(request.queued, done.queued), max(request.prefill, done.prefill)
+        request.decode = max(request.decode, done.decode)
+        self._metrics.count_end(done, rows, len(request.prompts[first.prompt_index]), now - request.arrival)
         self._touched[request] = None
 
     # -- bytes --------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Book:
                 self._metrics.first_token.observe(now - request.arrival)
             if request.is_streamed:
                 self.write(request, now)
-            elif not request.parts:
+            elif not request.unfinished:
                 self._close(request)
 
     def write(self, request: Request, now: float) -> None:
@@ -166,7 +166,7 @@ class Book:
         except Exception:
             self._give_up(request)
         else:
-            if not request.parts and not request.ready:
+            if not request.unfinished and not request.ready:
                 self._close(request)
 
     def _begin(self, request: Request, now: float) -> bool:
@@ -193,7 +193,7 @@ class Book:
             row.pieces.clear()
             if text or row.end is not None or row.ids or row.lines:
                 out.append(form.chunk(row, text))
-        if not request.parts and not request.ready:
+        if not request.unfinished and not request.ready:
             out.append(form.end(request) if request.error is None else form.failure(request.error))
         return b"".join(out)
 
@@ -228,9 +228,9 @@ class Book:
         told."""
         if self.requests.pop(request.call, None) is None:
             return
-        for part in request.parts:
-            self._abort(part)
-        request.parts.clear()
+        for request_id in request.unfinished:
+            self._abort(request_id)
+        request.unfinished.clear()
         known = [row for row in request.rows if self._rows.pop(row.number, None) is not None]
         gone = sum(row.end is None for row in known)
         self.rows_by_key[request.key] -= gone
@@ -254,9 +254,9 @@ class Book:
         if request.call not in self.requests:
             return
         request.error = error
-        for part in request.parts:
-            self._abort(part)
-        request.parts.clear()
+        for request_id in request.unfinished:
+            self._abort(request_id)
+        request.unfinished.clear()
         if request.has_begun and not (request.call.is_full or request.call.is_gone):
             self.write(request, request.last_write)
             return
@@ -276,7 +276,7 @@ class Book:
     def refuse(self, request_id: int, error: ApiError) -> None:
         """The engine did not take a request's prompt."""
         if (first := self._rows.get(request_id)) is not None:
-            first.request.parts.discard(request_id)
+            first.request.unfinished.discard(request_id)
             first.request.format.explain(error)
             self.fail(first.request, error)
 
@@ -288,8 +288,8 @@ class Book:
     def abort_all(self, wanted: Callable[[Request], bool]) -> int:
         """Ends requests with what they have, and not as mistakes; returns how many."""
         found = [request for request in self.requests.values() if wanted(request)]
-        for part in (part for request in found for part in request.parts):
-            self._abort(part)
+        for request_id in (each for request in found for each in request.unfinished):
+            self._abort(request_id)
         return len(found)
 
     def sweep(self, now: float, request_timeout: float | None) -> None:

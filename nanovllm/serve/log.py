@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 _MOST_LINES = 10_000
@@ -61,11 +62,9 @@ class _Handler(logging.StreamHandler[Any]):
                 self._num_left_out = 0
                 lines.append(f"{count} lines of the log were left out: nobody read it")
             left = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
-            try:
+            with suppress(OSError):  # nobody can read it any more
                 while left:
                     left = left[os.write(descriptor, left) :]
-            except OSError:
-                pass  # nobody can read it any more
             if self._is_over.is_set():
                 self._has_lines.set()
 

@@ -106,20 +106,20 @@ class Metrics:
         self.finished["stop" if row.end is None else row.end.reason] += 1
         self._observe(request_generation_tokens=row.num_tokens)
 
-    def count_part(self, part: Done, rows: Sequence[Row], num_prompt_tokens: int, seconds: float) -> None:
+    def count_end(self, done: Done, rows: Sequence[Row], num_prompt_tokens: int, seconds: float) -> None:
         """A prompt's completions have all ended, so many seconds after its request came."""
         longest = max(each.num_tokens for each in rows)
         self._observe(
             request_prompt_tokens=num_prompt_tokens,
-            request_queue_time_seconds=part.queued,
-            request_prefill_time_seconds=part.prefill,
-            request_decode_time_seconds=part.decode,
-            request_inference_time_seconds=part.prefill + part.decode,
+            request_queue_time_seconds=done.queued,
+            request_prefill_time_seconds=done.prefill,
+            request_decode_time_seconds=done.decode,
+            request_inference_time_seconds=done.prefill + done.decode,
             e2e_request_latency_seconds=seconds,
             request_max_num_generation_tokens=longest,
         )
         if longest > 1:
-            self._observe(request_time_per_output_token_seconds=part.decode / (longest - 1))
+            self._observe(request_time_per_output_token_seconds=done.decode / (longest - 1))
 
     def count_prompt(self, n: int, max_tokens: int) -> None:
         """A prompt of a request was taken in."""

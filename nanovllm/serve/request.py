@@ -145,7 +145,7 @@ class Request:
             row.request = self
         self.num_prompt_tokens = sum(map(len, self.prompts))
         self.prompt_lines: list[list[bytes | None] | None] = [None] * len(self.prompts)
-        self.parts: set[int] = set()
+        self.unfinished: set[int] = set()
         """The engine's ids of prompts that have not ended."""
         self.ready: dict[Row, None] = {}
         """Rows with something to send."""

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Pipe
@@ -76,11 +77,9 @@ class KernelCompiler:
             self._outbox.put(job)
 
     def _send(self) -> None:
-        try:
+        with suppress(OSError):  # the server is gone; wait() finds out
             while (job := self._outbox.get()) is not None:
                 self._control.send(job)
-        except OSError:
-            pass  # the server is gone; wait() finds out
 
     def wait(self, patience: float = _PATIENCE) -> bool:
         """Waits until all jobs are done, `patience` seconds at most. True: all of them were compiled."""
@@ -104,20 +103,16 @@ class KernelCompiler:
         """Writes the stamp, so that later starts find the cache filled; only where nothing failed."""
         if self._stamp is None or self.failures or self._num_done < self.num_jobs:
             return
-        try:
+        with suppress(OSError):  # a cache that cannot be written to: every start compiles anyway
             self._stamp.parent.mkdir(parents=True, exist_ok=True)
             self._stamp.touch()
-        except OSError:
-            pass  # a cache that cannot be written to: every start compiles anyway
 
     def close(self) -> None:
         """Ends the processes, whatever they do. Harmless when called again."""
         if os.getpid() != self._owner or self._control.closed:
             return
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the leader of its own group, not waited for yet
-        except ProcessLookupError:
-            pass
         end(self._process, 0.0)
         self._outbox.put(None)
         self._sender.join(1.0)  # it may still send to a process that a driver holds
@@ -153,10 +148,8 @@ def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.read_bytes())
     for package in ("torch", "triton", "flash-attn-4"):
-        try:
+        with suppress(PackageNotFoundError):
             digest.update(f"{package} {version(package)}\n".encode())
-        except PackageNotFoundError:
-            pass
     options = {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name not in _NO_KERNELS}
     for name, value in options.items():
         if callable(value):  # its repr has an address

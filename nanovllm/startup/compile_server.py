@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -68,10 +69,8 @@ def compile_kernel(job: CompileJob) -> None:
 def _build_driver_module() -> None:
     from triton.backends.nvidia.driver import CudaUtils
 
-    try:
+    with suppress(Exception):  # no driver or no C compiler: the engine meets the same, and says so
         CudaUtils()
-    except Exception:
-        pass  # no driver or no C compiler: the engine meets the same, and says so
 
 
 def _import_everything(parent: int) -> None:

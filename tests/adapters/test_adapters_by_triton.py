@@ -30,7 +30,7 @@ def test_equals_the_definition(tmp_path: Path) -> None:
     folder = family_cases.save(model, CASES["qwen3, bfloat16 files"], tmp_path / "model")
     tensors = random_tensors(model, linears(model), CONFIG, 0)
     path = save(tmp_path / "adapter", tensors, target_modules="all-linear")
-    found = json.loads(run_interpreted(__file__, str(folder), str(path)).splitlines()[-1])
+    found = json.loads(run_interpreted(__file__, (str(folder), str(path))).splitlines()[-1])
     for prompt, has_one, (token_ids, values) in zip(PROMPTS, (True, False, True), found, strict=True):
         with adapted(model, tensors if has_one else {}, CONFIG):
             expected = expected_scores(model, [*prompt, *token_ids]).tolist()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes.process_checks import write_tiny_config
+from programs import ROOT, run
 
 from nanovllm.executor import cpu_threads
 from nanovllm.executor.cpu_threads import threads_for
@@ -31,16 +32,15 @@ with LLM(sys.argv[1], device="cpu", load_format="dummy", skip_tokenizer_init=Tru
 """
 
 
-def cpu_seconds(model: str, first: str = "", **environment: str) -> float:
+def cpu_seconds(model: str, first: str = "") -> float:
     """CPU seconds of generating eight short texts, in a program of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
     command = [sys.executable, "-c", PROGRAM.format(first=first), model]
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**clean, "PYTHONPATH": root, **environment}
+    environment = {**clean, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     seconds, threads = json.loads(done.stdout)
-    assert threads == int(environment.get("OMP_NUM_THREADS", usable_cores())), "the program's own setting stays"
+    assert threads == usable_cores(), "the program's own setting stays"
     return float(seconds)
 
 
@@ -55,7 +55,9 @@ def test_threads_that_wait_take_no_cpu_time(width: int, first: str, tmp_path: Pa
         pytest.skip("needs two cores")
     model = write_tiny_config(tmp_path, **SHAPE, hidden_size=width)
     if width not in _alone:
-        _alone[width] = cpu_seconds(model, OMP_NUM_THREADS="1")
+        seconds, threads = json.loads(run("-c", PROGRAM.format(first=""), model, forks=True))
+        assert threads == 1, "the program's own setting stays"
+        _alone[width] = seconds
     alone = _alone[width]
     assert any(cpu_seconds(model, first) < 1.8 * alone + 0.1 for _ in range(3))
 

@@ -32,10 +32,10 @@ def engine(folder: Path, method: str | None, **options: Any) -> Iterator[LLM]:
 @torch.inference_mode()
 def check(seen: list[Seen], texts: dict[int, list[int]], layer: Layer) -> None:
     num_full = 0
+    streams = {seed: layer.target.model(torch.tensor([text])).last_hidden_state[0] for seed, text in texts.items()}
     for seed, length, last, drafts, taken in seen:
-        text = texts[seed][: length + 1]
+        text, hidden = texts[seed][: length + 1], streams[seed][:length]
         assert text[length:] == [last]
-        hidden = layer.target.model(torch.tensor([text[:length]])).last_hidden_state[0]
         count = K - drafts.count(-1)
         assert count >= min(K, -length % 16 + 1) and drafts[count:] == [-1] * (K - count), (seed, length)
         expected, row = layer.drafts(text[1:], hidden, K)

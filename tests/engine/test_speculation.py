@@ -27,12 +27,12 @@ PROMPTS = [
     "The capital of France is", "1 2 3 4 5", "3 + 4 =", "Monday, Tuesday,", "The opposite of hot is",
     "Once upon a time", "def gcd(a, b):", "one two one two one",
 ]  # fmt: skip
-LONG = "".join(f"{number} and then {number + 1} " for number in range(60))
+LONG = "".join(f"{number} and then {number + 1} " for number in range(20))
 Drafter = Callable[[DeviceState, list[int]], None]
 
 
 def params(**options: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 32, "ignore_eos": True, **options})
+    return SamplingParams(**{"max_tokens": 22, "ignore_eos": True, **options})
 
 
 MIXED = [params(temperature=(0.0, 0.5, 1.0)[i % 3], seed=i) for i in range(8)]
@@ -298,8 +298,8 @@ def test_wrong_drafts_leave_states_right(
     random.seed(1)
     draft_always(monkeypatch)
     save(make_model(FAMILIES[family]), FAMILIES[family], tmp_path)
-    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=40) for i in range(len(NUMBERS))]
-    after = [params(temperature=0.0, max_tokens=20)] * len(NUMBERS)
+    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=28) for i in range(len(NUMBERS))]
+    after = [params(temperature=0.0, max_tokens=12)] * len(NUMBERS)
     sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16, "num_state_lines": 30}
     found, hits, texts = [], [], []
     for speculative in (None, {"method": "ngram", "num_speculative_tokens": k}):

@@ -89,7 +89,7 @@ llm = LLM("demo", trace={str(tmp_path)!r}, device="cpu", num_kvcache_blocks=32)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 os._exit(0)
 """
-    run("-c", code)
+    run("-c", code, forks=True)
     [path] = tmp_path.glob("*.json")
     text = path.read_text()
     events = json.loads(text[: text.rindex(",\n")] + "]")  # Perfetto takes an array without its end

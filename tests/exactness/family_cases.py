@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 
-WINDOW, NUM_TOKENS = 7, 12
+WINDOW, NUM_TOKENS, AGAIN = 7, 12, 4
+"""Tokens of the windows, of a text, and of the same text when it is generated again."""
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}
 SHAPE: dict[str, Any] = {

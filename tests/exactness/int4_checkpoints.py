@@ -22,12 +22,9 @@ class Quantized(NamedTuple):
 
     def widened(self) -> np.ndarray:
         """float32; the products are exact in it where scales are float16."""
-        rows, columns = self.codes.shape
-        values = np.empty((rows, columns), np.float32)
-        for column in range(columns):
-            group = column // (self.group or columns)
-            values[:, column] = (self.codes[:, column] - self.zeros[:, group]) * self.scales[:, group]
-        return values
+        columns = self.codes.shape[1]
+        group = np.arange(columns) // (self.group or columns)
+        return ((self.codes - self.zeros[:, group]) * self.scales[:, group]).astype(np.float32)
 
 
 def quantized(
@@ -54,11 +51,10 @@ def quantized(
 def packed(numbers: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """int32, eight neighbours along `axis` in each, `order` from the lowest bits on."""
     lines = np.moveaxis(numbers, axis, -1)
-    lines = np.pad(lines, [(0, 0), (0, -lines.shape[1] % 8)])
+    lines = np.pad(lines, [(0, 0), (0, -lines.shape[1] % 8)]).astype(np.uint32)
     out = np.zeros((lines.shape[0], lines.shape[1] // 8), np.uint32)
-    for row, column in np.ndindex(out.shape):
-        for place, neighbour in enumerate(order):
-            out[row, column] |= np.uint32(lines[row, 8 * column + neighbour]) << np.uint32(4 * place)
+    for place, neighbour in enumerate(order):
+        out |= lines[:, neighbour::8] << np.uint32(4 * place)
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(out.view(np.int32), -1, axis)))
 
 

@@ -26,7 +26,7 @@ from nanovllm.layers.quantized import FP8Matrix
 from nanovllm.model_config import Quantization
 from nanovllm.models.registry import parse_config
 
-REQUESTS = make_requests()[1::2]
+REQUESTS = make_requests(most_tokens=10)[1::2]
 FLIP = 0.02
 """Ranks add up in another order. That may round an activation to the next e4m3 number, which moves scores by about as
 much as this, where it moves them by 1e-5 without FP8: closer choices are near ties."""

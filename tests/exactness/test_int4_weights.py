@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
 """A hidden size and a width that 128 does not divide."""
 LAYOUTS = ("compressed-tensors", "awq", "gptq", "gptq_v2")
 GROUP = 64
-REQUESTS = make_requests()
+REQUESTS = make_requests(most_tokens=10)
 CHUNKS = {"num_kvcache_blocks": LONGEST // BLOCK, "disable": ("lookahead",), "max_num_batched_tokens": BLOCK}
 SETTINGS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}, "awq": CHUNKS, "gptq": {},

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import FILE, change_tensors, read_json, spoil, write_json
+from comparing import Expected
 from family_cases import CASES as OF_TRANSFORMERS
 from family_cases import make_model, save
 from int4_checkpoints import is_quantized, quantize_folder, quantized, save_packed
@@ -21,7 +22,7 @@ from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, 
 
 from nanovllm import LLM
 
-REQUESTS = make_requests()
+REQUESTS = make_requests(most_tokens=10)
 CHUNKS = {"num_kvcache_blocks": LONGEST // BLOCK, "disable": ("lookahead",), "max_num_batched_tokens": BLOCK}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 5, "norm_topk_prob": True},
@@ -106,13 +107,17 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "wide", folder / "packed"
 
 
+@pytest.fixture(scope="module")
+def of_gpt_oss(gpt_oss: tuple[Path, Path]) -> list[Expected]:
+    """Texts of the first five requests by the wide checkpoint."""
+    return tokens_alone(gpt_oss[0], REQUESTS[:5])
+
+
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, CHUNKS), (2, {}), (4, {})])
 def test_mxfp4_experts_give_the_widened_checkpoints_tokens(
-    gpt_oss: tuple[Path, Path], ranks: int, options: dict[str, Any]
+    gpt_oss: tuple[Path, Path], of_gpt_oss: list[Expected], ranks: int, options: dict[str, Any]
 ) -> None:
-    wide, packed = gpt_oss
-    requests = REQUESTS[:5]
-    expected = tokens_alone(wide, requests)
+    (_, packed), expected, requests = gpt_oss, of_gpt_oss, REQUESTS[:5]
     with LLM(str(packed), tensor_parallel_size=ranks, **{**ROOMY, **options}) as llm:
         assert_outputs(run(llm, requests), requests, expected, ranks)
         before = llm.checksum()
@@ -170,7 +175,9 @@ def test_spoilt_mxfp4_is_refused_by_the_tensors_name(gpt_oss: tuple[Path, Path],
         LLM(str(folder), **ROOMY)
 
 
-def test_mxfp4_layers_whose_experts_are_named_stay_wide(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
+def test_mxfp4_layers_whose_experts_are_named_stay_wide(
+    gpt_oss: tuple[Path, Path], of_gpt_oss: list[Expected], tmp_path: Path
+) -> None:
     wide, packed = gpt_oss
     folder = Path(shutil.copytree(packed, tmp_path / "mixed"))
     config, of_wide = read_json(folder / "config.json"), load_file(wide / FILE)
@@ -184,4 +191,4 @@ def test_mxfp4_layers_whose_experts_are_named_stay_wide(gpt_oss: tuple[Path, Pat
 
     change_tensors(folder, widen_first)
     with LLM(str(folder), **ROOMY) as llm:
-        assert_outputs(run(llm, REQUESTS[:4]), REQUESTS[:4], tokens_alone(wide, REQUESTS[:4]))
+        assert_outputs(run(llm, REQUESTS[:4]), REQUESTS[:4], of_gpt_oss[:4])

@@ -21,7 +21,7 @@ from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.runner.memory_plan import weight_bytes
 
-REQUESTS = make_requests()
+REQUESTS = make_requests(most_tokens=10)
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
 DENSE: dict[str, dict[str, Any]] = {
     "modelopt": TWO_RANKS, "nvfp4": CHUNKS, "mxfp4": TWO_RANKS, "int8": CHUNKS, "int8 packed": {},

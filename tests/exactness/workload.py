@@ -28,8 +28,9 @@ class Request:
     params: SamplingParams
 
 
-def make_requests(seed: int = 11, vocab_size: int = SMALL["vocab_size"]) -> list[Request]:
-    """Greedy and sampled in turn. Some share a beginning, some are whole blocks, one needs all of LONGEST."""
+def make_requests(seed: int = 11, vocab_size: int = SMALL["vocab_size"], most_tokens: int = LONGEST) -> list[Request]:
+    """Greedy and sampled in turn. Some share a beginning, some are whole blocks, one needs all of LONGEST unless texts
+    are shorter."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -51,9 +52,10 @@ def make_requests(seed: int = 11, vocab_size: int = SMALL["vocab_size"]) -> list
         (shared[:BLOCK] * 2 + tokens(5), 9),  # the same block again, behind another one: not the same KV
         ([7] * 40, 9),
     ]
+    lengths = [min(length, most_tokens) for _, length in prompts_and_lengths]
     return [
         Request(prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=length, seed=1000 + i, ignore_eos=True))
-        for i, (prompt, length) in enumerate(prompts_and_lengths)
+        for i, ((prompt, _), length) in enumerate(zip(prompts_and_lengths, lengths, strict=True))
     ]
 
 

@@ -14,7 +14,9 @@ from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.gemm import int4_row, packed_tile, roles, stream
 from nanovllm.kernels.gemm.packed import INT8, PackedWeight
-from nanovllm.kernels.moe import few_rows, few_streamed, packed
+from nanovllm.kernels.moe import choice, few_streamed, packed
+from nanovllm.kernels.moe.choice import Chosen
+from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK
 from nanovllm.kernels.plan.config import INT4, MXFP4, Gemm, GemmConfig, streaming
 from nanovllm.kernels.plan.rules import PACKED_FEW_EXPERTS, expert_tiles, int4_config, int4_row_config
@@ -124,7 +126,7 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
     def check(ptx: str, options: dict[str, Any]) -> None:
         assert "mma.sync" in ptx and ptx.count("bar.sync") <= 12, ptx.count("bar.sync")
 
-    launch_dependently(stream, few_rows, packed)
+    launch_dependently(stream, choice, packed)
     compile_only(check, most_spilled=28 if dtype_name == "bfloat16" and "int8" not in name else None, PTX=True)
     (code, group, has_zeros), dtype = PACKED_CODES[name], getattr(torch, dtype_name)
     weight = PackedWeight.empty(96, 2000, group, has_zeros, dtype, CPU, code=code)
@@ -132,15 +134,15 @@ def compile_few_packed(name: str, dtype_name: str) -> None:
     stream.linear(empty(1, 2000, dtype=dtype), weight, streaming(8, 4), residual=residual)
     stream.linear(empty(6, 2000, dtype=dtype), weight, streaming(4, 2), gated=True)
     norm, router_bias = Norm(empty(1024, dtype=dtype), 1e-6), empty(16, dtype=dtype)
-    chosen = few_rows.Chosen(empty(1, 3, 16, dtype=torch.float32), TopK(16, 6), router_bias)
+    chosen = Chosen(empty(1, 3, 16, dtype=torch.float32), TopK(16, 6), router_bias)
     weight = PackedWeight.empty(96, 1024, group, has_zeros, dtype, CPU, (16,), code)
     bias = empty(16, 96, dtype=dtype)
-    for activation in ((1.0, None), (1.702, 7.0), (None, None)):
+    for activation in (ExpertActivation(), ExpertActivation(7.0, 1.702), ExpertActivation(alpha=None)):
         first = PACKED_FEW_EXPERTS[0]
-        few_streamed.gate_up(empty(3, 1024, dtype=dtype), weight, chosen, first, norm, bias, activation)
+        few_streamed.gate_up(empty(3, 1024, dtype=dtype), weight, chosen, first, activation, norm, bias)
     weight = PackedWeight.empty(96, 400, group, has_zeros, dtype, CPU, (16,), code)
     h, residual = empty(3, 6, 400, dtype=dtype), empty(3, 96, dtype=dtype)
-    few_streamed.down(h, weight, chosen, PACKED_FEW_EXPERTS[1], residual, bias)
+    few_streamed.down(h, weight, chosen, PACKED_FEW_EXPERTS[1], residual, bias=bias)
     routing = Routing(empty(9, 1, dtype=torch.float32), *(torch.zeros(9, 3, dtype=torch.int32),) * 2, 1)
     tiles, out = GemmConfig("tile", 16, 8, 512, 2), empty(1, 9, 96, dtype=dtype)
     packed.multiply(empty(9, 400, dtype=dtype), weight, routing, tiles, bias, None, out, False, (1.0, None))

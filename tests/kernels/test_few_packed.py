@@ -14,12 +14,12 @@ from test_packed_experts import CLAMPED, CODES
 from nanovllm.kernels.gemm import fma, stream
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import few_streamed
+from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import (
     ExpertActivation,
     expert_down_reference,
     expert_gate_up_reference,
 )
-from nanovllm.kernels.moe.few_rows import Chosen
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, streaming
 from nanovllm.kernels.plan.rules import FEW_ROUTER
@@ -67,9 +67,8 @@ def mixed(
     x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, chosen: Chosen, config: GemmConfig, norm: Norm | None,
     biases: tuple[Any, Any], activation: ExpertActivation, residual: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    limits = (activation.alpha, activation.limit)
-    h = few_streamed.gate_up(x, gate_up, chosen, config, norm, biases[0], limits)
-    return few_streamed.down(h, down, chosen, config, residual, biases[1])
+    h = few_streamed.gate_up(x, gate_up, chosen, config, activation, norm, biases[0])
+    return few_streamed.down(h, down, chosen, config, residual, bias=biases[1])
 
 
 @pytest.mark.parametrize(("name", "config", "biased"), some_nightly(

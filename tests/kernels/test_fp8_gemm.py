@@ -210,7 +210,7 @@ def test_experts_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x = norm.norm_reference(residual, norm.Norm(gain, 1e-6))
     h = grouped.expert_gate_up_reference(x, up, routing, config, grouped.ExpertActivation())
     want = residual + grouped.expert_down_reference(h, down, routing, config, torch.float32).sum(0)
-    got = mixed(residual.clone(), logits, TopK(experts, 2), up, down, norm.Norm(gain, 1e-6))
+    got = mixed(residual.clone(), logits[None], TopK(experts, 2), up, down, norm.Norm(gain, 1e-6))
     if DEVICE == "cpu":
         assert (got - want).norm() < 0.1 * (want - residual).norm()
     else:

@@ -3,6 +3,7 @@ all."""
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -175,29 +176,52 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(mixed[7], whole[7]) and torch.equal(mixed[30], whole[30])
 
 
-@pytest.mark.parametrize("options", [TopK(40, 3), TopK(6, 2, renormalise=False), TopK(5, 1, scale=1.5)])
-def test_few_tokens_without_sorting_are_the_twins_of_many(options: TopK) -> None:
+FEW = {
+    "plain": (TopK(40, 3), PLAIN, ""),
+    "not renormalised": (TopK(6, 2, renormalise=False), PLAIN, ""),
+    "one expert": (TopK(5, 1, scale=1.5), PLAIN, ""),
+    "sigmoid": (TopK(12, 4, sigmoid=True, scale=2.5), SQUARED, "correction"),
+    "sigmoid alone": (TopK(12, 2, sigmoid=True, renormalise=False), PLAIN, ""),
+    "corrected softmax": (TopK(12, 4), PLAIN, "correction bias"),
+    "factors": (TopK(12, 4, logits_scale=0.5), ExpertActivation(alpha=None), "factors"),
+}  # fmt: skip
+"""Choices and activations, and what the router has besides."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_tokens_without_sorting_are_the_twins_of_many(name: str) -> None:
     """Logits with ties, zeros of both signs and what is no number; widths that no tile divides. And each token by
     itself."""
-    rows, hidden, width, count = 2, 72, 40, options.num_experts
+    (options, activation, has), rows, hidden, width = FEW[name], 2, 72, 40
+    count, of_router = options.num_experts, [None, None, None]
+    for at, one in enumerate(("bias", "correction", "factors")):
+        if one in has:
+            of_router[at] = rand(count, seed=5 + at, dtype=DTYPE if one == "bias" else torch.float32)
     residual, norm = rand(rows, hidden), Norm(rand(hidden, seed=1).abs(), 1e-6)
-    gate_up, down = rand(count, 2 * width, hidden, seed=2) / hidden**0.5, rand(count, hidden, width, seed=3) / 6
+    first = (1 + activation.gated) * width
+    gate_up, down = rand(count, first, hidden, seed=2) / hidden**0.5, rand(count, hidden, width, seed=3) / 6
     logits = rand(1, rows, count + 1, seed=4, dtype=torch.float32)
     logits[0, 0, 1:4], logits[0, 1, :3] = 2.0, torch.tensor([-0.0, 0.0, -0.0])
-    if options.renormalise:  # else the twin's sum over all is no number either
+    if options.renormalise and not options.sigmoid and not has:  # else the twin's sum over all is no number either
         logits[0, 1, 3] = float("nan")
-    routing = route_reference(logits, options, 16)
+    routing = route_reference(logits, options, 16, *of_router)
     x = norm_reference(residual, norm)
-    h = expert_gate_up_reference(x, gate_up, routing, SMALL, PLAIN)
+    h = expert_gate_up_reference(x, gate_up, routing, SMALL, activation)
     parts = expert_down_reference(h, down, routing, SMALL, torch.float32)
-    expected = combine_reference(parts, DTYPE, residual)
-    total = mixed(x, logits, options, gate_up, down)
+    around: dict[str, Any] = {"activation": activation, "of_router": tuple(of_router)}
+    total = mixed(x, logits, options, gate_up, down, **around)
     torch.testing.assert_close(total, combine_reference(parts, DTYPE), **TOLERANCE)
+    for gate in (None, logits):
+        shared = rand(rows, hidden, seed=9)
+        want = combine_reference(parts, DTYPE, shared, gate, count)
+        total = mixed(x, logits, options, gate_up, down, shared=shared, shared_gate=gate is not None, **around)
+        torch.testing.assert_close(total, want, **TOLERANCE)
+    expected = combine_reference(parts, DTYPE, residual)
     alone = [
-        mixed(residual[row : row + 1].clone(), logits[:, row : row + 1], options, gate_up, down, norm)
+        mixed(residual[row : row + 1].clone(), logits[:, row : row + 1], options, gate_up, down, norm, **around)
         for row in range(rows)
     ]
-    got = mixed(residual, logits, options, gate_up, down, norm)
+    got = mixed(residual, logits, options, gate_up, down, norm, **around)
     assert got is residual
     torch.testing.assert_close(got, expected, **TOLERANCE)
     assert torch.equal(torch.cat(alone), got)

@@ -87,15 +87,15 @@ def empty_packed(method: str, *shape: int) -> PackedWeight:
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
-    """Launches a kernel of experts; of a mixture that is not plain it is gpt-oss's, with biases and a clamped
-    activation."""
+    """Launches a kernel of experts; where kernels for a few tokens do not take it gpt-oss's, with biases and a
+    clamped activation."""
     assert one.choice is not None
-    (count, top_k, dtype, is_plain), gated = one.choice, launch.gate
+    (count, top_k, dtype, for_few), gated = one.choice, launch.gate
     make = partial(empty_packed, dtype) if dtype in PACKED else empty_fp8 if dtype == FP8 else empty
     weight = make(count, one.n, one.k)
     logits, options = empty(1, rows, count, dtype=torch.float32), TopK(count, top_k)
-    activation = ExpertActivation() if is_plain else ExpertActivation(7.0, 1.702)
-    biases = (None, None) if is_plain else (empty(count, one.n), empty(count, one.n))
+    activation = ExpertActivation() if for_few else ExpertActivation(7.0, 1.702)
+    biases = (None, None) if for_few else (empty(count, one.n), empty(count, one.n))
     routing = None if launch.config.is_skinny else route(logits, options, launch.config.block_m)
     routed = Routed(KERNELS, logits, options, routing, activation, biases)
     shape = (rows, top_k, one.k) if launch.config.is_skinny else (rows * top_k, one.k)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_interpreted
 from sums import sum_reference
 
 from nanovllm.kernels.pointwise.norm import Norm, add_norms, add_up
@@ -23,26 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, CAPACITY, PROGRAMS, CALLS, EPS = 24, 7, 3, 21, 1e-6
 
 
-def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__, seconds: float = 240.0) -> None:
-    """Runs a file (this one) as `world_size` processes and fails with the output of the first that does."""
+def run_ranks(mode: str, world_size: int, folder: Path, script: str = __file__) -> None:
+    """Has all ranks of a script of this room do something, at once."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script, mode, str(world_size), str(folder)]
-    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen([*command, str(rank)], env=environment, stdout=output, stderr=subprocess.STDOUT)
-            )
-    deadline = time.monotonic() + seconds
-    try:
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+    run_interpreted(script, *((mode, str(world_size), str(folder), str(rank)) for rank in range(world_size)))
 
 
 def make_blocks(folder: Path, layout: Layout) -> None:

@@ -214,7 +214,7 @@ def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> N
     script = script.replace("MODEL", write_tiny_config(tmp_path / "model", **shape, **entries))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    run_forked(script, environment)
+    run_forked(environment, script)
 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:

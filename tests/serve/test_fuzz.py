@@ -42,7 +42,7 @@ _EXTRAS: list[dict[str, Any]] = [
 
 
 def random_body(rng: random.Random) -> bytes:
-    body: dict[str, Any] = {"messages": user("hello there"), "max_tokens": rng.randint(1, 20)}
+    body: dict[str, Any] = {"messages": user("hello there"), "max_tokens": rng.randint(1, 8)}
     body |= {"stream": rng.random() < 0.5, "n": rng.randint(1, 3)} | rng.choice(_EXTRAS)
     for _ in range(rng.randint(0, 2)):
         body[rng.choice(_NAMES)] = rng.choice(_VALUES)

@@ -1,4 +1,4 @@
-"""SiLU, GELU, and activation(gate) * up as kernels that multiply compute it behind their sums."""
+"""SiLU, GELU, relu(x) ** 2, and activation(gate) * up as kernels that multiply compute it behind their sums."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
 
@@ -28,6 +28,13 @@ def silu_mul(gate, up, dtype: tl.constexpr):
     """Sums of gates and ups, float32 of one shape -> silu(gate) * up in float32, with the roundings of a kernel of its
     own (pointwise/activation.py) but the last: sums and SiLU are rounded to dtype."""
     return silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def relu_squared(x, dtype: tl.constexpr):
+    """Sums of an expert without gates, float32 -> relu(x) ** 2 in float32, of sums that are rounded to dtype."""
+    x = tl.maximum(x.to(dtype).to(tl.float32), 0.0)
+    return x * x
 
 
 @triton.jit

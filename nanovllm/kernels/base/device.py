@@ -44,6 +44,14 @@ def paged_descriptor(cache: torch.Tensor, block_n: int) -> Any:
 
 
 @triton.jit
+def start_early(PDL: tl.constexpr):
+    """Lets the next kernel start, and waits for the end of those before; nothing without PDL."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def prefetch_lines(pointers):
     """Has the L2 cache fetch the 128-byte line of each of a tensor of pointers. Nothing waits for it."""
     tl.inline_asm_elementwise(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.float_order import magnitude
 from nanovllm.kernels.base.padded_rows import padded_rows
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -73,9 +73,7 @@ def _quantize_kernel(
     GROUPS: tl.constexpr = BLOCK // 128
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     x = tl.load(X + row * x_stride + cols, mask=cols < K, other=0.0).to(tl.float32)
     if COUNT > 0:
         scale = tl.zeros([GROUPS], dtype=tl.float32) + static_scale(INPUT_SCALE, COUNT)

@@ -30,9 +30,11 @@ def weight_rows(lane, pid, n_out, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def normalise(x, gain, scale):
-    """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight. Of gain (the
-    weight) and scale (1 / rms) each broadcasts to x."""
-    unit = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    """RMSNorm with Hugging Face's two roundings: the normalised value, then its product with the weight; of a weight in
+    float32 the product alone (see Norm). Of gain (the weight) and scale (1 / rms) each broadcasts to x."""
+    unit = x.to(tl.float32) * scale
+    if gain.dtype != tl.float32:
+        unit = unit.to(x.dtype).to(tl.float32)
     return (unit * gain.to(tl.float32)).to(x.dtype)
 
 

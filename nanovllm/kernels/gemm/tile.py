@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.activations import gate_mul
+from nanovllm.kernels.base.activations import gate_mul, relu_squared
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
@@ -205,8 +205,7 @@ def result(
             up += deltas[1]
         acc = gate_mul(acc, up, dtype, ALPHA, LIMIT)
     elif SQUARED:
-        acc = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
-        acc *= acc
+        acc = relu_squared(acc, dtype)
     return acc
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 
@@ -19,9 +19,7 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for part in tl.static_range(TOP_K):
         total += tl.load(PARTS + (part * rows + row) * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)

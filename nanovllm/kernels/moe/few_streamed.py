@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.kernels.base.activations import gate_mul
+from nanovllm.kernels.base.activations import gate_mul, relu_squared
+from nanovllm.kernels.base.device import start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.quantize import quantize_rows
@@ -39,7 +40,16 @@ from nanovllm.kernels.gemm.stream_operands import (
     steps_of,
 )
 from nanovllm.kernels.gemm.unpack import SPAN, of_expert
-from nanovllm.kernels.moe.few_rows import Chosen, best_of, choice_constants, choose, load_scores
+from nanovllm.kernels.moe.choice import (
+    Choosing,
+    Chosen,
+    best_of,
+    choice_constants,
+    choose,
+    load_scores,
+    load_shared,
+)
+from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -71,16 +81,19 @@ def _of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS: tl.constexpr, walk)
 
 @triton.jit
 def _gate_up_kernel(
-    X, GAIN, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, OUT, n_out, groups, scale_rows, eps,
+    X, GAIN, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, OUT, n_out, groups, scale_rows, eps,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr,
+    SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    STEPS: tl.constexpr, PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr,
     EVEN_K: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of 16 columns, TOP_K, tokens). X [tokens, K], before its norm where there is a GAIN; OUT [tokens,
     TOP_K, n_out], best first. Weights as stream_kernel has them, of each expert; SCALE: of e4m3 [EXPERTS, scale_rows,
-    groups], else of rows, [EXPERTS, 2 n_out], as BIAS is."""
-    walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, EVEN_K, WARPS, 1, 2)
+    groups], else of rows, [EXPERTS, 2 n_out], as BIAS is, or not GATED n_out."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
+    walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, EVEN_K, WARPS, 1, HALVES)
     PARTS: tl.constexpr = (STEPS + 7) // 8
     first, slot, row = tl.program_id(0) * 16, tl.program_id(1), tl.program_id(2)
     gains = load_gains(GAIN, PARTS, walk)
@@ -88,14 +101,15 @@ def _gate_up_kernel(
         tl.extra.cuda.gdc_wait()
         # Not before: what the router wrote may be read by a later kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
-    expert = best_of(load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS), slot)
+    _, keys = load_scores(LOGITS, ROUTER_BIAS, CORRECTION, row, how)
+    expert = best_of(keys, slot)
     if is_packed(CODE):
         # One number for all warps: pointers from it take any layout, those from a tensor are moved to another.
         expert = tl.max(tl.max(expert, axis=1), axis=0).to(tl.int64)
-        w_ptr, PACKED = of_expert(W, PACKED, expert, 2 * n_out, (K + SPAN - 1) // SPAN, CODE, GROUP)
+        w_ptr, PACKED = of_expert(W, PACKED, expert, HALVES * n_out, (K + SPAN - 1) // SPAN, CODE, GROUP)
     else:
         expert = tl.reshape(expert, [1, WARPS, 1]).to(tl.int64)
-        w_ptr = W + expert * (2 * n_out * K)
+        w_ptr = W + expert * (HALVES * n_out * K)
     tiles, accs = load_steps(w_ptr, PACKED, first, n_out, 0, PRELOAD, walk), no_sums(walk)
     if is_packed(CODE):
         accs, scales = _of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS, walk)
@@ -105,7 +119,10 @@ def _gate_up_kernel(
     accs = add_products(accs, tiles, scales, gains, X + row * K, None, 0, eps, None, w_ptr, PACKED, first, n_out, STEPS,
                         PRELOAD, PARTS, walk)
     dtype: tl.constexpr = OUT.dtype.element_ty
-    y = gate_mul(finish(accs[0], 1), finish(accs[1], 1), dtype, ALPHA, LIMIT)
+    if GATED:
+        y = gate_mul(finish(accs[0], 1), finish(accs[1], 1), dtype, ALPHA, LIMIT)
+    else:
+        y = relu_squared(finish(accs[0], 1), dtype)
     col = first + tl.arange(0, 16)
     tl.store(OUT + (row * TOP_K + slot) * n_out + col, y.to(dtype), mask=col < n_out)
 
@@ -195,21 +212,25 @@ def _load_h(H, H_SCALE, part, scale_stride, TOP_K: tl.constexpr, GROUPS: tl.cons
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _down_kernel(
-    H, H_SCALE, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, OUT, scale_stride, n_out, groups, scale_rows,
+    H, H_SCALE, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, FACTORS, SHARED, OUT, scale_stride, n_out,
+    groups, scale_rows,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr, SCALING: tl.constexpr, ADDS: tl.constexpr, STEPS: tl.constexpr,
-    PRELOAD: tl.constexpr, ROWS_EACH: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    SCALING: tl.constexpr, ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
+    ROWS_EACH: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], in e4m3 with H_SCALE [groups of all, scale_stride], K
-    of whole groups; OUT [tokens, n_out], with ADDS added to. Weights, SCALE and BIAS as those of _gate_up_kernel."""
+    of whole groups; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see load_shared. Weights, SCALE and BIAS
+    as those of _gate_up_kernel."""
+    how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS)  # of e4m3 groups are whole
     GROUPS: tl.constexpr = (K + 127) // 128
     first, row = tl.program_id(0) * 16, tl.program_id(1)
     col = first + tl.arange(0, 16)
     # The router ended before the kernel before this one let it start, and weights are always there.
-    keys = load_scores(LOGITS, row, WIDTH, EXPERTS, BLOCK, WARPS, ROUTER_BIAS)
-    numbers, weights = choose(keys, TOP_K, RENORMALISE, SCALING)
+    scores, keys = load_scores(LOGITS, ROUTER_BIAS, CORRECTION, row, how)
+    numbers, weights = choose(scores, keys, CORRECTION, FACTORS, RENORMALISE, SCALING, how)
     tiles, steps = (), ()
     if is_packed(CODE):
         numbers, weights = _of_all_warps(numbers, weights, BLOCK_K)
@@ -224,12 +245,12 @@ def _down_kernel(
         for slot in tl.static_range(TOP_K):
             at = numbers[slot].to(tl.int64) * n_out + col[None, :, None]
             acc = _biased(acc, BIAS, at, (col < n_out)[None, :, None], weights[slot])
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     out = OUT + row * n_out + col
     if ADDS:
         residual = tl.load(out, mask=col < n_out, other=0.0)
+    if SHARED is not None:
+        shared = load_shared(SHARED, col, col < n_out, LOGITS, row, n_out, SHARED_GATE, how)
     h_scale = None if H_SCALE is None else H_SCALE + row
     loaded = ()
     for part in tl.static_range((STEPS + 7) // 8):
@@ -245,35 +266,38 @@ def _down_kernel(
         if step + PRELOAD < STEPS:
             tiles = tiles + _load_step(W, PACKED, numbers, steps, first, n_out, step + PRELOAD, GROUPS, walk)
     y = finish(acc, 1)
+    if SHARED is not None:
+        y += shared
     if ADDS:
         y += residual.to(tl.float32)
     tl.store(out, y.to(OUT.dtype.element_ty), mask=col < n_out)
 
 
 def gate_up(
-    x: Tensor, weight: FP8Weight | PackedWeight, chosen: Chosen, config: GemmConfig, norm: Norm | None = None,
-    bias: Tensor | None = None, activation: tuple[float | None, float | None] = (1.0, None),
+    x: Tensor, weight: FP8Weight | PackedWeight, chosen: Chosen, config: GemmConfig, activation: ExpertActivation,
+    norm: Norm | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The activation (alpha and limit) of gate and up of the experts that each row of x [T, H] chose, best first: [T,
-    top_k, I], by weight [E, 2 I, H], gates first, and of packed weights bias [E, 2 I]. norm: of kind "rms", of x,
-    before it. The softmax of the logits chooses."""
-    rows, top_k, width, operands = x.shape[0], chosen.options.top_k, weight.shape[1] // 2, operands_of(weight)
+    """The activation of the experts that each row of x [T, H] chose, best first: [T, top_k, I], by weight [E, 2 I, H],
+    gates first, or without gates [E, I, H], and of packed weights bias [E, as many]. norm: of kind "rms", of x, before
+    it."""
+    rows, top_k, operands = x.shape[0], chosen.options.top_k, operands_of(weight)
+    width = weight.shape[1] // (1 + activation.gated)
     constants = _constants(operands, weight.shape, config, chosen, 1, x)
     out = x.new_empty(rows, top_k, width)
     _gate_up_kernel[(triton.cdiv(width, 16), top_k, rows)](
-        x, norm and norm.weight, *operands[:3], bias, chosen.logits, chosen.bias, out, width, operands.groups,
-        operands.scale_rows, norm.eps if norm else 0.0, ALPHA=activation[0], LIMIT=activation[1],
-        EVEN_K=x.shape[1] % config.block_k == 0, **constants,
+        x, norm and norm.weight, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, out, width,
+        operands.groups, operands.scale_rows, norm.eps if norm else 0.0, GATED=activation.gated, ALPHA=activation.alpha,
+        LIMIT=activation.limit, EVEN_K=x.shape[1] % config.block_k == 0, **constants,
     )  # fmt: skip
     return out
 
 
 def down(
     h: Tensor, weight: FP8Weight | PackedWeight, chosen: Chosen, config: GemmConfig, residual: Tensor | None = None,
-    bias: Tensor | None = None,
+    shared: Tensor | None = None, shared_gate: bool = False, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The sum over its experts, times their scores, for each row of h [T, top_k, I], as gate_up makes it, by weight
-    [E, H, I], and of packed weights bias [E, H]: [T, H]. residual [T, H]: it is added to in place, and returned."""
+    [E, H, I], and of packed weights bias [E, H]: [T, H]. residual, shared and shared_gate: see few_rows.down."""
     rows, hidden, options, operands = h.shape[0], weight.shape[1], chosen.options, operands_of(weight)
     constants = _constants(operands, weight.shape, config, chosen, options.top_k, h)
     out = h.new_empty(rows, hidden) if residual is None else residual
@@ -282,9 +306,10 @@ def down(
         h, h_scale, _ = quantize_rows(h.flatten(1))
         stride = h_scale.stride(1)
     _down_kernel[(triton.cdiv(hidden, 16), rows)](
-        h, h_scale, *operands[:3], bias, chosen.logits, chosen.bias, out, stride, hidden, operands.groups,
-        operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k), RENORMALISE=options.renormalise,
-        SCALING=options.scale, ADDS=residual is not None, **constants,
+        h, h_scale, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out,
+        stride, hidden, operands.groups, operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k),
+        RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None, SHARED_GATE=shared_gate,
+        **constants,
     )  # fmt: skip
     return out
 

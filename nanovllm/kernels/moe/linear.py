@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.moe import few_rows, few_streamed
+from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
 from nanovllm.kernels.moe.routing import TopK
 from nanovllm.kernels.plan.config import GemmConfig
@@ -25,8 +26,12 @@ class Routed(NamedTuple):
     activation: ExpertActivation = ExpertActivation()
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     """[E, 2 I] of gate and up, and [E, H] of down."""
-    router_bias: Tensor | None = None
-    """[experts], on the logits; tiles have it in `routing`."""
+    of_router: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    """Bias, correction and factors [experts], see routing.route; tiles have them in `routing`."""
+    shared: Tensor | None = None
+    """[T, H] of a shared expert, which kernels for a few rows add to the sum of the others."""
+    shared_gate: bool = False
+    """The sigmoid of the logit behind the experts' multiplies it."""
 
     @property
     def num_tokens(self) -> int:
@@ -39,21 +44,23 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
-    config.round_sums; by kernels for few rows their sum [T, H], which is added to `residual`, where there is one. norm:
-    of x, for kernels for few rows. delta float32 [T * top_k, rows of an expert], in routing's order: added to the
-    products before these are rounded; not by kernels for few rows."""
+    config.round_sums; by kernels for few rows their sum [T, H], and what a shared expert computed, which are added to
+    `residual`, where there is one. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an
+    expert], in routing's order: added to the products before these are rounded; not by kernels for few rows."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
     activation, (of_gate_up, of_down) = routed.activation, routed.biases
     if config.is_skinny:
-        chosen = few_rows.Chosen(routed.logits, routed.options, routed.router_bias)
-        if isinstance(weight, Tensor):
-            multiply: Any = few_rows.gate_up if gated else few_rows.down
-            return multiply(x, weight, chosen, config, norm if gated else residual)
+        chosen = Chosen(routed.logits, routed.options, *routed.of_router)
         if gated:
-            limits = (activation.alpha, activation.limit)
-            return few_streamed.gate_up(x, weight, chosen, config, norm, of_gate_up, limits)
-        return few_streamed.down(x, weight, chosen, config, residual, of_down)
+            around = (chosen, config, activation, norm)
+            if isinstance(weight, Tensor):
+                return few_rows.gate_up(x, weight, *around)
+            return few_streamed.gate_up(x, weight, *around, of_gate_up)
+        adds = (chosen, config, residual, routed.shared, routed.shared_gate)
+        if isinstance(weight, Tensor):
+            return few_rows.down(x, weight, *adds)
+        return few_streamed.down(x, weight, *adds, of_down)
     if gated:
         return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, of_gate_up, delta)
     dtype = x.dtype if config.round_sums else torch.float32

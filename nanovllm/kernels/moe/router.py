@@ -7,9 +7,7 @@ from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 
-def router_logits(
-    x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None
-) -> torch.Tensor:
+def router_logits(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H. norm: of x, which kernels for few rows
     compute."""
     if config.is_skinny:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 
 _TILE_ELEMENTS = 8192
@@ -115,7 +115,7 @@ def _write_tiles(TILES, totals, starts, max_tiles, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _softmax(score, inside):
+def softmax(score, inside):
     """Softmax of score [ROWS, BLOCK], where it is `inside`. Its sum is one of integers, so its bits do not depend on
     ROWS."""
     shares = tl.where(inside, tl.exp(score - tl.max(tl.where(inside, score, float("-inf")), axis=1)[:, None]), 0.0)
@@ -183,9 +183,7 @@ def _route_kernel(
         bias = tl.load(BIAS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
     if CORRECTION is not None:
         correction = tl.load(CORRECTION + expert, mask=expert < EXPERTS, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     logits = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         at = (part * rows + row).to(tl.int64)[:, None] * WIDTH + expert
@@ -196,7 +194,7 @@ def _route_kernel(
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
     elif CORRECTION is not None:
-        score = _softmax(score, expert < EXPERTS)
+        score = softmax(score, expert < EXPERTS)
     choice = score + correction
     choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
     choice = tl.where(expert < EXPERTS, choice, float("-inf"))
@@ -234,9 +232,7 @@ def _sort_kernel(
     """ORDER int32 [rows * TOP_K] and TILES int32 [max_tiles, 3] of Routing, from the IDS int32 [rows, TOP_K] and COUNTS
     int32 [programs, BLOCK] of _route_kernel. A program places the choices of ROWS tokens from `program_id` * ROWS
     on."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     pid, blocks = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, BLOCK)
     totals = tl.zeros([BLOCK], dtype=tl.int32)

@@ -34,7 +34,8 @@ def refusal(product: Product, rows: int, config: GemmConfig, device: Device, wor
 
 def norms_inside(product: Product, world: int) -> bool:
     """Whether a skinny kernel would compute the norm before this product."""
-    return world == 1 and product.around.before == "rms" and not product.has_bias
+    before = product.around.before
+    return (before == "own rms" or (world == 1 and before == "rms")) and not product.has_bias
 
 
 def why_not(gemm: Gemm, config: GemmConfig, rows: int = 1, tma: bool = True, normed_rows: int = 0) -> str:

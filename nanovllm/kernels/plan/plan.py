@@ -11,7 +11,7 @@ so, the layer hands on a complete residual stream; else it hands on what is to b
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,8 +122,9 @@ class Rules:
 def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     """Plans a layer of these operations for so many rows."""
     found = [(one, launch(one, rows, rules)) for one in operations]
-    fuses = [each.norm or each.residual for one, each in found if one.choice is None]
-    complete = any(fuses) and all(each.norm or each.residual for one, each in found if one.choice is not None)
+    chained = (each for one, each in found if one.choice is None and one.around.is_chained)
+    complete = any(each.norm or each.residual for each in chained)
+    complete &= all(map(_is_whole, _blocks(found)))
     if not complete and any(one.around.is_chained for one in operations):
         found = [(one, launch(one.apart, rows, rules)) for one in operations]
     launches, why = tuple(each for _, each in found), "" if complete else _why_apart(operations, rules)
@@ -132,6 +133,25 @@ def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     is_chain &= not any(each.merge_first or dtype == FP8 for dtype, each in behind)
     fills_registers = any(each.config.is_skinny and dtype == FP8 for dtype, each in behind)
     return LayerPlan(launches, complete, is_chain, fills_registers, why)
+
+
+def _blocks(found: Sequence[tuple[Product, Launch]]) -> Iterator[list[tuple[Product, Launch]]]:
+    """Operations from one addition to the residual stream to the next."""
+    block = []
+    for one, each in found:
+        block.append((one, each))
+        if one.around.after == "residual":
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _is_whole(block: list[tuple[Product, Launch]]) -> bool:
+    """Whether the kernels of a block with experts compute the norm before them and the addition, all or none."""
+    if all(one.choice is None for one, _ in block):
+        return True
+    return all(each.norm for one, each in block if one.around.before == "rms") and block[-1][1].residual
 
 
 def launch(product: Product, rows: int, rules: Rules) -> Launch:
@@ -227,22 +247,22 @@ def fixed_order(product: Product, rules: Rules) -> Ranges:
 def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     """Chooses what runs for a router, or for experts' gate and up or down: all three by the same facts."""
     assert product.choice is not None
-    (count, top_k, dtype, is_plain), around = product.choice, product.around
+    (count, top_k, dtype, for_few), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
     chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
     chained &= item_size == 2 or dtype not in PACKED
-    few = rules.is_fused and rows <= FEW_TOKENS and dtype != FP8 and item_size == 2 and is_plain
+    few = rules.is_fused and rows <= (1 if dtype == FP8 else FEW_TOKENS) and item_size == 2 and for_few
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
-        return Launch(config, around.before == "rms", is_gated, around.after == "residual", why="rule")
+        return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
     kernel: Kernel = "tile" if rules.is_fused and rules.device.is_cuda else "twin"
     config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
-    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens" if is_plain else "more than a softmax"
+    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens"
     return Launch(config, gate=is_gated, why=why)
 
 

@@ -11,8 +11,9 @@ class Around(NamedTuple):
 
     before: str = ""
     """Maker of its rows. "rms": an RMSNorm of the residual stream, which a kernel for few rows may compute itself, or
-    which may round them to e4m3; "norm": any norm, which may round them; "attention", which may round them; "wide
-    attention", which does not; "": anything else."""
+    which may round them to e4m3; "own rms": one that its block has for it, which such a kernel may compute; "norm": any
+    norm, which may round them; "attention", which may round them; "wide attention", which does not; "": anything
+    else."""
     after: str = ""
     """Consumer of its result. "gate": silu(gate) * up; "residual": an addition to the residual stream, which kernels
     for few rows may compute themselves; "routing": a choice of experts, by logits in float32; "": anything else."""
@@ -58,8 +59,8 @@ class Choice(NamedTuple):
     top_k: int
     dtype: str
     """Dtype of their weights."""
-    is_plain: bool = True
-    """A softmax over all experts without biases, and the sum of the chosen ones."""
+    for_few: bool = True
+    """Whether kernels for a few tokens choose so, and compute what these experts do."""
 
 
 @dataclass(frozen=True)

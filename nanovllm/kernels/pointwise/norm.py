@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.padded_rows import empty_rows
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
@@ -22,7 +22,7 @@ class Norm(NamedTuple):
     """Norm of a row: its weight, epsilon, kind and bias. Statistics are in float32."""
 
     weight: torch.Tensor
-    """[H], in the model's dtype or in float32."""
+    """[H], in the model's dtype, of kind "rms_float32" in float32: kernels that multiply tell the two by it."""
     eps: float
     kind: str = "rms"
     """"rms": the normalised row is rounded to the model's dtype, then times weight and rounded again; "rms_float32":
@@ -119,9 +119,7 @@ def _norm_kernel(
     mask = cols < HIDDEN
     weight, bias = _load_row(WEIGHT, cols, mask), _load_row(BIAS, cols, mask)
     after_weight, after_bias = _load_row(AFTER_WEIGHT, cols, mask), _load_row(AFTER_BIAS, cols, mask)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     part_stride = tl.num_programs(0).to(tl.int64) * HIDDEN
     dtype: tl.constexpr = RESIDUAL.dtype.element_ty
     x = load_sum(X + row * x_stride, part_stride, cols, mask, PARTS, dtype, dtype if ROUND_SUMS else tl.float32)

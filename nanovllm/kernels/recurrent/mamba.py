@@ -22,7 +22,7 @@ from torch.nn.functional import silu as torch_silu
 from torch.nn.functional import softplus as torch_softplus
 
 from nanovllm.kernels.base.activations import silu
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.gates import softplus
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
@@ -158,9 +158,7 @@ def _norm_kernel(
     OUT, Z, NORM, z_stride, eps, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """The gated norm of OUT [T, WIDTH] in place, token program_id(0), SIZE columns from program_id(1) * SIZE on."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     token, order = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     cols, mask = tl.program_id(1) * SIZE + order, order < SIZE
     places = OUT + token * WIDTH + cols

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.base.device import pdl_options
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.penalties import load_edited, load_penalties, mask_line
@@ -109,9 +109,7 @@ def best_of_chunks_kernel(
     THRESHOLD none is taken, and a tile of such costs no noise; a row whose threshold is inf has its token. COUNTS, with
     INPUT_IDS, and MASKS change the logits of rows whose RECORDS say so (edit_logits).
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     chunk = tl.program_id(0)
     g = tl.program_id(1)
     slot = tl.load(SLOT + g)

@@ -114,7 +114,7 @@ def search(row, low, high, f_low, target, reference, scale, num_ids, COUNT: tl.c
         key1 = tl.minimum(tl.maximum(key_at_least(tl.minimum(above, below), SHIFT), low + 1), high - 1)
         key3 = tl.minimum(tl.maximum(key_at_least(tl.maximum(above, below), SHIFT), key1), high - 1)
         key2 = key1 + (key3 - key1) // 2
-        rounds = 0
+        passes = 0
         while high - low > 1:
             t1, t2, t3 = unorder(key1, SHIFT), unorder(key2, SHIFT), unorder(key3, SHIFT)
             f1, f2, f3 = row_sums(row, t1, t2, t3, reference, scale, num_ids, COUNT, LANES, WIDTH, TILES)
@@ -124,8 +124,8 @@ def search(row, low, high, f_low, target, reference, scale, num_ids, COUNT: tl.c
             low = tl.where(less1, low, tl.where(less2, key1, tl.where(less3, key2, key3)))
             f_low = tl.where(less1, f_low, tl.where(less2, f1, tl.where(less3, f2, f3)))
             if high - low > 1:
-                rounds += 1
-                if (rounds <= 4) | (rounds % 2 == 0):
+                passes += 1
+                if (passes <= 4) | (passes % 2 == 0):
                     key1, key2, key3 = _interpolated(low, high, f_low, f_high, target)
                 else:
                     key1, key2, key3 = _quarters(low, high)

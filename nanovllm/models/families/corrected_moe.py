@@ -192,9 +192,7 @@ _EXAONE = {
     "rms_norm_eps": 1e-5, "sliding_window": 4096, "num_experts": 64, "num_experts_per_tok": 8,
     "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5, "num_key_value_heads": 32,
 }  # fmt: skip
-_ERNIE_NAMES = CheckpointNames(
-    paths={_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, skipped=("model.mtp_",)
-)
+_ERNIE_NAMES = CheckpointNames(paths={_CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, skipped=("model.mtp_",))
 _ERNIE = {
     "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,
     "moe_intermediate_size": 1536, "num_key_value_heads": 4,

@@ -60,7 +60,7 @@ def _read_net(config: ConfigReader, key_heads: int, value_heads: int, dims: tupl
     return key_heads, value_heads, *found.values(), config.integer("linear_conv_kernel_dim", 4, low=2), *more
 
 
-def _read_hybrid(config: ConfigReader, generation: Fields, layout: str = "joint") -> Fields:
+def read_qwen3_5(config: ConfigReader, generation: Fields, layout: str = "joint") -> Fields:
     """Every fourth layer has attention, whose output is gated by a part of the query's projection."""
     count, period = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
     kinds = _read_kinds(config, [FULL if (i + 1) % period == 0 else LINEAR for i in range(count)], LINEAR)
@@ -72,10 +72,6 @@ def _read_hybrid(config: ConfigReader, generation: Fields, layout: str = "joint"
     return _with_mixers(fields, kinds, "delta", _read_net(config, 16, 32, (128, 128), layout))
 
 
-def read_qwen3_5(config: ConfigReader, generation: Fields) -> Fields:
-    return _read_hybrid(config, generation)
-
-
 def _with_experts(fields: Fields, config: ConfigReader) -> Fields:
     shared = config.integer("shared_expert_intermediate_size", 512)
     config = config.replaced(norm_topk_prob=config.flag("norm_topk_prob", True))
@@ -85,11 +81,11 @@ def _with_experts(fields: Fields, config: ConfigReader) -> Fields:
 
 def read_qwen3_5_moe(config: ConfigReader, generation: Fields) -> Fields:
     size = config.get("intermediate_size") or config.get("moe_intermediate_size")
-    return _with_experts(_read_hybrid(config.replaced(intermediate_size=size), generation), config)
+    return _with_experts(read_qwen3_5(config.replaced(intermediate_size=size), generation), config)
 
 
 def read_qwen3_next(config: ConfigReader, generation: Fields) -> Fields:
-    return _with_experts(_read_hybrid(config, generation, "by key head"), config)
+    return _with_experts(read_qwen3_5(config, generation, "by key head"), config)
 
 
 def read_olmo_hybrid(config: ConfigReader, generation: Fields) -> Fields:
@@ -165,6 +161,7 @@ _LFM2_NAMES = CheckpointNames(
 )  # fmt: skip
 _CONV = {"conv": _short_conv}
 _LFM2 = {"norm_eps": 1e-5, "rope_theta": 1e6}
+_LFM2_MOE = {**_LFM2, "num_experts": 32, "num_experts_per_tok": 4}
 _ROPE = {"partial_rotary_factor": 0.25, "head_dim": 256}
 _NEXT = {**_ROPE, "num_experts": 512, "num_experts_per_tok": 10}
 _MOE = {**_ROPE, "num_experts": 256, "num_experts_per_tok": 8}
@@ -175,7 +172,5 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": Family(read_qwen3_5_moe, _NAMES, _MOE, _MIXERS),
     "OlmoHybridForCausalLM": Family(read_olmo_hybrid, _OLMO_NAMES, mixers=_MIXERS),
     "Lfm2ForCausalLM": Family(read_lfm2, _LFM2_NAMES, _LFM2, _CONV),
-    "Lfm2MoeForCausalLM": Family(
-        read_lfm2_moe, _LFM2_NAMES, {**_LFM2, "num_experts": 32, "num_experts_per_tok": 4}, _CONV
-    ),
+    "Lfm2MoeForCausalLM": Family(read_lfm2_moe, _LFM2_NAMES, _LFM2_MOE, _CONV),
 }

@@ -3,6 +3,7 @@ Qwen2 (arXiv 2407.10671; Qwen2.5 has its architecture), Qwen3 (arXiv 2505.09388)
 2412.08905, 2503.01743)."""
 
 import math
+from functools import partial
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -99,10 +100,6 @@ def read_seed_oss(config: ConfigReader, generation: Fields) -> Fields:
     return read_llama(config, generation, o_bias=config.flag("attention_out_bias"))
 
 
-def read_arcee(config: ConfigReader, generation: Fields) -> Fields:
-    return read_llama(config, generation, gated_mlp=False)
-
-
 def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
     switches: Fields = {"interleaved_rope": True, "float_rope": True, "mlp_bias": config.flag("use_bias")}
     return read_decoder(config, generation, biases="use_bias", **switches)
@@ -157,6 +154,7 @@ _CWM = {
     "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_theta": 1e6,
     "rope_parameters": _CWM_ROPE, "eos_token_id": [128001, 128008, 128009],
 }  # fmt: skip
+_ARCEE = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
 _ERNIE4_5 = {"head_dim": 128, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _MUSE_NAMES = CheckpointNames(SANDWICH_NORMS, paths={"self_attn.g_proj": "self_attn.gate_proj"})
 _MUSE = {
@@ -177,7 +175,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family(read_smollm3, defaults={"rope_theta": 2e6, "tie_word_embeddings": True}),
     "GraniteForCausalLM": Family(read_granite),
     "SeedOssForCausalLM": Family(read_seed_oss, defaults={"head_dim": 128, "attention_bias": True}),
-    "ArceeForCausalLM": Family(read_arcee, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "ArceeForCausalLM": Family(partial(read_llama, gated_mlp=False), defaults=_ARCEE),
     "Ernie4_5ForCausalLM": Family(read_ernie4_5, defaults=_ERNIE4_5),
     "MuseGlimmerTextModel": Family(read_muse_glimmer, _MUSE_NAMES, _MUSE),
     "HunYuanDenseV1ForCausalLM": Family(read_hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),

@@ -150,10 +150,9 @@ _GRANITE_NAMES = CheckpointNames(
         **{f"mlp.{name}": f"shared_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     },
 )  # fmt: skip
+_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 FAMILIES = {
     "NemotronHForCausalLM": Family(read_nemotron_h, _NEMOTRON_NAMES, _NEMOTRON, _MIXERS),
-    "GraniteMoeHybridForCausalLM": Family(
-        read_granite4, _GRANITE_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}, _MIXERS
-    ),
+    "GraniteMoeHybridForCausalLM": Family(read_granite4, _GRANITE_NAMES, _GRANITE, _MIXERS),
 }

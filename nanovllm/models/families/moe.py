@@ -121,9 +121,12 @@ _GRANITE_SHARED_NAMES = CheckpointNames(
     {**_GRANITE_NAMES.parts, "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")},
     paths={"mlp.shared_experts": "shared_mlp"},
 )  # fmt: skip
+_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+_HUNYUAN_NAMES = CheckpointNames({**HUNYUAN_NAMES.parts, "gate": "gate.wg"})
 _HUNYUAN = {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1}
 _QWEN2 = {"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
+_QWEN3_VL = {"num_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
@@ -136,19 +139,11 @@ _GPT_OSS = {
 FAMILIES = {
     "Qwen2MoeForCausalLM": Family(read_qwen2_moe, defaults=_QWEN2),
     "Qwen3MoeForCausalLM": Family(read_qwen3_moe, defaults={"num_experts": 128, "num_experts_per_tok": 8}),
-    "Qwen3VLMoeTextModel": Family(
-        read_qwen3_vl_moe, defaults={"num_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5}
-    ),
+    "Qwen3VLMoeTextModel": Family(read_qwen3_vl_moe, defaults=_QWEN3_VL),
     "MixtralForCausalLM": Family(read_mixtral, CheckpointNames(MIXTRAL_NAMES), _MIXTRAL),
-    "GraniteMoeForCausalLM": Family(
-        read_granite_moe, _GRANITE_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}
-    ),
-    "GraniteMoeSharedForCausalLM": Family(
-        read_granite_moe_shared, _GRANITE_SHARED_NAMES, {"num_local_experts": 8, "num_experts_per_tok": 2}
-    ),
+    "GraniteMoeForCausalLM": Family(read_granite_moe, _GRANITE_NAMES, _GRANITE),
+    "GraniteMoeSharedForCausalLM": Family(read_granite_moe_shared, _GRANITE_SHARED_NAMES, _GRANITE),
     "OlmoeForCausalLM": Family(read_olmoe, defaults=_OLMOE),
-    "HunYuanMoEV1ForCausalLM": Family(
-        read_hunyuan_moe, CheckpointNames({**HUNYUAN_NAMES.parts, "gate": "gate.wg"}), _HUNYUAN
-    ),
+    "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _HUNYUAN_NAMES, _HUNYUAN),
     "GptOssForCausalLM": Family(read_gpt_oss, CheckpointNames({"gate": "router"}), _GPT_OSS),
 }

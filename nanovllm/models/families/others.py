@@ -1,5 +1,6 @@
 """Families with a combination of switches of their own: GLM-4, EXAONE 4, Cohere, OLMo, StarCoder 2, Nemotron."""
 
+from functools import partial
 from typing import Any
 
 from nanovllm.models.config_reader import ConfigReader
@@ -12,10 +13,6 @@ from nanovllm.models.rope_reader import read_ropes
 def read_glm(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
     bias = config.flag("attention_bias")
     return read_decoder(config, generation, qkv_bias=bias, interleaved_rope=True, partial_rope=True, **more)
-
-
-def read_glm4(config: ConfigReader, generation: Fields) -> Fields:
-    return read_glm(config, generation, norm_placement="sandwich")
 
 
 def exaone_layers(config: ConfigReader) -> Fields:
@@ -73,10 +70,13 @@ def read_nemotron(config: ConfigReader, generation: Fields) -> Fields:
     return read_decoder(config, generation, eps="norm_eps", partial_rope=True, **switches)
 
 
-_GLM4_NORMS = {
-    "attention_out_norm": "post_self_attn_layernorm", "mlp_norm": "post_attention_layernorm",
-    "mlp_out_norm": "post_mlp_layernorm",
-}  # fmt: skip
+_GLM4_NAMES = CheckpointNames(
+    {
+        "attention_out_norm": "post_self_attn_layernorm", "mlp_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+    },
+    GATE_UP,
+)  # fmt: skip
 _GLM4 = {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
 _GLM = {**_GLM4, "num_key_value_heads": 2, "eos_token_id": [151329, 151336, 151338]}
 _STARCODER2_NAMES = CheckpointNames({"up_proj": "c_fc", "down_proj": "c_proj"})
@@ -85,18 +85,17 @@ _STARCODER2 = {
 }  # fmt: skip
 _COHERE = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True}
 _EXAONE4 = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+_OLMO3 = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
 _NEMOTRON = {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5}
 
 FAMILIES = {
     "GlmForCausalLM": Family(read_glm, CheckpointNames(fused=GATE_UP), _GLM),
-    "Glm4ForCausalLM": Family(read_glm4, CheckpointNames(_GLM4_NORMS, GATE_UP), _GLM4),
+    "Glm4ForCausalLM": Family(partial(read_glm, norm_placement="sandwich"), _GLM4_NAMES, _GLM4),
     "Exaone4ForCausalLM": Family(read_exaone4, CheckpointNames(POST_NORMS), _EXAONE4),
     "CohereForCausalLM": Family(read_cohere, defaults={**_COHERE, "rope_theta": 5e5}),
     "Cohere2ForCausalLM": Family(read_cohere2, defaults={**_COHERE, "sliding_window": 4096}),
     "Olmo2ForCausalLM": Family(read_olmo2, CheckpointNames(POST_NORMS), {"rms_norm_eps": 1e-5}),
-    "Olmo3ForCausalLM": Family(
-        read_olmo3, CheckpointNames(POST_NORMS), {"rms_norm_eps": 1e-5, "sliding_window": 4096}
-    ),
+    "Olmo3ForCausalLM": Family(read_olmo3, CheckpointNames(POST_NORMS), _OLMO3),
     "Starcoder2ForCausalLM": Family(read_starcoder2, _STARCODER2_NAMES, _STARCODER2),
     "NemotronForCausalLM": Family(read_nemotron, defaults=_NEMOTRON),
 }

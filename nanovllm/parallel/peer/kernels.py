@@ -1,5 +1,6 @@
 """The Triton kernels of the sums through peer memory; all_reduce.py launches them, and says why they are right."""
 
+from nanovllm.kernels.base.device import start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.quantize import store_rounded
 from nanovllm.kernels.pointwise.norm import in_pairs, sum_in_pairs
@@ -19,9 +20,7 @@ def _peer_pointer(peers, rank, offset, INT: tl.constexpr):
 def begin_call(parity_state, PDL: tl.constexpr):
     """The parity of this call. With PDL the next kernel is let in here, once all programs of this one are resident, so
     it cannot keep one of them out whose peers wait for it."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     return tl.load(parity_state + tl.program_id(0))
 
 

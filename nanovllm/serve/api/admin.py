@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from nanovllm.engine.calls import CALLS, InFlight
+from nanovllm.engine.engine_state import EngineState
 from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
@@ -55,16 +56,17 @@ async def _control(front: Front, call: Call) -> None:
     await call.respond_json(await front.control(name, **given))
 
 
+_STATE: dict[str, Callable[[EngineState], dict[str, Any]]] = {
+    "/is_paused": lambda state: {"is_paused": state.is_paused},
+    "/is_sleeping": lambda state: {"is_sleeping": bool(state.asleep)},
+    "/weight_info": lambda state: {"weight_version": state.weight_version},
+    "/get_world_size": lambda _: {"world_size": 1},  # of a trainer's group: ranks and replicas get weights from rank 0
+}
+"""Values of the engines' state, by path."""
+
+
 async def _state(front: Front, call: Call) -> None:
-    """Answers a GET of one value of the engines' state."""
-    state = front.engines.state
-    values = {
-        "/is_paused": {"is_paused": state.is_paused},
-        "/is_sleeping": {"is_sleeping": bool(state.asleep)},
-        "/weight_info": {"weight_version": state.weight_version},
-        "/get_world_size": {"world_size": 1},  # of a trainer's group: ranks and replicas get weights from the first
-    }
-    await call.respond_json(values[call.path])
+    await call.respond_json(_STATE[call.path](front.engines.state))
 
 
 async def abort_requests(front: Front, call: Call) -> None:
@@ -122,15 +124,12 @@ async def server_info(front: Front, call: Call) -> None:
 
 
 _NAMES = {spec.path: (name, spec.options) for name, spec in CALLS.items() if spec.path and spec.options}
-ROUTES: dict[tuple[str, str], tuple[Callable[[Front, Call], Awaitable[None]], type[msgspec.Struct] | None]] = {
-    **{("POST", path): (_control, kind) for path, (_, kind) in _NAMES.items()},
-    ("GET", "/is_paused"): (_state, None),
-    ("GET", "/is_sleeping"): (_state, None),
-    ("POST", "/abort_requests"): (abort_requests, AbortRequests),
-    ("POST", "/update_weights"): (update_weights, UpdateWeights),
-    ("GET", "/weight_info"): (_state, None),
-    ("POST", "/weight_checker"): (weight_checker, WeightChecker),
-    ("GET", "/get_world_size"): (_state, None),
-    ("GET", "/server_info"): (server_info, None),
+ROUTES: dict[tuple[str, str], Callable[[Front, Call], Awaitable[None]]] = {
+    **{("POST", path): _control for path in _NAMES},
+    **{("GET", path): _state for path in _STATE},
+    ("POST", "/abort_requests"): abort_requests,
+    ("POST", "/update_weights"): update_weights,
+    ("POST", "/weight_checker"): weight_checker,
+    ("GET", "/server_info"): server_info,
 }
-"""Handler of each admin call, and the type of its body."""
+"""Handler of each admin call."""

@@ -48,5 +48,5 @@ ROUTES: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation(page.page),
 }
 """Operations by method and path."""
-ADMIN_ROUTES = {route: Operation(handler, is_admin=True) for route, (handler, _) in admin.ROUTES.items()}
+ADMIN_ROUTES = {route: Operation(handler, is_admin=True) for route, handler in admin.ROUTES.items()}
 """Served where there is an admin key."""

@@ -26,7 +26,7 @@ class ChoicesFormat(Format):
     """End of a chunk that holds text alone: all after the text."""
 
     def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
-        fields, params, plan = prepared.fields, prepared.params, prepared.plan
+        fields, params, plan, self.given = prepared.fields, prepared.params, prepared.plan, prepared.given
         self.served, self.fields, self.prompts, self.params = served, fields, prepared.prompts, params
         self.id, self.model = call.given_id or self.id_prefix + call.request_id, fields.model or served.name
         self.created = int(time.time())

@@ -31,12 +31,12 @@ class ResponsesFormat(ItemsFormat):
     """A response object, and its events."""
 
     id_prefix = "resp_"
+    given: tuple[dict[str, Any], ResponsesTools]
 
     def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
         """`prepared.given`: the request's body, whose settings the response repeats, and its tools."""
         super().__init__(served, call, prepared)
-        given: tuple[dict[str, Any], ResponsesTools] = prepared.given
-        body, self._tools = given
+        body, self._tools = self.given
         self.stores = body.get("store") is not False
         """Whether later requests may name its items."""
         self._unclosed: list[ContentToken] = []
@@ -123,9 +123,7 @@ class ResponsesFormat(ItemsFormat):
         return {"type": kind, "sequence_number": self._sequence - 1, **data}
 
     def _item_event(self, kind: str) -> Event:
-        return self._event(
-            f"response.output_item.{kind}", output_index=len(self.items) - 1, item={**self.items[-1]}
-        )
+        return self._event(f"response.output_item.{kind}", output_index=len(self.items) - 1, item={**self.items[-1]})
 
     def _part_event(self, kind: str, **data: Any) -> Event:
         item = self.items[-1]

@@ -13,9 +13,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.formats import shapes
 from nanovllm.serve.formats.base import ChoicesFormat
 from nanovllm.serve.formats.logprobs import id_entries, read_line
-from nanovllm.serve.http.call import Call
-from nanovllm.serve.request import Prepared, Request, Row
-from nanovllm.serve.served_model import ServedModel
+from nanovllm.serve.request import Request, Row
 from nanovllm.text.no_tokenizer import NoText
 
 
@@ -61,11 +59,7 @@ class EmbeddingFormat(TextlessFormat):
     """/v1/embeddings."""
 
     id_prefix = "embd-"
-
-    def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
-        super().__init__(served, call, prepared)
-        self._given: api.EmbeddingFields = prepared.given
-        self._normalizes = served.info["pooling"]["normalizes"]
+    given: api.EmbeddingFields
 
     def size(self, request: Request) -> tuple[int, int]:
         return sum(len(row.end.pooled or b"") for row in request.rows if row.end is not None), 0
@@ -81,13 +75,13 @@ class EmbeddingFormat(TextlessFormat):
 
     def _shown(self, vector: bytes) -> str | list[float]:
         """The vector, as bytes of float32, in the form that was asked for."""
-        if (count := self._given.dimensions) is not None:
+        if (count := self.given.dimensions) is not None:
             numbers = array("f", vector[: 4 * count])
-            if self._normalizes:
+            if self.served.info["pooling"]["normalizes"]:
                 norm = math.sqrt(math.fsum(number * number for number in numbers)) or 1.0
                 numbers = array("f", [number / norm for number in numbers])
             vector = numbers.tobytes()
-        if self._given.encoding_format == "base64":
+        if self.given.encoding_format == "base64":
             return b64encode(vector).decode()
         return array("f", vector).tolist()
 
@@ -117,17 +111,14 @@ class RerankFormat(ScoreFormat):
     """/rerank: documents in the order of their scores, in the form that Jina's and Cohere's clients read."""
 
     id_prefix = "rerank-"
-
-    def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
-        super().__init__(served, call, prepared)
-        self._given: api.RerankFields = prepared.given
+    given: api.RerankFields
 
     def whole(self, request: Request) -> bytes:
         results: list[dict[str, Any]] = []
-        scores, texts = self.scores(request), self._given.texts
-        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: self._given.top_n]:
+        scores, texts = self.scores(request), self.given.texts
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: self.given.top_n]:
             results.append({"index": index, "relevance_score": scores[index]})
-            if self._given.return_documents is not False:
+            if self.given.return_documents is not False:
                 results[-1]["document"] = {"text": texts[index]}
         about = {"id": self.id, "model": self.model}
         return msgspec.json.encode({**about, "results": results, "usage": self.usage(request)})
