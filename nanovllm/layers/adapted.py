@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.adapters import MOST_PARTS
+from nanovllm.kernels.gemm.adapters import MOST_PARTS, shrink
 from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
@@ -98,7 +98,6 @@ class AdaptedMatrix(nn.Module):
     def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight; rows of a step with adapters must come unrounded."""
         if (slots := call.adapters) is not None:
-            norm = call.norm if launch.norm else None
             rows, a, b = x, self.a, self.b
             if self.stack:
                 assert call.routing is not None
@@ -106,10 +105,14 @@ class AdaptedMatrix(nn.Module):
                 rows, slots = x[token] if launch.gate else x, slots[token]
                 slots = torch.where(slots < 0, -1, slots * self.stack[0] + expert)
                 a, b = a.flatten(0, 1), b.flatten(0, 1)
-            # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
-            takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
-            dtype = rows.dtype if takes_own else torch.float32
-            delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, norm, dtype)
+            if launch.config.is_our_kernel and not self.stack:  # it multiplies by B itself
+                norm, few = call.norm if launch.norm else None, launch.config.is_skinny
+                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm)
+            else:
+                # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
+                takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
+                dtype = rows.dtype if takes_own else torch.float32
+                delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, dtype)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
 

@@ -82,8 +82,8 @@ class Call(NamedTuple):
     it in place."""
     routing: Routed | None = None
     """Experts of each row; for operations on experts."""
-    delta: torch.Tensor | None = None
-    """float32 [rows, n] that adapters add to the product; AdaptedMatrix alone sets it."""
+    delta: Any = None
+    """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
 
     @property
     def has_adapters(self) -> bool:

@@ -1,5 +1,4 @@
-"""Kernels that multiply by a base's weight add the sums of adapters before anything else; rows without keep their
-bits."""
+"""Kernels that multiply by a base's weight add what adapters do before anything else; rows without keep their bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,26 +7,33 @@ import pytest
 import torch
 from compiling import compile_only, empty, empty_fp8, launch_dependently, run_alone
 from gemm_checks import DEVICE
+from interpreting import some_nightly
 
 pytest.importorskip("triton")
 
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
 from nanovllm.kernels.fp8.reference import quantize_blocks
-from nanovllm.kernels.gemm import dense, e2m1, fma, packed, packed_row, packed_tile, stream, tile
+from nanovllm.kernels.gemm import adapters, dense, e2m1, fma, packed, packed_row, packed_tile, stream, tile
+from nanovllm.kernels.gemm.adapters import adapter_delta_reference, shrink
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe import packed as packed_experts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, streaming
+from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 FMA = GemmConfig("fma", 8, block_k=256, stages=1)
 TILE = GemmConfig("tile", 32, 16, 64, 2)
 WIDE_TILE = GemmConfig("tile", 64, 16, 64, 2)
+LARGE_TILE = GemmConfig("tile", 128, 128, 64, 2, num_warps=8)
 HALVES = GemmConfig("tile", 32, 16, 64, 2, split_k=2)
+FP8_TILE = GemmConfig("tile", 64, 16, 128, 2)
 INT4, INT4_HALVES = GemmConfig("int4", 32, 16, stages=2), GemmConfig("int4", 32, 16, stages=2, split_k=2)
-STREAM = streaming(2, 2)
+INT4_WHOLE = GemmConfig("int4_whole", 32, 16, stages=2, split_k=2)
+STREAM, WIDE_STREAM = streaming(2, 2), streaming(2, 2, columns=64)
 K, N = 256, 64
+SLOTS = [2, -1, 0, 0, 2, -1, 1, 2]
 
 
 def weight_of(kind: str, dtype: torch.dtype) -> Any:
@@ -55,52 +61,120 @@ LINEAR: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def linear_of(kind: str, config: GemmConfig) -> Callable[..., Any]:
+    return stream.linear if config.kernel == "stream" else LINEAR[kind]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def operands(rows: int, starts: tuple[int, ...], rank: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """x, slots, A, B and the parts' first columns, for rows of three adapters and of none."""
+    a = random(3, len(starts) * rank, K, seed=4, dtype=dtype) / K**0.5
+    slots = torch.tensor((SLOTS * 3)[:rows], dtype=torch.int32, device=DEVICE)
+    return random(rows, K, seed=2, dtype=dtype), slots, a, random(3, N, rank, seed=3, dtype=dtype), starts
+
+
+def activated(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, 1)
+    return torch.nn.functional.silu(gate) * up
+
+
+OURS = [
+    ("dense", FMA, 1, 16), ("dense", FMA, 3, 64), ("dense", WIDE_STREAM, 1, 64), ("dense", WIDE_STREAM, 7, 16),
+    ("dense", TILE, 7, 64), ("dense", WIDE_TILE, 20, 16), ("dense", LARGE_TILE, 7, 16), ("dense", HALVES, 20, 16),
+    ("fp8", STREAM, 1, 16), ("fp8", STREAM, 7, 16), ("fp8", FP8_TILE, 7, 16), ("int4", INT4, 20, 16),
+    ("int4", INT4_HALVES, 7, 16), ("int4", INT4_WHOLE, 7, 16), ("mxfp4", INT4, 7, 16), ("mxfp4", STREAM, 7, 16),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "config", "rows"),
+    ("kind", "config", "rows", "rank"),
+    some_nightly(OURS, [case for case in OURS if case[:2] not in (("mxfp4", INT4), ("int4", INT4_HALVES))]),
+)
+def test_our_kernels_multiply_by_b_themselves(
+    kind: str, config: GemmConfig, rows: int, rank: int, gated: bool
+) -> None:
+    """In float32, before the product is rounded or activated; a tile has columns of several parts."""
+    if gated and config.parts > 1:
+        pytest.skip("the activation is another kernel")
+    linear, dtype = linear_of(kind, config), torch.float32
+    if config.kernel in ("stream", "int4", "int4_whole"):
+        dtype = torch.float16
+    weight, given = weight_of(kind, dtype), operands(rows, (0, 32) if gated else (0, 20, 40), rank, dtype)
+    x, slots, *_ = given
+    shrunk = shrink(*given, few=config.is_skinny)
+    plain, found = linear(x, weight, config, gated=gated), linear(x, weight, config, gated=gated, delta=shrunk)
+    base = linear(x, weight, config)
+    wide = (base.sum(0) if base.dim() == 3 else base).double() + adapter_delta_reference(*given)
+    total = (found.sum(0) if found.dim() == 3 else found).double()
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(total, activated(wide) if gated else wide, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found[..., slots < 0, :], plain[..., slots < 0, :])
+
+
+@pytest.mark.parametrize(("config", "rows"), [(FMA, 1), (FMA, 3), (WIDE_STREAM, 1), (WIDE_STREAM, 4)])
+def test_they_norm_what_adapters_get(config: GemmConfig, rows: int) -> None:
+    dtype = torch.float32 if config == FMA else torch.float16
+    weight, (x, *given) = weight_of("dense", dtype), operands(rows, (0, 20, 40), 16, dtype)
+    norm = Norm(random(K, seed=5, dtype=dtype), 1e-6)
+    found = dense.linear(x, weight, config, norm=norm, delta=shrink(x, *given, few=True, norm=norm))
+    normed = norm_reference(x, norm)
+    expected = normed.float() @ weight.float().T + adapter_delta_reference(normed, *given)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("config", "few"), [(FMA, 3), (TILE, 20)])
+def test_a_rows_bits_are_its_own(config: GemmConfig, few: int) -> None:
+    """Neither neighbours nor their adapters nor slots change them."""
+    weight, (x, slots, a, b, starts) = weight_of("dense", torch.float32), operands(few, (0, 20), 16, torch.float32)
+
+    def product(x: torch.Tensor, slots: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return dense.linear(x, weight, config, delta=shrink(x, slots, a, b, starts, few=config.is_skinny))
+
+    together, alone = product(x, slots, a, b), product(x[2:3], slots[2:3], a[:1], b[:1])
+    moved = product(x[2:3], slots[2:3] + 2, a.flip(0), b.flip(0))
+    assert torch.equal(together[2], alone[0]) and torch.equal(together[2], moved[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
     [
-        ("dense", FMA, 1), ("dense", FMA, 3), ("dense", TILE, 5), ("dense", WIDE_TILE, 5), ("dense", HALVES, 5),
-        ("dense", LIBRARY, 5), ("dense", GemmConfig("blocks"), 5), ("dense", GemmConfig("split", split_k=2), 5),
-        ("fp8", GemmConfig("twin"), 5), ("fp8", GemmConfig("widened"), 5), ("int4", INT4, 5),
-        ("int4", INT4_HALVES, 5), ("int4", GemmConfig("widened"), 5), ("mxfp4", INT4, 5),
+        ("dense", LIBRARY), ("dense", GemmConfig("blocks")), ("dense", GemmConfig("split", split_k=2)),
+        ("fp8", GemmConfig("twin")), ("fp8", GemmConfig("widened")), ("int4", GemmConfig("widened")),
     ],
 )  # fmt: skip
-def test_sums_are_added_before_the_rounding(kind: str, config: GemmConfig, rows: int, gated: bool) -> None:
-    """In float32, where what is rounded is not lost."""
-    if gated and (config.kernel not in ("fma", "tile", "int4") or config.parts > 1):
-        pytest.skip("the activation is another kernel")
-    linear, dtype = LINEAR[kind], torch.float32
-    if config.kernel == "int4":
-        dtype = torch.float16
-    weight = weight_of(kind, dtype)
-    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-    delta = torch.randn(rows, N, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+def test_others_get_the_whole_delta(kind: str, config: GemmConfig) -> None:
+    """And add it before the rounding, where what is rounded is not lost."""
+    linear, weight, dtype, rows = LINEAR[kind], weight_of(kind, torch.float32), torch.float32, 5
+    x, delta = random(rows, K, seed=2, dtype=dtype), random(rows, N, seed=3, dtype=dtype)
     delta[0] = -0.0
-    plain = linear(x, weight, config, gated=gated)
-    found = linear(x, weight, config, gated=gated, delta=delta.clone())
-    base = linear(x, weight, config)
-    wide = (base.sum(0) if base.dim() == 3 else base).double() + delta.double()
-    if gated:
-        gate, up = wide.chunk(2, 1)
-        wide = torch.nn.functional.silu(gate) * up
-    total = (found.sum(0) if found.dim() == 3 else found).double()
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(total, wide, rtol=tolerance, atol=tolerance)
+    plain, found = linear(x, weight, config), linear(x, weight, config, delta=delta.clone())
+    base, total = (y.sum(0) if y.dim() == 3 else y for y in (plain, found))
+    torch.testing.assert_close(total.double(), base.double() + delta.double(), rtol=1e-4, atol=1e-4)
     assert torch.equal(found[..., 0, :], plain[..., 0, :])
 
 
 def compile_all() -> None:
-    launch_dependently(fma, stream, tile, packed_tile, packed_row, experts, packed_experts)
+    launch_dependently(adapters, fma, stream, tile, packed_tile, packed_row, experts, packed_experts)
     compile_only(most_spilled=None)
+
+    def shrunk(rows: int, few: bool, rank: int = 16) -> Any:
+        a, b = empty(8, 2 * rank, 4096), empty(8, 4096, rank)
+        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few)
+
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
                              (16, GemmConfig("tile", 64, 32, 128, 5))):  # fmt: skip
-            delta = empty(rows, 4096, dtype=torch.float32)
+            delta = shrunk(rows, config.is_skinny, 64 if gated else 16)
             dense.linear(empty(rows, 4096), empty(4096, 4096), config, gated=gated, delta=delta)
-        delta = empty(1, 4096, dtype=torch.float32)
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
-        packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=delta)
-        gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), streaming(4, 2, columns=128), gated=gated, delta=delta)
+        packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=shrunk(1, True))
+        packed_tile.linear(empty(16, 4096), weight, INT4, gated=gated, delta=shrunk(16, False))
+        config = streaming(4, 2, columns=128)
+        gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), config, gated=gated, delta=shrunk(1, True))
     routing = Routing(empty(8, 2, dtype=torch.float32), *(empty(*n, dtype=torch.int32) for n in ((16,), (8, 3))), 2)
     in_mxfp4 = PackedWeight.empty(2048, 1024, 32, False, torch.bfloat16, torch.device("meta"), (4,), e2m1.E2M1)
     config, delta = GemmConfig("tile", 64, 16, 128, 3), empty(16, 2048, dtype=torch.float32)
@@ -110,5 +184,5 @@ def compile_all() -> None:
 
 
 def test_compiled() -> None:
-    """Every kernel of few rows, and those of experts, as GPUs launch it."""
+    """Every kernel that multiplies by B itself, and those of experts, as GPUs launch it."""
     run_alone(compile_all)

@@ -175,6 +175,16 @@ def test_operations_of_one_kind_have_a_launch_each() -> None:
     assert [(each.config.is_skinny, each.norm) for each in launches] == [(True, True), (True, False)]
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "k", "most"), [("qkv", 6144, 4096, 168), ("gate_up", 24576, 4096, 0), ("down", 4096, 12288, 128)]
+)
+def test_with_adapters_programs_still_run_at_once(name: str, n: int, k: int, most: int) -> None:
+    """Those of few rows: registers for what adapters add would keep some of them waiting."""
+    product, rules = Product(name, n, k, "bfloat16"), Rules(KNOWN[0], own_kernels=True, table=H200)
+    plain, adapted = (launch(one, 1, rules).config for one in (product, product.adapted))
+    assert adapted == replace(plain, max_registers=most) and plain.max_registers == 0
+
+
 @pytest.mark.parametrize("is_static", [False, True])
 def test_a_row_in_fp8_is_normed_inside_where_its_scale_is_its_own(is_static: bool) -> None:
     """With a scale of the checkpoint, norm and rounding are kernels of their own, and no report says otherwise."""

@@ -10,17 +10,18 @@ from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.fp8.reference import BLOCK, linear_reference, quantize_rows_reference, widened_products
 from nanovllm.kernels.gemm import roles, stream, tile
+from nanovllm.kernels.gemm.expand import Shrunk
 from nanovllm.kernels.plan.config import TILE_ROWS, GemmConfig
 
 
 def linear(
-    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None,
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False, delta: Any = None,
     **around: Any,
 ) -> Tensor | FP8Rows:  # fmt: skip
     """x [T, K] @ weight^T -> [T, N] in x's dtype; with config.parts > 1 float32 [parts, T, N], sums over parts of K.
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], which "roles" rounds;
-    not by the library. around: norm and residual, which "stream" takes. delta: as in fma.linear, added to the first
-    part; not by "roles" and "scaled"."""
+    not by the library. around: norm and residual, which "stream" takes. delta: as in dense.linear; not by
+    "roles" and "scaled"."""
     if config.kernel == "stream":
         return stream.linear(x, weight, config, gated=gated, delta=delta, **around)
     if config.kernel == "roles":
@@ -41,7 +42,7 @@ def linear(
 
 
 def _by_tiles(
-    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool, delta: Tensor | None
+    x: Tensor | FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool, delta: Shrunk | None
 ) -> Tensor:
     rows, values = x.shape[0], weight.values
     n_out = values.shape[0] // 2 if gated else values.shape[0]

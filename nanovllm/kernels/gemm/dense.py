@@ -6,6 +6,8 @@ to add + RMSNorm (pointwise/norm.py), which adds them up, in pairs, on its way a
 another's part, so no fence is needed.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,12 +22,13 @@ _MINUS_ZERO = -(1 << 31)
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, norm: Norm | None = None,
-    residual: Tensor | None = None, delta: Tensor | None = None,
+    residual: Tensor | None = None, delta: Any = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
     * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
-    delta: as there, added to the first part."""
+    delta: of adapters, added to the product, or its first part, before anything else: for kernels of our own a Shrunk,
+    else float32 [M, N], or for the library on a GPU in x's dtype."""
     if config.is_skinny:
         few = stream if config.kernel == "stream" else fma
         return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)

@@ -24,14 +24,8 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import (
-    LANE_SPAN,
-    add_delta,
-    checked_width,
-    normalise,
-    store_tile,
-    weight_rows,
-)
+from nanovllm.kernels.gemm.epilogue import LANE_SPAN, checked_width, normalise, store_tile, weight_rows
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold, slots_of
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
@@ -141,12 +135,12 @@ def _load_residual(res_ptr, row, rows, col, n_out):
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def fma_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, DELTA, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr, DELTA (see add_delta): None where there is no
+    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr, ADAPTER (see expand.py): None where there is no
     such thing. CHUNKS, STEPS, EVEN_K, EVEN_N: see LaneWalk."""
     walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     NORM: tl.constexpr = norm_ptr is not None
@@ -158,6 +152,9 @@ def fma_kernel(
     tiles, gain = load_steps(row_ptrs, row_live, 0, PRELOAD, walk), 0.0
     if NORM:
         gain = load_vector(norm_ptr, rows > 0, 0, walk)
+    slots, held, n, first = (), (), n_out * 2 if PAIRED else n_out, tl.zeros([1, 1], tl.int32)
+    for row in tl.static_range(ROWS if ADAPTER is not None else 0):
+        slots = slots + (slots_of(ADAPTER, first + row, rows),)
     # In a chain for one row, where each kernel lets the next come as soon as all its own programs run, gate and up hold
     # them back: else those after `down` take the room that it needs.
     LATE: tl.constexpr = PAIRED and NORM and ROWS == 1
@@ -169,6 +166,8 @@ def fma_kernel(
             tl.extra.cuda.gdc_launch_dependents()
 
     scales, residuals = (), ()
+    for row in tl.static_range(len(slots)):
+        held = held + (hold(ADAPTER, slots[row], first + row, rows, w_rows, w_live, n, ADAPTER[3] <= EARLY_RANK),)
     for row in tl.static_range(ROWS):
         residuals = residuals + (_load_residual(res_ptr, row, rows, pid * BLOCK_N + lane, n_out),)
     for row in tl.static_range(ROWS):
@@ -178,8 +177,10 @@ def fma_kernel(
     OUT_WIDTH: tl.constexpr = PER_WARP // 2 if PAIRED else PER_WARP
     out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
     for row in tl.static_range(ROWS):
-        n = n_out * 2 if PAIRED else n_out
-        y = add_delta(tl.sum(accs[row], axis=2), DELTA, row, w_rows, w_live & (row < rows), n)
+        y = tl.sum(accs[row], axis=2)
+        if ADAPTER is not None:
+            scale = tl.reshape(scales[row], [WARPS, 1, 1]) if NORM else 1.0
+            y += held_delta(ADAPTER, held[row], first + row, rows, w_rows, w_live, n, scale)
         store_tile(y, residuals[row], out_lane, row, out_ptr, rows, pid, n_out, BLOCK_N, PAIRED)
 
 
@@ -198,13 +199,13 @@ def walk_constants(weight: Tensor, config: GemmConfig, num_experts: int = 1) -> 
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None, out_dtype: torch.dtype | None = None, delta: Tensor | None = None,
+    residual: Tensor | None = None, out_dtype: torch.dtype | None = None, delta: Shrunk | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
-    residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta float32 [M, rows of
-    the weight]: added to the product before anything else.
+    residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta: of adapters, which
+    is added to the product before anything else; see shrink for the norm.
     """
     rows, n = x.shape[0], weight.shape[0]
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)
@@ -212,20 +213,19 @@ def linear(
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     fma_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, norm and norm.weight, out, residual, delta, rows=rows, n_out=n_out, eps=norm.eps if norm else 0.0,
-        ROWS=triton.next_power_of_2(rows), PAIRED=gated, **walk_constants(weight, config), **pdl_options(x.device),
+        x, weight, norm and norm.weight, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
+        eps=norm.eps if norm else 0.0, ROWS=triton.next_power_of_2(rows), PAIRED=gated,
+        **walk_constants(weight, config), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
 def linear_reference(
-    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None,
-    delta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None
+) -> Tensor:
     """Plain twin of `linear`; like the kernels it rounds after the norm, and the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x if norm is None else norm_reference(x, norm)).to(wide) @ weight.to(wide).T
-    y = y if delta is None else y + delta
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up

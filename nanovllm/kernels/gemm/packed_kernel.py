@@ -8,7 +8,8 @@ depend on the other rows.
 from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.epilogue import add_delta, store_tile, weight_rows
+from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
+from nanovllm.kernels.gemm.expand import first_b, slots_of, tile_delta
 from nanovllm.kernels.gemm.unpack import (
     SPAN,
     add_block,
@@ -46,7 +47,7 @@ def _prefetch(
 
 @triton.jit(do_not_specialize=["rows"])
 def int4_gemm_kernel(
-    x_ptr, w_ptr, groups_ptr, factors_ptr, out_ptr, scratch_ptr, counter_ptr, DELTA, rows, n, n_out, k,
+    x_ptr, w_ptr, groups_ptr, factors_ptr, out_ptr, scratch_ptr, counter_ptr, ADAPTER, rows, n, n_out, k,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr, ADDS_UP: tl.constexpr, PREFETCH: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
@@ -54,7 +55,7 @@ def int4_gemm_kernel(
     """Grid (tiles of rows, tiles of weights, splits of k); x [rows, k]; words, groups (the scales) and factors as
     PackedWeight has them. GROUP: columns of a group; 0: all. out [rows, n_out], or of several splits float32 [splits,
     rows, n_out], unless the last of them ADDS_UP. PREFETCH: blocks to bring into L2 before x may be read, a power of
-    two. EVEN_M: x ends where tiles and blocks do. DELTA: see add_delta; of several splits the first adds it."""
+    two. EVEN_M: x ends where tiles and blocks do. ADAPTER: see expand.py."""
     dtype = x_ptr.dtype.element_ty
     first_row = tl.program_id(0) * ROWS
     pid, split = tl.program_id(1), tl.program_id(2)
@@ -66,6 +67,9 @@ def int4_gemm_kernel(
     if EVEN_N:
         live = w_rows >= 0
     w_ptrs = words_at(w_ptr, tl.where(live, w_rows, 0), CODE, GROUP)
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, first_row + tl.arange(0, ROWS), rows)
+        b = first_b(ADAPTER, slots, tl.where(live, w_rows, n), n, n)
     if PDL:
         _prefetch(w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out, BLOCK_N, CODE, GROUP, PAIRED, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
@@ -91,10 +95,9 @@ def int4_gemm_kernel(
             factors = (scale.to(tl.float32)[:, None],)
         accs = (accs[0] * factors[0],)
 
-    if DELTA is not None:  # noqa: SIM102 (a constant)
-        if split == 0:
-            at = (first_row + row).to(tl.int64)[None, :]
-            accs = (add_delta(accs[0], DELTA, at, w_rows[:, None], live[:, None] & (row < rows)[None, :], n),)
+    if ADAPTER is not None:
+        at, w_row = first_row + row, tl.where(live, w_rows, n)
+        accs = (accs[0] + tile_delta(ADAPTER, b, slots, at, first_row + rows, w_row, n, n, False),)
     _finish(
         tl.trans(accs[0]), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,
         ROWS, BLOCK_N, PAIRED, ADDS_UP,

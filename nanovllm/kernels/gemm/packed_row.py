@@ -17,6 +17,7 @@ from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import async_copy, gl, gluon, mma_v2, tl, triton
 from nanovllm.kernels.gemm.e2m1 import E2M1
 from nanovllm.kernels.gemm.epilogue import checked_width, normalise
+from nanovllm.kernels.gemm.expand import Shrunk, b_of_rows, delta_of_rows, of_adapters, sums_of_rows
 from nanovllm.kernels.gemm.packed import INT8 as BYTES
 from nanovllm.kernels.gemm.packed import PackedWeight, check_fits
 from nanovllm.kernels.gemm.unpack import SPAN, WORDS, e2m1_planes, int8_planes, unpacked, words_of_row
@@ -98,7 +99,7 @@ def _copy_step(
 @gluon.jit
 def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WARPS: gl.constexpr):
     """Waits for earlier kernels, then puts x [K] into shared [steps, WARPS, 128], normalised if norm_ptr, zeros past
-    its end."""
+    its end. Returns what it was multiplied by, but for norm_ptr."""
     STEPS: gl.constexpr = shared.shape[0]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -106,16 +107,17 @@ def _share(shared, x_ptr, norm_ptr, eps, K: gl.constexpr, PDL: gl.constexpr, WAR
     col = gl.arange(0, WARPS * SPAN, layout=gl.SliceLayout(0, FLAT))[None, :]
     col += gl.arange(0, STEPS, layout=gl.SliceLayout(1, FLAT))[:, None] * (WARPS * SPAN)
     if norm_ptr is not None:
-        gain = gl.load(norm_ptr + col, mask=col < K, other=0.0).to(gl.float32)
+        gain = gl.load(norm_ptr + col, mask=col < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    x = gl.load(x_ptr + col, mask=col < K, other=0.0)
+    x, scale = gl.load(x_ptr + col, mask=col < K, other=0.0), 1.0
     if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(gl.sum(x32 * x32, axis=0), axis=0) / K + eps)
         x = normalise(x, gain, scale)
     shared._reinterpret(dtype, [STEPS, WARPS, SPAN], ORDER).store(x.reshape((STEPS, WARPS, SPAN)))
+    return scale
 
 
 @gluon.jit
@@ -217,7 +219,7 @@ def _add_floats(accs, words, fours, x, dtype: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def packed_row_kernel(
-    x_ptr, w_ptr, groups_ptr, factors_ptr, norm_ptr, out_ptr, res_ptr, DELTA, n, n_out, eps,
+    x_ptr, w_ptr, groups_ptr, factors_ptr, norm_ptr, out_ptr, res_ptr, ADAPTER, n, n_out, eps,
     K: gl.constexpr, X_STEPS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
     CODE: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr,
     PDL: gl.constexpr,
@@ -225,8 +227,7 @@ def packed_row_kernel(
     """Grid (groups of TILES tiles of weight rows); x [K], weights as in int4_gemm_kernel, out [n_out].
     X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
     on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr:
-    None, or [n_out], which is added before the sum is rounded; it may be out. DELTA: None, or float32 [n], which is
-    added to the product before anything else."""
+    None, or [n_out], which is added before the sum is rounded; it may be out. ADAPTER: see expand.py."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     IS_FLOAT: gl.constexpr = CODE == "e2m1"
@@ -245,12 +246,19 @@ def packed_row_kernel(
             _copy_step(words, scales, w_ptr, groups_ptr, first, early, n, n_out, BLOCKS, TILES, GROUP, PAIRED, EVEN_N)
         async_copy.commit_group()
     shared = gl.allocate_shared_memory(dtype, [X_STEPS, WARPS, SPAN], PAIR_ORDER)
-    _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
+    OF_B: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    slot, b, sums, deltas, w_row, rank = -1, 0.0, (), None, 0, 0
+    if ADAPTER is not None:
+        w_row = _weight_rows(gl.SliceLayout(1, OF_B), first, n_out, TILES, PAIRED, EVEN_N)[:, None]
+        slot, rank = gl.load(ADAPTER[1]), gl.arange(0, ADAPTER[3], layout=gl.SliceLayout(0, OF_B))[None, :]
+        b = b_of_rows(ADAPTER, slot, w_row, w_row >= 0, rank, n)
+    scale = _share(shared, x_ptr, norm_ptr, eps, K, PDL, WARPS)
+    if ADAPTER is not None:
+        sums = sums_of_rows(ADAPTER, slot, 0, 1, w_row, rank)
     if IS_FLOAT:
         shared = shared._reinterpret(dtype, [X_STEPS, WARPS, N, RUN], ROW_ORDER)
     bases = _loaded(res_ptr, first, n_out, TILES, False, SUMS)
     factors = _loaded(factors_ptr, first, n_out, TILES, PAIRED, SUMS)
-    deltas = _loaded(DELTA, first, n_out, TILES, PAIRED, SUMS)
     accs = ()
     for _ in gl.static_range(TILES):
         accs = accs + (gl.zeros([WARPS, M, N], gl.float32, MMA),)
@@ -265,6 +273,9 @@ def packed_row_kernel(
             accs = _add_floats(accs, words.index(at), scales.index(at), shared.index(step), dtype, MMA)
         else:
             accs = _add_ints(accs, words.index(at), scales.index(at), shared.index(step), dtype, CODE, HAS_ZEROS, MMA)
+    if ADAPTER is not None:
+        deltas = gl.allocate_shared_memory(gl.float32, [M * TILES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        deltas.store(of_adapters(delta_of_rows(sums, b, scale), slot))
     # of groups of 16 NV_FACTOR is a part of the factors
     FACTOR: gl.constexpr = (2.0**126 if dtype == gl.bfloat16 else 1.0) / _lift(dtype) / (256.0 if GROUP == 16 else 1.0)
     _finish(accs, bases, factors, deltas, out_ptr, first, n_out, FACTOR, dtype, PAIRED, SUMS)
@@ -296,7 +307,8 @@ def _finish(
 ):  # fmt: skip
     """Adds up the warps' sums float32 [WARPS, 16, 8] of each tile, times FACTOR times `factors` if there are such, and
     stores what becomes of them. SUMS: a layout in which one thread has all that it adds up: a reduction over warps as
-    Triton does it costs as much as the products."""
+    Triton does it costs as much as the products. deltas: None, or in shared memory [rows of all tiles], what adapters
+    add to the sums."""
     ROW_ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     WARPS: gl.constexpr = SUMS.size_per_thread[0]
     COLUMNS: gl.constexpr = SUMS.size_per_thread[2]
@@ -309,8 +321,8 @@ def _finish(
             y = gl.sum(y, axis=1)[:, None]
         if len(factors) > 0:
             y *= factors[tile] * FACTOR
-        if len(deltas) > 0:
-            y += deltas[tile]
+        if deltas is not None:
+            y += deltas.slice(tile * M, M).load(gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None]
         sums = sums + (y,)
     for tile in gl.static_range(len(accs) // 2 if PAIRED else len(accs)):
         at, live = _places(first, tile, n_out, SUMS)
@@ -325,7 +337,7 @@ _DTYPES = {INT4: INT4, BYTES: INT8, E2M1: NVFP4}
 
 def linear(
     x: Tensor, weight: PackedWeight, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
-    residual: Tensor | None = None, delta: Tensor | None = None,
+    residual: Tensor | None = None, delta: Shrunk | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, k] @ weight^T -> [1, n]; norm, gated, residual and delta as in fma.linear, but that the product is
     rounded before the activation."""
@@ -335,9 +347,9 @@ def linear(
     outputs = config.block_n // 2 if gated else config.block_n
     steps = triton.cdiv(weight.k, SPAN.value * config.num_warps)
     packed_row_kernel[(triton.cdiv(n_out, outputs),)](
-        x, weight.words, weight.scales, weight.factors, norm and norm.weight, out, residual, delta, weight.n, n_out,
-        norm.eps if norm else 0.0, K=weight.k, X_STEPS=triton.next_power_of_2(steps), TILES=config.block_n // 16,
-        WARPS=config.num_warps, AHEAD=config.stages, CODE=weight.code, GROUP=weight.group,
+        x, weight.words, weight.scales, weight.factors, norm and norm.weight, out, residual, delta and delta.operands,
+        weight.n, n_out, norm.eps if norm else 0.0, K=weight.k, X_STEPS=triton.next_power_of_2(steps),
+        TILES=config.block_n // 16, WARPS=config.num_warps, AHEAD=config.stages, CODE=weight.code, GROUP=weight.group,
         HAS_ZEROS=weight.has_zeros, EVEN_N=n_out % outputs == 0, PAIRED=gated, num_warps=config.num_warps,
         maxnreg=config.max_registers or None, **pdl_options(x.device),
     )  # fmt: skip

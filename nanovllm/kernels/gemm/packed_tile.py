@@ -5,6 +5,7 @@ memory that stays in the L2 cache, rounded to the dtype of x, and the library mu
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,12 +73,11 @@ def _widened(device: torch.device, stream: int, dtype: torch.dtype) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: PackedWeight, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None
+    x: Tensor, weight: PackedWeight, config: GemmConfig, *, gated: bool = False, delta: Any = None
 ) -> Tensor:
     """x [M, k] @ weight^T -> [M, n] by what `config` names; with config.parts > 1 float32 [config.parts, M, n], sums
     over parts of k. gated: the weight is [2 I, k], gates first, and the result silu(gate) * up, [M, I], rounded as the
-    product and the activation by themselves do; not by "widened". delta: as in fma.linear, added to the first
-    part."""
+    product and the activation by themselves do; not by "widened". delta: as in dense.linear."""
     (rows, k), n_out = x.shape, weight.n // 2 if gated else weight.n
     if config.kernel == "widened":
         return linear_widened(x, weight, delta)
@@ -96,9 +96,9 @@ def linear(
         if needed > SCRATCH_FLOATS or grid[0] * grid[1] > counters.numel():
             raise ValueError(f"{config} needs more scratch than there is for {rows} rows of a weight [{weight.n}, {k}]")
     int4_gemm_kernel[grid](
-        x, weight.words, weight.scales, weight.factors, out, scratch, counters, delta, rows=rows, n=weight.n,
-        n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, CODE=weight.code,
-        GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
+        x, weight.words, weight.scales, weight.factors, out, scratch, counters, delta and delta.operands, rows=rows,
+        n=weight.n, n_out=n_out, k=k, ROWS=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
+        CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, PAIRED=gated, ADDS_UP=adds_up,
         PREFETCH=_prefetched(grid, 2 * config.block_n * weight.words.shape[2], blocks), EVEN_K=k % SPAN == 0,
         EVEN_M=config.block_m >= 64 and rows % config.block_m == 0 and k % SPAN == 0,
         EVEN_N=n_out % outputs == 0, PTX=x.is_cuda, num_warps=config.num_warps, **pdl_options(x.device),

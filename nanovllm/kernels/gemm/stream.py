@@ -17,7 +17,8 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import in_groups, quantize_rows
 from nanovllm.kernels.gemm.e2m1 import NV_GROUP
-from nanovllm.kernels.gemm.epilogue import add_delta, checked_width
+from nanovllm.kernels.gemm.epilogue import checked_width
+from nanovllm.kernels.gemm.expand import EARLY_RANK, Shrunk, held_delta, hold, slots_of
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.gemm.packed_operands import add_packed, load_blocks
 from nanovllm.kernels.gemm.stream_operands import (
@@ -30,6 +31,7 @@ from nanovllm.kernels.gemm.stream_operands import (
     load_gains,
     load_parts,
     load_weights,
+    norm_factors,
     part_of_x,
     width_of,
 )
@@ -97,9 +99,34 @@ def add_products(
     return accs
 
 
+@triton.jit
+def _hold(ADAPTER, slots, first, rows, n_out, walk):
+    """hold's of each half of a program's weight rows."""
+    held, col, row = (), first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
+    EARLY: tl.constexpr = ADAPTER[3] * walk.rows <= 2 * EARLY_RANK
+    for half in tl.static_range(walk.halves):
+        w_row, n = half * n_out + col, n_out * walk.halves
+        held = held + (hold(ADAPTER, slots, row, rows, w_row, col < n_out, n, EARLY),)
+    return held
+
+
+@triton.jit
+def _deltas(ADAPTER, held, x_ptr, GAIN, eps, first, rows, n_out, PARTS: tl.constexpr, walk):
+    """Sums that adapters add to each half, [16, rows]."""
+    deltas, scale, col, row = (), 1.0, first + tl.arange(0, 16)[:, None], tl.arange(0, walk.rows)[None, :]
+    if GAIN is not None:
+        scale = norm_factors(x_ptr, eps, PARTS, walk, rows if walk.rows > 1 else None)
+        if walk.rows > 1:
+            scale = tl.max(tl.reshape(scale, [8 // walk.rows, walk.rows]), 0)[None, :, None]
+    for half in tl.static_range(walk.halves):
+        w_row, n = half * n_out + col, n_out * walk.halves
+        deltas = deltas + (held_delta(ADAPTER, held[half], row, rows, w_row, col < n_out, n, scale),)
+    return deltas
+
+
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def stream_kernel(
-    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, DELTA, scale_stride, n_out, groups, eps, rows,
+    x_ptr, X_SCALE, GAIN, w_ptr, SCALE, out_ptr, res_ptr, ADAPTER, scale_stride, n_out, groups, eps, rows,
     K: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, AHEAD: tl.constexpr,
     ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
@@ -108,7 +135,7 @@ def stream_kernel(
     [groups of K], scale_stride apart, or, where there is none, to be rounded; with GAIN [K] it is normalised first.
     GATED: weights are [2 n_out, K], and a program has 16 gates and their ups. Where IN_BLOCKS, 16 divides ROWS_EACH and
     n_out, and SCALE is [weight rows / ROWS_EACH, groups]; else one for each weight row. STEPS, PRELOAD, AHEAD: see
-    add_products. res_ptr: None, or [rows, n_out]. DELTA: see add_delta. The others: see Walk."""
+    add_products. res_ptr: None, or [rows, n_out]. ADAPTER: see expand.py. The others: see Walk."""
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, EVEN_K, WARPS, ROWS, 2 if GATED else 1)
     PARTS: tl.constexpr = (STEPS * ROWS + 7) // 8
     first, scales = tl.program_id(0) * 16, ()
@@ -116,9 +143,14 @@ def stream_kernel(
     gains = load_gains(GAIN, PARTS, walk)
     if IN_BLOCKS:
         scales = block_scales(SCALE, first, n_out, groups, ROWS_EACH, PARTS, walk)
+    held, deltas = (), ()
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, tl.arange(0, ROWS)[None, :], rows)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if ADAPTER is not None:
+        held = _hold(ADAPTER, slots, first, rows, n_out, walk)
     col, residual = first + tl.arange(0, 16), None
     if res_ptr is not None:
         at, live = _places(col, rows, n_out, ROWS)
@@ -126,7 +158,9 @@ def stream_kernel(
     accs = add_products(no_sums(walk), tiles, scales, gains, x_ptr, X_SCALE, scale_stride, eps,
                         rows if ROWS > 1 else None, w_ptr, None, first, n_out, STEPS, PRELOAD, AHEAD, walk)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    y = _result(accs, residual, SCALE, DELTA, col, rows, n_out, dtype, IN_BLOCKS, ROWS, CODE == "e4m3")
+    if ADAPTER is not None:
+        deltas = _deltas(ADAPTER, held, x_ptr, GAIN, eps, first, rows, n_out, PARTS, walk)
+    y = _result(accs, residual, SCALE, deltas, col, n_out, dtype, IN_BLOCKS, ROWS, CODE == "e4m3")
     at, live = _places(col, rows, n_out, ROWS)
     tl.store(out_ptr + at, y.to(dtype), mask=live)
 
@@ -143,31 +177,28 @@ def _places(col, rows, n_out, ROWS: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, SCALE, DELTA, rows_of_w, n_end, rows, n, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr
+    acc, SCALE, deltas, half: tl.constexpr, rows_of_w, n_end, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """`finish`, times the scales of the weights' rows, and DELTA [rows, n]."""
+    """`finish`, times the scales of the weights' rows, plus the half of _deltas, where there is such."""
     y = finish(acc, ROWS)
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(rows_of_w, n_end - 1))
         y *= scale if ROWS == 1 else scale[:, None]
-    if ROWS == 1:
-        return add_delta(y, DELTA, 0, rows_of_w, rows_of_w < n_end, n)
-    else:
-        row = tl.arange(0, ROWS)[None, :]
-        return add_delta(y, DELTA, row, rows_of_w[:, None], (row < rows) & (rows_of_w < n_end)[:, None], n)
+    if len(deltas) > 0:
+        y += tl.reshape(deltas[half], y.shape)
+    return y
 
 
 @triton.jit
 def _result(
-    accs, residual, SCALE, DELTA, col, rows, n_out, dtype: tl.constexpr, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    accs, residual, SCALE, deltas, col, n_out, dtype: tl.constexpr, IN_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Finished sums of a tile, activated if there are those of ups too, plus the residual, if any, before which they
     are rounded where ROUNDS: float32."""
-    n = n_out * len(accs)
-    y = _finish(accs[0], SCALE, DELTA, col, n_out, rows, n, IN_BLOCKS, ROWS)
+    y = _finish(accs[0], SCALE, deltas, 0, col, n_out, IN_BLOCKS, ROWS)
     if len(accs) > 1:
-        y = silu_mul(y, _finish(accs[1], SCALE, DELTA, n_out + col, 2 * n_out, rows, n, IN_BLOCKS, ROWS), dtype)
+        y = silu_mul(y, _finish(accs[1], SCALE, deltas, 1, n_out + col, 2 * n_out, IN_BLOCKS, ROWS), dtype)
     if residual is not None:
         if ROUNDS:
             y = y.to(dtype).to(tl.float32)
@@ -220,7 +251,7 @@ def walk_constants(one: Operands, config: GemmConfig, k: int, columns: int) -> d
 
 def linear(
     x: Tensor | FP8Rows, weight: Tensor | FP8Weight, config: GemmConfig, *, norm: Norm | None = None,
-    gated: bool = False, residual: Tensor | None = None, delta: Tensor | None = None,
+    gated: bool = False, residual: Tensor | None = None, delta: Shrunk | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 8, K] @ weight^T -> [M, N]; norm (by an FP8Weight of a row that the kernel rounds: rounds_inside), gated,
     residual and delta as in fma.linear, but that the product is rounded before the activation, and in e4m3 before it
@@ -248,7 +279,8 @@ def linear(
     x, x_scale, stride = (x, None, 0) if isinstance(x, Tensor) else (x.values, x.scales, x.scales.stride(1))
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     stream_kernel[(triton.cdiv(n_out, 16),)](
-        x, x_scale, gain, operands.values, operands.scale, out, residual, delta, scale_stride=stride, n_out=n_out,
+        x, x_scale, gain, operands.values, operands.scale, out, residual, delta and delta.operands,
+        scale_stride=stride, n_out=n_out,
         groups=operands.groups, eps=eps, rows=rows, ROWS=block_rows, AHEAD=ahead, ROWS_EACH=operands.rows_each,
         IN_BLOCKS=in_blocks, EVEN_K=k % config.block_k == 0, GATED=gated, **constants, **pdl_options(out.device),
     )  # fmt: skip

@@ -193,7 +193,7 @@ def finish(acc, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _factors(x_ptr, eps, PARTS: tl.constexpr, walk, rows):
+def norm_factors(x_ptr, eps, PARTS: tl.constexpr, walk, rows):
     """1 / rms of x: of one row a scalar, of more [8, 1, 1]."""
     WIDTH: tl.constexpr = width_of(walk.code)
     EACH: tl.constexpr = 8 // walk.rows
@@ -235,7 +235,7 @@ def load_parts(x_ptr, X_SCALE, gains, scale_stride, eps, PARTS: tl.constexpr, wa
     """Loads the first PARTS parts of x, each 8 columns. With gains they must be all, which are normalised."""
     loaded, factor = (), 1.0
     if len(gains) > 0:
-        factor = _factors(x_ptr, eps, PARTS, walk, rows)
+        factor = norm_factors(x_ptr, eps, PARTS, walk, rows)
     for part in tl.static_range(PARTS):
         gain = ()
         if len(gains) > 0:

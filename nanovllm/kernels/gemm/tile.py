@@ -25,6 +25,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta
+from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
 from nanovllm.kernels.plan.config import GemmConfig
 
 PREFETCH_BYTES = 64 << 10
@@ -33,16 +34,23 @@ PREFETCH_BYTES = 64 << 10
 
 @triton.jit
 def _enter_part(
-    w_ptr, n_out, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    w_ptr, n_out, k, ADAPTER, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First rows of x and of the weights of the program, and first step and end of its part of K. On return X may be
-    read, and with PDL PREFETCH columns of the program's weights, with GATED of its ups too, are on their way into L2.
+    """First rows of x and of the weights of the program, first step and end of its part of K, and sums that adapters
+    add to those of each half, or (). On return X may be read, and with PDL PREFETCH columns of the program's weights,
+    with GATED of its ups too, are on their way into L2.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     first_step, end_step = steps * split // splits, steps * (split + 1) // splits
+    bs, deltas = (), ()
+    if ADAPTER is not None:
+        row, col = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
+        slots, n = slots_of(ADAPTER, row, rows), n_out * 2 if GATED else n_out
+        for half in tl.static_range(2 if GATED else 1):
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, n),)
     if PDL:
         begin = first_step * BLOCK_K
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
@@ -50,7 +58,9 @@ def _enter_part(
             prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    return first_row, first_col, first_step, end_step
+    if ADAPTER is not None:
+        deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
+    return first_row, first_col, first_step, end_step, deltas
 
 
 @triton.jit
@@ -159,7 +169,7 @@ def _finish(
     IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
     """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows,
-    n]: see add_delta; of several splits the first adds it."""
+    n]: see add_delta."""
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
         acc *= scale[None, :] if X_LEFT else scale[:, None]
@@ -167,29 +177,32 @@ def _finish(
         col = first_col + tl.arange(0, BLOCK_N)
         bias = tl.load(BIAS + base + col, mask=col < n_out, other=0.0).to(tl.float32)
         acc += bias[None, :] if X_LEFT else bias[:, None]
-    if DELTA is not None:  # noqa: SIM102 (a constant)
-        if tl.program_id(2) == 0:
-            w_row = first + tl.arange(0, BLOCK_N)
-            at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
-            acc = add_delta(acc, DELTA, at.to(tl.int64), w_row, (at < rows) & (w_row < end), n)
+    if DELTA is not None:
+        w_row = first + tl.arange(0, BLOCK_N)
+        at, w_row = (row[:, None], w_row[None, :]) if X_LEFT else (row[None, :], w_row[:, None])
+        acc = add_delta(acc, DELTA, at.to(tl.int64), w_row, (at < rows) & (w_row < end), n)
     return acc
 
 
 @triton.jit
 def result(
     accs, SCALE, BIAS, base, first_col, n_out, dtype: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr = False,
-    DELTA=None, row=None, rows=None,
+    BLOCK_N: tl.constexpr, IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr, SQUARED: tl.constexpr,
+    DELTA, row, rows, deltas,
 ):  # fmt: skip
     """Finished sums of accs, float32 [rows, BLOCK_N] with X_LEFT, else transposed; of gates and ups their activation,
     for which the sums are rounded to dtype (ALPHA None: by GELU), and of ups alone (SQUARED) theirs. DELTA: see
-    _finish."""
+    _finish; deltas: of each of accs, or ()."""
     n = n_out * len(accs)
     acc = _finish(accs[0], SCALE, BIAS, DELTA, base, first_col, n_out, first_col, n_out, row, rows, n, BLOCK_N,
                   IN_BLOCKS, X_LEFT)  # fmt: skip
+    if len(deltas) > 0:
+        acc += deltas[0]
     if len(accs) > 1:
         up = _finish(accs[1], SCALE, BIAS, DELTA, base + n_out, n_out + first_col, 2 * n_out, first_col, n_out, row,
                      rows, n, BLOCK_N, IN_BLOCKS, X_LEFT)  # fmt: skip
+        if len(deltas) > 0:
+            up += deltas[1]
         acc = gate_mul(acc, up, dtype, ALPHA, LIMIT)
     elif SQUARED:
         acc = relu_squared(acc, dtype)
@@ -231,7 +244,7 @@ def store_by_choice(
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def tile_kernel(
-    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, ADAPTER, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
     scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
     ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr,
@@ -239,8 +252,7 @@ def tile_kernel(
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
     [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
-    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split. DELTA:
-    see add_delta.
+    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
@@ -249,10 +261,11 @@ def tile_kernel(
 
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
-    BLOCK_K or with scales 128, are loaded and multiplied at once."""
-    scale_ptrs, scales_of_w = X_SCALE, SCALE
+    BLOCK_K or with scales 128, are loaded and multiplied at once. ADAPTER: see expand.py; DELTA: add_delta."""
+    scale_ptrs, scales_of_w, deltas = X_SCALE, SCALE, ()
     if TILES is None:
-        first_row, first_col, begin, end = _enter_part(w_ptr, n_out, k, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)
+        first_row, first_col, begin, end, deltas = _enter_part(
+            w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, X_LEFT, PREFETCH, PDL)  # fmt: skip
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
     else:
@@ -284,7 +297,7 @@ def tile_kernel(
         cols_out = first_col + tl.arange(0, BLOCK_N)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at)  # fmt: skip
+                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
     if TILES is None:
         _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
@@ -293,7 +306,7 @@ def tile_kernel(
 
 
 def linear(
-    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Tensor | None = None
+    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Shrunk | None = None
 ) -> Tensor:
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
@@ -313,7 +326,7 @@ def linear(
 
 def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
-    x_left: bool, pdl: bool = True, delta: Tensor | None = None,
+    x_left: bool, pdl: bool = True, delta: Shrunk | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K], in e4m3 with x_scale float32 [T, groups],
     and weight [n_out, K], gated [2 n_out, K]."""
@@ -328,18 +341,20 @@ def multiply_rows(
     constants: dict[str, Any] = {
         "GATED": gated, "X_LEFT": x_left, "PARTS": config.split_k > 1, "PREFETCH": prefetch, **pdl_options(device, pdl),
     }  # fmt: skip
-    launch(grid, operand, x_scale, weight, config, out, rows, span=span, delta=delta, **constants)
+    launch(grid, operand, x_scale, weight, config, out, rows, span=span, adapter=delta, **constants)
     return out
 
 
 def launch(
     grid: tuple[int, ...], x: Any, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor,
-    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, top_k: int = 0,
+    rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, adapter: Any = None,
+    top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
 ) -> None:  # fmt: skip
     """tile_kernel over `grid`, with the operands that it describes. x: a descriptor, or with a routing (tiles, order,
-    weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'."""
+    weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'. adapter: a
+    Shrunk, or None."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     values, n_out = values_of(weight), out.shape[-1]
@@ -354,11 +369,11 @@ def launch(
     else:
         constants |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
     tile_kernel[grid](
-        x, x_scale, described, of_rows, scale, bias, delta, *routing, out, rows, stride, n_out, k, groups, scale_rows,
-        TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
-        EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
-        num_warps=config.num_warps, **constants,
+        x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, rows, stride,
+        n_out, k, groups, scale_rows, TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span,
+        STAGES=config.stages, EVEN_K=k % span == 0, TMA=tma,
+        PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out, num_warps=config.num_warps, **constants,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def packed_tile_kernel(
         accs = add_block(accs, w_ptrs, SCALES, w_rows, block, n, n_out, x_ptrs, live, k, factors, X.dtype.element_ty,
                           CODE, GROUP, HAS_ZEROS, EVEN_K, PTX)  # fmt: skip
     acc = result(accs, None, BIAS, expert * n, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N, False,
-                 False, GATED and not PAIRED, DELTA, position, end_position)  # fmt: skip
+                 False, GATED and not PAIRED, DELTA, position, end_position, ())  # fmt: skip
     cols_out = first_col + tl.arange(0, BLOCK_N)
     store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, False)
 
@@ -98,6 +98,6 @@ def packed_stream_kernel(
     if FACTORS is not None:
         FACTORS += expert * n_out * HALVES
     y = result(sums, FACTORS, BIAS, expert * n_out * HALVES, first, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, 16,
-               False, False, GATED and not PAIRED, DELTA, position, end_position)  # fmt: skip
+               False, False, GATED and not PAIRED, DELTA, position, end_position, ())  # fmt: skip
     store_by_choice(y, OUT, WEIGHTS, position, live, choice, first + tl.arange(0, 16), rows, n_out, TOP_K, GATED,
                     False)  # fmt: skip

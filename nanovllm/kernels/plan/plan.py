@@ -49,6 +49,7 @@ from nanovllm.kernels.plan.rules import (
     merges_before,
     packed_row_config,
     router_config,
+    sharing,
 )
 from nanovllm.kernels.plan.table import EMPTY, GemmTable, at
 
@@ -138,8 +139,11 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         return _launch_of_choice(product, rows, rules)
     config, why = choose(product, rows, rules)
     around, device = product.around, rules.device
+    if product.is_adapted:
+        config = sharing(config, product.gemm(rules.world), device.processors)
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
     gate &= around.rounds or config.kernel != "roles"  # which rounds
+    gate &= not product.is_adapted or config.block_m * config.block_n <= 8192  # registers hold what adapters add
     norm = config.is_skinny and norms_inside(product, rules.world)
     residual = config.is_skinny and rules.world == 1 and around.after == "residual"
     if product.dtype == FP8:

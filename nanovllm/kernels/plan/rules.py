@@ -26,6 +26,8 @@ from nanovllm.kernels.plan.device import Device
 
 RULES_END_AT = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)
 """Rows at which rules may change, but for those of experts."""
+REGISTERS = 1 << 16
+"""Registers of a multiprocessor."""
 _INT4_TILES = ((16, 64, 6, 4), (32, 64, 5, 4), (64, 64, 4, 4), (128, 64, 3, 4))
 """(rows of x, weight rows, stages, warps) of tiles."""
 
@@ -50,6 +52,17 @@ def _fp8_row_registers(gemm: Gemm, warps: int, processors: int) -> int:
     if warps == 8:
         return 128 if steps <= 16 else 0  # one that holds more of x needs more
     return 168 if steps > 16 and 2 * processors < programs <= 3 * processors else 0
+
+
+def sharing(config: GemmConfig, gemm: Gemm, processors: int) -> GemmConfig:
+    """A kernel for few rows that adds what adapters do, and so would take more registers, with so few that all its
+    programs run at once, as they do without. As it is where it has a limit, or that would leave fewer than 128."""
+    if config.max_registers or not config.is_skinny:
+        return config
+    outputs = gemm.n // 2 if gemm.kind == "gate_up" and config.kernel == "stream" else gemm.n
+    at_once = -(-outputs // (config.block_n * processors)) * config.num_warps
+    most = REGISTERS // (32 * at_once) // 8 * 8
+    return replace(config, max_registers=most) if 128 <= most < 255 else config
 
 
 FP8_MANY_ROWS = GemmConfig("tile", 128, 128, 128, 4, num_warps=8)
