@@ -224,10 +224,10 @@ def packed_row_kernel(
     CODE: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, EVEN_N: gl.constexpr, PAIRED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (groups of TILES tiles of weight rows); x [K], weights as in int4_gemm_kernel, out [n_out].
-    X_STEPS: steps of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights
-    on their way. PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr:
-    None, or [n_out], which is added before the sum is rounded; it may be out. ADAPTER: see expand.py."""
+    """Grid (groups of TILES tiles of weight rows); x [K], weights as in int4_gemm_kernel, out [n_out]. X_STEPS: steps
+    of WARPS blocks that K has, rounded up to a power of two. TILES is 1, 2 or 4. AHEAD: steps of weights on their way.
+    PAIRED: out is silu(gate) * up, rounded as the product and the activation by themselves do. res_ptr: None, or
+    [n_out], which is added before the sum is rounded; it may be out. ADAPTER: see expand.py."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     IS_FLOAT: gl.constexpr = CODE == "e2m1"
