@@ -231,8 +231,7 @@ def packed_row_kernel(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, M, N])
     IS_FLOAT: gl.constexpr = CODE == "e2m1"
-    COLUMNS: gl.constexpr = N if IS_FLOAT else 1
-    SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, COLUMNS], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
+    SUMS: gl.constexpr = gl.BlockedLayout([WARPS, 1, N if IS_FLOAT else 1], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     BLOCKS: gl.constexpr = (K + SPAN - 1) // SPAN
     STEPS: gl.constexpr = (BLOCKS + WARPS - 1) // WARPS
     SETS: gl.constexpr = WORDS // GROUP if IS_FLOAT else SPAN // GROUP if GROUP else 1
