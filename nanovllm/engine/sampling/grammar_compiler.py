@@ -12,7 +12,7 @@ from nanovllm.engine.sampling.grammar_limits import (
     failure,
     schemas_of,
 )
-from nanovllm.engine.sampling.schema_repairs import check_patterns, move_bounds
+from nanovllm.engine.sampling.schema_repairs import check_patterns, move_bounds, widen_bounds
 
 _JSON_DEFAULTS: Any = {"whitespace_pattern": JSON_BLANKS}
 """A schema's own "x-guidance" entry wins over this."""
@@ -60,7 +60,7 @@ class GrammarCompiler:
         if kind == "grammar" and _GBNF_RULE.search(text):
             text = _lark_of_gbnf(text)
         check_text(kind, text)
-        if "exclusive" in text:
+        if "exclusive" in text or "multipleOf" in text:
             text = _with_moved_bounds(kind, text)
         library = self.library.LLMatcher
         if kind in ("json", "json_object"):
@@ -99,6 +99,7 @@ def _with_moved_bounds(kind: str, text: str) -> str:
     for begin, end, schema in reversed(schemas_of(kind, text)):
         before = json.dumps(schema)
         move_bounds(schema)
+        widen_bounds(schema)
         if (after := json.dumps(schema)) != before:
             text = text[:begin] + after + text[end:]
     return text

@@ -1,6 +1,8 @@
 """JSON schemas that llguidance gets wrong: written in a form that it gets right, or refused."""
 
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from nanovllm.engine.sampling.json_schema import SchemaDocument, mapped, schemas_in
@@ -30,6 +32,33 @@ def move_bounds(schema: Any) -> None:
         for name, sign in _BOUNDS.items():
             if is_number(bound := node.get(name)) and bound == int(bound):
                 node[name] = bound + sign * _STEP * min(1.0, *fractions) * max(1.0, abs(bound))
+
+
+def widen_bounds(schema: Any) -> None:
+    """Replaces bounds of multiples of a fraction that are such themselves, and have fewer digits than that, by excluded
+    ones: the library writes 0.50 for a multiple of 0.25, which it takes for more than 0.5. Changes the document."""
+    document = SchemaDocument(schema)
+    for node in [*schemas_in(schema)]:
+        parts = document.parts(node)
+        steps = (str(abs(part["multipleOf"])) for part in parts if is_number(part.get("multipleOf")))
+        if (step := next((Decimal(step) for step in steps if Fraction(step) % 1), None)) is None:
+            continue
+        digits = _last_digit(step)
+        for part in parts:
+            for excluded, sign in _BOUNDS.items():
+                name = excluded.replace("exclusiveM", "m")
+                bound = Decimal(str(part[name])) if is_number(part.get(name)) else Decimal(0)
+                if sign * bound < 0 and _last_digit(bound) > digits and not Fraction(bound) % Fraction(step):
+                    beyond = float(bound - sign * Decimal(1).scaleb(digits))
+                    part[excluded] = max(beyond, part.get(excluded, beyond), key=lambda bound: sign * bound)
+                    del part[name]
+
+
+def _last_digit(number: Decimal) -> int:
+    """Power of ten of a finite number's last digit."""
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int)
+    return exponent
 
 
 def check_patterns(schema: Any, is_empty: Callable[[str, frozenset[str]], bool]) -> None:
