@@ -97,7 +97,8 @@ class StepGraphs:
         self._stream = stream
         self._decode_buckets = decode_buckets(max_num_seqs)
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
-        self._shapes = captured_shapes(max_num_seqs, max_tokens, adapters)
+        self.shapes = captured_shapes(max_num_seqs, max_tokens, adapters)
+        """Captured, largest first."""
         self._see, self._draft = see, draft
         self._draft_buckets = [] if draft is None else decode_buckets(max_drafting)
         self._graphs: dict[tuple[Run, StepShape], torch.cuda.CUDAGraph] = {}
@@ -109,11 +110,11 @@ class StepGraphs:
     @property
     def usual_bytes(self) -> int:
         """Bytes that all graphs usually take outside of torch's allocator."""
-        num_graphs = len(self._shapes) * (1 + (self._see is not None)) + len(self._draft_buckets)
+        num_graphs = len(self.shapes) * (1 + (self._see is not None)) + len(self._draft_buckets)
         return _FIRST_GRAPH + num_graphs * _GRAPH
 
     def capture_all(self) -> None:
-        for shape in self._shapes:
+        for shape in self.shapes:
             self._capture(shape)
         for rows in reversed(self._draft_buckets):
             assert self._draft is not None
@@ -121,7 +122,7 @@ class StepGraphs:
 
     def run_all(self) -> None:
         """Runs all that is captured once, few rows first, which have the most kernels."""
-        for shape in sorted(self._shapes, key=sum):
+        for shape in sorted(self.shapes, key=sum):
             self._run(shape)
             if self._see is not None:
                 self._see(shape)
@@ -136,11 +137,11 @@ class StepGraphs:
         `growth(work, usual)`: bytes that `work` takes, of which libraries usually take `usual`."""
         usual = (_FIRST_GRAPH, _GRAPH, _GRAPH)
         first, *more = [
-            growth(partial(self._capture, shape), size) for shape, size in zip(self._shapes, usual, strict=False)
+            growth(partial(self._capture, shape), size) for shape, size in zip(self.shapes, usual, strict=False)
         ]
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
-        return first + sum(more) + max(0, min(more, default=0)) * (len(self._shapes) - 1 - len(more))
+        return first + sum(more) + max(0, min(more, default=0)) * (len(self.shapes) - 1 - len(more))
 
     def _capture(self, shape: StepShape) -> None:
         self._capture_one(self._run, shape)

@@ -269,9 +269,9 @@ def mixes() -> Iterator[list[Pages]]:
 def test_each_layer_has_a_lane_of_a_table_of_its_window(layers: list[Pages]) -> None:
     layout = layout_of(layers, config_of(16384), BFLOAT16)
     windows = [group.window for group in layout.groups for _ in range(group.num_tables)]
-    assert len(set(layout.places)) == len(layers) and sum(layout.group_layers) == len(layers)
+    assert len(set(layout.by_layer)) == len(layers) and sum(layout.group_layers) == len(layers)
     if len(layout.groups) > 1 or layout.groups[0].window:
-        assert [windows[place.table] for place in layout.places] == [pages.window for pages in layers]
+        assert [windows[lane.table] for lane in layout.by_layer] == [pages.window for pages in layers]
         sizes = [pages.token_bytes(BFLOAT16) for pages in layers]
         most = 1.1 if len(set(sizes)) == 1 else 1.2
         assert sum(sizes) <= layout.num_tables * layout.token_bytes(BFLOAT16) <= most * sum(sizes)
