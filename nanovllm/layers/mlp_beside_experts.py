@@ -31,9 +31,10 @@ class MLPBesideExperts(WeightedModule):
         self.operations = (*self.dense.operations, *self.experts.operations)
         self.norms = {name: RowNorm(*norm, kind=config.norm_kind) for name in ("norm", "experts_norm")}
         self.norms["router_norm"] = RowNorm(*norm)
-        self._out_norms = tuple(RowNorm(*norm, kind=config.norm_kind) for _ in range(2))
-        self.out_norms = self._out_norms if context.group.size > 1 else ()
-        for name, each in self.norms.items():
+        both = tuple(RowNorm(*norm, kind=config.norm_kind) for _ in range(2))
+        self.out_norms = both if context.group.size > 1 else ()
+        self._out_norms = dict(zip(("out_norm", "experts_out_norm"), both, strict=True))
+        for name, each in (*self.norms.items(), *self._out_norms.items()):
             self.add_module(name, each)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -44,7 +45,7 @@ class MLPBesideExperts(WeightedModule):
         dense, experts = self.dense(*of_dense), self.experts(*of_experts, of_router)
         if self.out_norms:
             return torch.stack((dense, experts))
-        first, second = (norm.for_kernel() for norm in self._out_norms)
+        first, second = (norm.for_kernel() for norm in self._out_norms.values())
         total, _ = self.kernels.add_norms(dense, None, first)
         return self.kernels.add_norms(experts, total, None, second)[1]
 
@@ -59,7 +60,5 @@ class MLPBesideExperts(WeightedModule):
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.dense.checkpoint_weights(prefix)
         yield from self.experts.checkpoint_weights(prefix)
-        for name, norm in self.norms.items():
-            yield from norm.checkpoint_weights(f"{prefix}.{name}")
-        for name, norm in zip(("out_norm", "experts_out_norm"), self._out_norms, strict=True):
+        for name, norm in (*self.norms.items(), *self._out_norms.items()):
             yield from norm.checkpoint_weights(f"{prefix}.{name}")
