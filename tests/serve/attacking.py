@@ -16,7 +16,7 @@ from serving import COMPLETIONS, ROOT, Server, ready_server
 GAP = 0.1
 """CPU seconds in which the event loop, or the engine, may do nothing for others, on a machine that is not slow; and
 seconds in which the loop may wait for something."""
-TRIES = 5
+TRIES = 3
 """Times that an attack may be tried: what holds others up does so each time, a machine that others use too does not."""
 MEMORY = 100
 """MiB that the front may grow by in an attack, and by all that it keeps."""
