@@ -15,7 +15,7 @@ that waits for them reads the fewer pieces the sooner.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import pdl_options, prefetch_tile
+from nanovllm.kernels.base.device import pdl_options, prefetch_tile, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.expand import EARLY_RANK, NONE, Shrunk, first_b, next_adapter, slots_of, tile_delta
 from nanovllm.kernels.pointwise.norm import Norm
@@ -42,9 +42,7 @@ def shrink_row_kernel(X, SLOTS, A, GAIN, H, k, x_stride, PIECE: tl.constexpr, PD
     a = tl.load(a_ptrs, mask=live[None, :], other=0.0)
     if GAIN is not None:
         gain = tl.load(GAIN + col, mask=live, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     x = tl.load(X + row.to(tl.int64) * x_stride + col, mask=live, other=0.0).to(tl.float32)
     if GAIN is not None:
         x *= gain
@@ -83,9 +81,7 @@ def shrink_kernel(
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
             prefetch_tile(A, first, first + RANK, first_col, k, RANK, PIECE)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
     h = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
     if EARLY:
@@ -119,9 +115,7 @@ def expand_kernel(ADAPTER, DELTA, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = slots_of(ADAPTER, row, rows)
     b = first_b(ADAPTER, slots, col, n, n)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_early(PDL)
     delta = tile_delta(ADAPTER, b, slots, row, rows, col, n, n, True)
     live = (row < rows)[:, None] & (col < n)[None, :]
     tl.store(DELTA + row.to(tl.int64)[:, None] * n + col[None, :], delta.to(DELTA.dtype.element_ty), mask=live)
