@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.adapters import MOST_PARTS, shrink
+from nanovllm.kernels.gemm.adapters import shrink
 from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
@@ -64,7 +64,6 @@ class AdaptedMatrix(nn.Module):
         """First row of each part."""
         self._paths: dict[int, str] = {}
         """Path of each part's module, as checkpoint_weights was told."""
-        assert len(pieces) <= MOST_PARTS, pieces
         for piece, first, end in zip(pieces, self.starts, (*self.starts[1:], rows), strict=True):
             ranges = ((cut.place, cut.place + cut.length) for cut in piece.cuts if cut.dim == 0)
             assert all(first <= begin <= last <= end for begin, last in ranges), pieces

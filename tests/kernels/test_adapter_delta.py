@@ -24,7 +24,10 @@ def operands(
     return tuple(one.to(DEVICE, dtype) for one in (x, a, b))
 
 
-@pytest.mark.parametrize(("k", "n", "starts"), [(72, 40, (0,)), (640, 200, (0, 100)), (96, 136, (0, 72, 104, 120))])
+@pytest.mark.parametrize(
+    ("k", "n", "starts"),
+    [(72, 40, (0,)), (640, 200, (0, 100)), (96, 136, (0, 72, 104, 120)), (48, 88, (0, 20, 40, 60, 80, 84))],
+)
 def test_the_kernels_compute_what_their_twin_does(k: int, n: int, starts: tuple[int, ...]) -> None:
     slots = torch.tensor([*MIXED, *[1] * 15], dtype=torch.int32, device=DEVICE)
     x, a, b = operands(len(slots), k, n, len(starts))

@@ -23,7 +23,6 @@ from nanovllm.kernels.pointwise.norm import Norm
 PIECE, ROW_PIECES = 512, (1024, 2048)
 """Columns of a piece of K, and of one where programs have a row each: the first that leaves few pieces."""
 _FEW_PIECES = 4
-MOST_PARTS = 4
 _FEW_ROWS, _PROGRAMS = 256, 132
 """Rows up to which tiles have 16; programs of whole rows of x, from which on its pieces need none of their own."""
 _RANKS: tl.constexpr = tl.constexpr(16)  # of a program that has a row
@@ -154,8 +153,8 @@ def adapter_delta(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """x [T, K], of which the rows with an adapter have it in slot slots[t] (int32, -1: none); a [slots, parts * R, K]
-    and b [slots, N, R] in x's dtype, R a power of two >= 16 -> dtype [T, N]. starts: first column of each part, at
-    most MOST_PARTS, which has rows of `a` of its own. x A^T is rounded to x's dtype."""
+    and b [slots, N, R] in x's dtype, R a power of two >= 16 -> dtype [T, N]. starts: first column of each part,
+    which has rows of `a` of its own. x A^T is rounded to x's dtype."""
     shrunk, rows, (_, n, rank) = shrink(x, slots, a, b, starts), x.shape[0], b.shape
     block_m, block_n = (16, 64) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
     delta = torch.empty(rows, n, dtype=dtype, device=x.device)
