@@ -304,11 +304,12 @@ class DecoderForCausalLM(WeightedModule):
         if self.layer_inputs is not None:
             embedded, inputs = self.layer_inputs(input_ids, stream)
             stream, step = Stream(embedded), replace(step, layer_inputs=inputs)
-        tap, (*layers, last) = step.taps.get(len(self.config.layers)), self.layers
-        leaves_out = is_alone and tap is None
+        *layers, last = self.layers
+        tap, before_last = step.taps.get(len(self.layers)), step.taps.get(len(layers))
+        leaves_out = is_alone and tap is None and (before_last is None or last.blocks[0].mixes)
         for number, layer in enumerate(layers):
             stream = layer(stream, step, step.taps.get(number))
-        stream = last(stream, replace(step, wanted=wanted) if leaves_out else step, step.taps.get(len(layers)))
+        stream = last(stream, replace(step, wanted=wanted) if leaves_out else step, before_last)
         hidden = self.norm(stream)[0]
         if tap is not None:
             tap.copy_(hidden)

@@ -12,6 +12,7 @@ import block_head
 import eagle_head
 import pytest
 import torch
+from exactness.family_cases import CASES, make_model, save
 from safetensors.torch import load_file
 from test_speculation import LONG, PROMPTS, draft_always, outputs, params
 
@@ -146,6 +147,22 @@ def test_drafts_are_those_of_the_definition(
         assert llm.stats().prefix_cache_hits > 50
     assert {one[0] for one in seen} == {0, 1, 2, 3}
     check([one for one in seen if len(texts[one[0]]) > one[1]], texts, folder, **changed)
+
+
+def test_streams_are_read_before_a_last_layer_that_is_an_mlp_alone(tmp_path: Path) -> None:
+    case = CASES["nemotron_h"]
+    model, prompt = make_model(case), [5, 9, 200, 7]
+    save(model, case, tmp_path / "model")
+    sizes = {"hidden_size": 48, "head_dim": 16, "vocab_size": 211}
+    tensors = eagle_head.weights({**eagle_head.SIZES, **sizes}, target_width=48)
+    head = eagle_head.save(tmp_path / "head", tensors, **sizes)
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+    given = {"skip_tokenizer_init": True, "device": "cpu", "max_model_len": 64, "speculative_config": speculative}
+    with LLM(str(tmp_path / "model"), **given) as llm:
+        llm.generate([prompt], params(temperature=0.0, max_tokens=1), use_tqdm=False)
+        taps = llm.engine.executor.runner.work.drafter.taps[: len(prompt)]  # type: ignore[attr-defined]
+    streams = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(taps, torch.cat([streams[layer][0] for layer in EAGLE_TAPS], -1), rtol=1e-4, atol=2e-4)
 
 
 def test_speculators_spelling_of_a_checkpoint_is_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
