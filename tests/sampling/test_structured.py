@@ -260,3 +260,16 @@ def test_every_end_of_text_ends_a_grammar(llm: LLM, eos_ids: list[int]) -> None:
     for end in ends:
         matchers[1].accept(end)
         assert matchers[1].error is None
+
+
+def test_an_end_of_text_that_is_text_can_follow_as_a_draft(llm: LLM) -> None:
+    """Where the grammar admits its text; where the output ends with it, nothing follows."""
+    token = llm.tokenizer.encode("a")[0]
+    constraints = StructuredOutputs(llm.engine.tokenizer.own, 1024, [token])
+    matcher = constraints.matcher(StructuredOutput(regex="ba{3}c"))
+    assert matcher.after(token) is None and matcher.error is None
+    matcher.accept(llm.tokenizer.encode("b")[0])
+    following = matcher.after(token)
+    matcher.accept(token)
+    assert following is not None and following.error is matcher.error is None
+    assert (constraints.fill_masks([following]) == constraints.fill_masks([matcher])).all()

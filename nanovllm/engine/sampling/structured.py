@@ -56,24 +56,25 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Takes a sampled token in; `error` says where it does not fit."""
         self.start.num_tokens += 1
-        if self.error is None and not self._ends_with(token_id):
-            fits = self.inner.consume_token(token_id)
-            if not fits and (not self.inner.is_error() or _MISFIT in failure(self.inner)):
+        if self.error is None:
+            if not self._fits(token_id) and (not self.inner.is_error() or _MISFIT in failure(self.inner)):
                 self.error = f"structured_outputs: token {token_id} does not fit; other options may leave none"
             self.note_error()
 
-    def _ends_with(self, token_id: int) -> bool:
-        """Whether a token is an end of text that the grammar admits, and need not be told."""
-        return token_id in self._eos_ids and bool(self.inner.is_accepting())
+    def _fits(self, token_id: int) -> bool:
+        """Takes a token in, unless it is an end of text that the grammar admits, and need not be told; returns whether
+        it fits."""
+        is_end = token_id in self._eos_ids and bool(self.inner.is_accepting())
+        return is_end or bool(self.inner.consume_token(token_id))
 
     def after(self, token_id: int) -> "Matcher | None":
         """A matcher that has taken one more token in; None where it does not fit, or where the output ends with it."""
-        if self.error is not None or not (self._ends_with(token_id) or self.inner.validate_tokens([token_id])):
+        may_fit = token_id in self._eos_ids or self.inner.validate_tokens([token_id])  # ends of text do not validate
+        if self.error is not None or not may_fit:
             return None
         found = copy(self)
         found.inner = self.inner.deep_copy()
-        found.accept(token_id)
-        return None if found.error is not None or found.is_complete else found
+        return found if found._fits(token_id) and not found.is_complete else None
 
     def note_error(self) -> None:
         if self.error is None and self.inner.is_error():
