@@ -187,6 +187,8 @@ def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:
                 return True
         elif takes_more_than_text(text):
             refuse_unserved(names[0], "takes images or sound, and there is no reader of its text")
+    elif config.model_impl == "transformers" and (parts := unserved_parts(_text_config(whole))):
+        refuse("model_impl", "transformers", f"'auto' or 'native' for a model that {parts}")
     return config.model_impl == "transformers"
 
 
