@@ -125,6 +125,7 @@ def saved(folder: Path, changed: dict[str, Any]) -> Path:
     [
         *((head, {"max_num_batched_tokens": 48}) for head in HEADS),
         *((head, {"tensor_parallel_size": 2}) for head in ("3.1", "other width", "DSpark", "DFlash of other sizes")),
+        *((head, {"exact_bits": "tp"}) for head in ("plain", "DFlash")),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_the_definition(

@@ -60,8 +60,7 @@ class Drafter(WeightedModule, ABC):
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
         """Residual streams [T, taps * hidden of the target] -> [T, hidden], whole on every rank."""
-        if self._group.size > 1:
-            size = self.fc.product.k
+        if taps.shape[1] != (size := self.fc.product.k):  # a rank's share, or padded
             taps = taps[:, self._group.rank * size :][:, :size]
             taps = pad(taps, (0, size - taps.shape[1])).contiguous()
         return self._sum(self.fc(taps, OUTSIDE))
