@@ -209,14 +209,15 @@ class RemoveAdapter(msgspec.Struct):
 
 
 def _load_adapter(
-    engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None
-) -> Any:
-    """`digest`: that of the adapter which other engines have."""
-    return {"digest": engine.control.load_adapter(lora_name, lora_path, load_inplace, digest)}
+    engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None,
+    keeps: Iterable[str] = (),
+) -> Any:  # fmt: skip
+    """`digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
+    return {"digest": engine.control.load_adapter(lora_name, lora_path, load_inplace, digest, keeps)}
 
 
-def _remove_adapter(engine: CalledEngine, lora_name: str) -> Any:
-    engine.control.remove_adapter(lora_name)
+def _remove_adapter(engine: CalledEngine, lora_name: str, keeps: Iterable[str] = ()) -> Any:
+    engine.control.remove_adapter(lora_name, keeps)
     return {"status": "removed"}
 
 
@@ -302,6 +303,8 @@ class CallSpec:
     """True: the answers are compared, so that engines which wait for the weights of the others are left out."""
     counts_version: bool = False
     """Option `weight_version` is the version of the new weights that it ends with, one for all engines."""
+    drops_adapters: bool = False
+    """Option `keeps` names, by digest, the adapters of requests that an engine may not have got yet."""
     relayed_as: Callable[[Options], str | None] = lambda options: None
     """(options) -> the call of the other engines, to which the first passes on the weights that it receives; None: all
     have the same call."""
@@ -348,9 +351,10 @@ CALLS: dict[str, CallSpec] = {
         counts_version=True,
     ),
     "load_adapter": CallSpec(
-        _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters
+        _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters,
+        drops_adapters=True,
     ),
-    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter"),
+    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", drops_adapters=True),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

@@ -98,9 +98,11 @@ class EngineControl:
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str, replaces: bool, digest: str | None = None) -> str:
+    def load_adapter(
+        self, name: str, path: str, replaces: bool, digest: str | None = None, keeps: Iterable[str] = ()
+    ) -> str:
         """Loads an adapter from a folder on all ranks; returns its digest. replaces: another may have the name now.
-        digest: that it must have. Raises ValueError, with nothing changed."""
+        digest: that it must have. keeps: see _drop_adapters. Raises ValueError, with nothing changed."""
         self._require_adapters("load_adapter")
         answers = self._executor.call("adapters.put", Path(path).absolute())
         said = next((error for _, error in answers if error), None)
@@ -112,27 +114,31 @@ class EngineControl:
         self._held.update(one for one, _ in answers if one)
         if said is None:
             self._state.adapters = {**self._state.adapters, name: LoadedAdapter(found, str(Path(path).absolute()))}
-        self._drop_adapters()
+        self._drop_adapters(keeps)
         if said is not None:
             raise ValueError(said)
         return found
 
-    def remove_adapter(self, name: str) -> None:
-        """Lets no more requests have an adapter; those that have it end with it. Raises ValueError for unknown ones."""
+    def remove_adapter(self, name: str, keeps: Iterable[str] = ()) -> None:
+        """Lets no more requests have an adapter; those that have it end with it. keeps: see _drop_adapters. Raises
+        ValueError for unknown ones."""
         self._require_adapters("remove_adapter")
         if name not in self._state.adapters:
             raise ValueError(f"lora_name={shown(name)}: no adapter of this name is loaded")
         self._state.adapters = {key: one for key, one in self._state.adapters.items() if key != name}
-        self._drop_adapters()
+        self._drop_adapters(keeps)
 
     def _require_adapters(self, method: str) -> None:
         if not self._executor.config.enable_lora:
             raise ValueError(f"{method}: needs an engine that was started with enable_lora=True")
         self._loop.raise_failure()
 
-    def _drop_adapters(self) -> None:
-        """Has the ranks forget adapters that have no name and no row any more."""
+    def _drop_adapters(self, keeps: Iterable[str]) -> None:
+        """Has the ranks forget adapters that have no name and no row any more. keeps: digests of others that stay until
+        the next call, since requests that have not come here yet have them."""
+        self._state.kept_adapters = sorted(self._held.intersection(keeps))
         used = {one.digest for one in self._state.adapters.values()} | self._book.adapters()
+        used.update(self._state.kept_adapters)
         if unused := sorted(self._held - used):
             self._held -= {*unused}
             self._executor.call("adapters.drop", unused)

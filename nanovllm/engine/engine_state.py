@@ -36,9 +36,12 @@ class EngineState(msgspec.Struct, array_like=True):
     adapters: dict[str, LoadedAdapter] = {}
     """Adapters that requests may name, by name. The dict is replaced, never changed in place."""
 
+    kept_adapters: list[str] = []
+    """Digests of adapters that have no name any more, but that requests on their way here have."""
+
     def require_adapter(self, digest: str | None) -> None:
         """Raises ValueError where a request has an adapter that is not loaded."""
-        if digest is not None and all(one.digest != digest for one in self.adapters.values()):
+        if digest is not None and digest not in {*self.kept_adapters, *(one.digest for one in self.adapters.values())}:
             raise ValueError("lora_request: its adapter is not loaded; it was removed or replaced meanwhile")
 
     def adapter_names(self, digests: Collection[str]) -> tuple[str, ...]:

@@ -91,6 +91,8 @@ class Fleet:
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._restart is not None:
             options = {**options, "weight_version": self.state.weight_version + 1}
+        if spec.drops_adapters:
+            options = {**options, "keeps": self.requests.adapters()}
         pending = self._begin(spec, name, options, numbers, on_done, takes_weights)
         if name == "resume":
             self.is_resuming, self.state.pause_mode = False, None

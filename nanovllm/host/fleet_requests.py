@@ -110,6 +110,10 @@ class FleetRequests:
         """Number of unfinished requests."""
         return len(self._live)
 
+    def adapters(self) -> list[str]:
+        """Digests of the adapters of unfinished requests, sorted."""
+        return sorted({found for flight in self._live.values() if (found := flight.prompt.adapter) is not None})
+
     def has_begun(self) -> bool:
         """Whether any request was sent to an engine."""
         return any(flight.engine is not None for flight in self._live.values())

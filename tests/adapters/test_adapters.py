@@ -351,6 +351,26 @@ def test_replicas_have_every_adapter(qwen: Any) -> None:
                 generate(llm, *given)
 
 
+def test_requests_that_wait_for_a_replica_end_under_theirs(qwen: Any) -> None:
+    """While others get its name, which nobody has at last; then it is dropped."""
+    _, folder, made = qwen
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), **LORA, data_parallel_size=2, max_num_seqs=1) as llm:
+        request = llm.load_adapter("a", made[0][0])
+        [expected] = generate(llm, [PROMPTS[1]], request, params)
+        gained: dict[int, list[int]] = {}
+        for _ in range(8):
+            gained[llm.add_request(PROMPTS[1], params, lora_request=request)] = []
+        llm.load_adapter("a", made[1][0])
+        llm.remove_adapter("a")
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+        assert [*gained.values()] == [expected.token_ids] * 8
+        llm.load_adapter("b", made[1][0])
+        assert not llm.engine.fleet._states[0].kept_adapters  # type: ignore[attr-defined]
+
+
 def test_asyncio_takes_adapters(qwen: Any) -> None:
     _, folder, made = qwen
     request = LoRARequest("a", lora_path=str(made[0][0]))
