@@ -170,7 +170,7 @@ def test_what_transformers_fills_in_and_cannot_take_is_refused_by_the_configurat
 def test_what_our_layers_alone_serve_is_refused_by_the_option(tmp_path: Path) -> None:
     raw = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "layer_types": ["linear_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    with pytest.raises(ValueError, match="model_impl='transformers': must be 'auto' or 'native' for .* has recurrent"):
+    with pytest.raises(ValueError, match=r"model_impl='transformers': must be 'auto' or 'native' for .* has recurrent"):
         read_model_config(EngineConfig(str(tmp_path), model_impl="transformers"))
 
 
