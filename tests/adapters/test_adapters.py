@@ -78,7 +78,7 @@ def generate(
 FAMILIES = [
     "llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron",
     "gemma4", "gemma4, keys of other layers and inputs of each", "qwen3_next", "qwen3_5", "lfm2", "granite 4",
-    "nemotron_h", "olmo_hybrid",
+    "nemotron_h", "olmo_hybrid", "laguna", "hy_v3",
 ]  # fmt: skip
 
 

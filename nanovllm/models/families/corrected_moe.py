@@ -167,13 +167,15 @@ _SOLAR = {
 }  # fmt: skip
 _HY3_NAMES = CheckpointNames(
     {"gate": "router.gate", "shared_experts": "shared_mlp"}, skips_next_layer=True,
-    paths={_CORRECTION: "mlp.expert_bias"},
+    paths={_CORRECTION: "mlp.expert_bias"}, read_as={"shared_experts": "shared_mlp"},
 )  # fmt: skip
 _HY3 = {
     "head_dim": 128, "num_experts": 192, "num_experts_per_tok": 8, "rope_theta": 11158840.0, "rms_norm_eps": 1e-5,
     "router_scaling_factor": 2.826, "num_key_value_heads": 8,
 }  # fmt: skip
-_LAGUNA_NAMES = CheckpointNames(paths={_CORRECTION: "mlp.experts.e_score_correction_bias"})
+_LAGUNA_NAMES = CheckpointNames(
+    paths={_CORRECTION: "mlp.experts.e_score_correction_bias"}, read_as={"shared_experts": "shared_expert"},
+)  # fmt: skip
 _LAGUNA = {
     "head_dim": 128, "num_key_value_heads": 8, "num_experts": 256, "num_experts_per_tok": 8, "sliding_window": 512,
     "shared_expert_intermediate_size": 512,
