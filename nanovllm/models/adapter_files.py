@@ -49,16 +49,16 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
 _DIGEST_BYTES = 4 << 20
-"""Of a piece of a file that a thread computes the digest of."""
+"""Size of a piece of a file whose digest a thread computes."""
 
 
 class LoRAPair(NamedTuple):
-    """What one module adds: scale * B A x."""
+    """Weights of what a module adds: scale * B A x."""
 
     a: torch.Tensor
-    """[r, in] as it was trained; of a parameter of experts [E, r, in], 1 for E where all share one."""
+    """Weights [r, in] as they were trained; of a parameter of experts [E, r, in], 1 for E where all share one."""
     b: torch.Tensor
-    """[out, r], or [E, out, r]"""
+    """Weights [out, r], or [E, out, r]."""
     scale: float
 
 

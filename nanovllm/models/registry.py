@@ -152,10 +152,11 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         found = replace(found, pooling=pooling, tie_word_embeddings=True)
     if config.lm_head_dtype != "auto":
         found = replace(found, head_precision=_head_precision(found))
-    if config.state_dtype != "float32":
-        if all(layer.mixer == "attention" for layer in found.layers):
-            refuse("state_dtype", config.state_dtype, "'float32' for a model without recurrent layers")
-        found = replace(found, state_dtype=config.state_dtype)
+    if all(layer.mixer == "attention" for layer in found.layers):
+        for name, default in (("state_dtype", "float32"), ("num_state_lines", None)):
+            if (given := getattr(config, name)) != default:
+                refuse(name, given, f"{default!r} for a model without recurrent layers")
+    found = replace(found, state_dtype=config.state_dtype)
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found
 

@@ -142,7 +142,7 @@ class RankAdapters:
 
     @cached_property
     def _all_parts(self) -> list[tuple[str, str, AdapterPart]]:
-        """What _parts has of each layer, behind the layer's path, in no memory."""
+        """Parts of all layers as of _parts, each behind its layer's path, in no memory."""
         return [(path, *part) for path in self._layers for part in self._parts(path)]
 
     def _parts(self, path: str, halves: Halves | None = None) -> Iterator[tuple[str, AdapterPart]]:

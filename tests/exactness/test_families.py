@@ -92,8 +92,10 @@ def test_states_in_bfloat16_stay_close(tmp_path: Path) -> None:
             lines = [line for line in llm.generate(PROMPTS[2], params, use_tqdm=False)[0].prompt_logprobs or [] if line]
             found.append(torch.tensor([entry.logprob for line in lines for entry in line.values()]))
     assert 0 < (found[0] - found[1]).abs().max() < 0.05
-    with pytest.raises(ValueError, match=r"^state_dtype='bfloat16': must be 'float32' for a model without recurrent"):
-        LLM("demo", device="cpu", state_dtype="bfloat16")
+    given = {"state_dtype": ("bfloat16", "float32"), "num_state_lines": (8, None)}
+    for name, (value, default) in given.items():
+        with pytest.raises(ValueError, match=f"^{name}={value!r}: must be {default!r} for a model without recurrent"):
+            LLM("demo", device="cpu", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["cohere2", "qwen3", "qwen3_moe"])
