@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.adapters import MOST_PARTS, shrink
+from nanovllm.kernels.gemm.adapters import MOST_PARTS, adapted_activation, shrink
 from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
@@ -107,7 +107,10 @@ class AdaptedMatrix(nn.Module):
                 a, b = a.flatten(0, 1), b.flatten(0, 1)
             if launch.config.is_our_kernel and not self.stack:  # it multiplies by B itself
                 norm, few = call.norm if launch.norm else None, launch.config.is_skinny
-                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm)
+                late = launch.config.kernel == "tile" and isinstance(self.base, DenseMatrix)
+                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm, late=late)
+            elif launch.config.kernel == "split" and self.kernels.fused and not launch.config.round_sums:
+                delta = shrink(rows, slots, a, b, self.starts)
             else:
                 # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
                 takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
@@ -115,6 +118,14 @@ class AdaptedMatrix(nn.Module):
                 delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, dtype)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
+
+    def multiply_before(
+        self, x: torch.Tensor, launch: Launch, call: Call, kind: str, gated: bool, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product, where no kernel of ours multiplies, and the activation behind it, before which adapters add."""
+        shrunk = shrink(x, call.adapters, self.a, self.b, self.starts)
+        y = self.base.multiply(x, launch, call._replace(delta=None))
+        return adapted_activation(y, kind, gated, bias, shrunk)
 
     def parts(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
         """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part; of all experts, where

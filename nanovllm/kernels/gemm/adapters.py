@@ -7,7 +7,7 @@ without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
 which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
-is cut into pieces of PIECE columns, whose sums are added in their order: a row's bits depend on nothing but the row and
+is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and
 its adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
 that waits for them reads the fewer pieces the sooner.
 """
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.expand import EARLY_RANK, NONE, Shrunk, first_b, next_adapter, slots_of, tile_delta
+from nanovllm.kernels.gemm.expand import EARLY_RANK, NONE, Shrunk, first_b, next_adapter, slots_of, tile_delta, tile_deltas
+from nanovllm.kernels.pointwise.activation import activated, load_biased
 from nanovllm.kernels.pointwise.norm import Norm
 
-PIECE, ROW_PIECES = 512, (1024, 2048)
+PIECES, ROW_PIECES = (512, 1024), (1024, 2048)
 """Columns of a piece of K, and of one where programs have a row each: the first that leaves few pieces."""
-_FEW_PIECES = 4
+_MOST_PIECES, _FEW_PIECES = 8, 4
 MOST_PARTS = 4
 _FEW_ROWS, _PROGRAMS = 256, 132
 """Rows up to which tiles have 16; programs of whole rows of x, from which on its pieces need none of their own."""
@@ -64,7 +65,7 @@ def _tiles(ptrs, live, first_col, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexp
 def shrink_kernel(
     X, SLOTS, A, H, rows, k, x_stride,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr, EACH: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, sums over EACH pieces of k, parts). X, SLOTS, PDL: see shrink_row_kernel; A [slots, parts *
     RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. EARLY: a sum is of one piece, whose
@@ -81,7 +82,11 @@ def shrink_kernel(
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
             prefetch_tile(A, first, first + RANK, first_col, k, RANK, PIECE)
-    start_early(PDL)
+    if PDL and LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        start_early(PDL)
     x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
     h = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
     if EARLY:
@@ -121,13 +126,33 @@ def expand_kernel(ADAPTER, DELTA, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     tl.store(DELTA + row.to(tl.int64)[:, None] * n + col[None, :], delta.to(DELTA.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def activation_kernel(
+    X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of SIZE). X, BIAS, OUT, SIZE, KIND, GATED: see pointwise/activation.py; ADAPTER: see
+    expand.py, of shrink_kernel's H."""
+    row, cols = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
+    live, col, at = (row < rows)[:, None] & (cols < SIZE)[None, :], cols[None, :], row.to(tl.int64)[:, None]
+    start_early(PDL)
+    deltas = tile_deltas(ADAPTER, WIDTH // SIZE, row, rows, cols, SIZE, True, False)
+    x = load_biased(X + at * WIDTH, BIAS, col, live)
+    y = activated(x.to(tl.float32) + deltas[0], KIND).to(x.dtype)
+    if GATED:
+        up = load_biased(X + at * WIDTH, BIAS, SIZE + col, live).to(tl.float32) + deltas[1]
+        y = (y.to(tl.float32) * up).to(x.dtype)
+    tl.store(OUT + at * SIZE + col, y, mask=live)
+
+
 def shrink(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], *, few: bool = False,
-    norm: Norm | None = None,
+    norm: Norm | None = None, late: bool = False,
 ) -> Shrunk:  # fmt: skip
     """Operands as of adapter_delta -> x A^T, float32 [pieces of K, T, parts * R]. few: for a kernel for few rows
     (GemmConfig.is_skinny), which may compute `norm` of x, of kind "rms", too, and then multiplies these sums by what it
-    multiplies x by, beside the norm's weight."""
+    multiplies x by, beside the norm's weight. late: see Shrunk.is_late."""
     (rows, k), ranks, parts = x.shape, a.shape[1], len(starts)
     if few:
         piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]]
@@ -138,16 +163,27 @@ def shrink(
         )  # fmt: skip
         return Shrunk(h, slots, b, starts)
     assert norm is None
-    rank, block_m = ranks // parts, 16 if rows <= _FEW_ROWS else 64
-    tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, PIECE)
+    rank, block_m, piece = ranks // parts, 16 if rows <= _FEW_ROWS else 64, PIECES[k > _MOST_PIECES * PIECES[0]]
+    tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, piece)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1
+    early = block_m == 16 and rank * piece <= EARLY_RANK.value * PIECES[0] and each == 1
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
-        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE,
-        EACH=each, EARLY=early, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
+        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,
+        EACH=each, EARLY=early, LATE=late, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
     )  # fmt: skip
-    return Shrunk(h, slots, b, starts)
+    return Shrunk(h, slots, b, starts, late)
+
+
+def expand(shrunk: Shrunk, out: Tensor) -> Tensor:
+    """Fills and returns `out` [T, N] with what adapters add; see adapter_delta."""
+    (rows, n), rank = out.shape, shrunk.b.shape[2]
+    block_m, block_n = (16, 64) if rows <= 64 else (32, 128) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
+    expand_kernel[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n))](
+        shrunk.operands, out, rows, n, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4 if rank <= 128 else 8,
+        **pdl_options(out.device),
+    )  # fmt: skip
+    return out
 
 
 def adapter_delta(
@@ -156,14 +192,21 @@ def adapter_delta(
     """x [T, K], of which the rows with an adapter have it in slot slots[t] (int32, -1: none); a [slots, parts * R, K]
     and b [slots, N, R] in x's dtype, R a power of two >= 16 -> dtype [T, N]. starts: first column of each part, at
     most MOST_PARTS, which has rows of `a` of its own. x A^T is rounded to x's dtype."""
-    shrunk, rows, (_, n, rank) = shrink(x, slots, a, b, starts), x.shape[0], b.shape
-    block_m, block_n = (16, 64) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
-    delta = torch.empty(rows, n, dtype=dtype, device=x.device)
-    expand_kernel[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n))](
-        shrunk.operands, delta, rows, n, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4 if rank <= 128 else 8,
-        **pdl_options(x.device),
+    delta = torch.empty(x.shape[0], b.shape[1], dtype=dtype, device=x.device)
+    return expand(shrink(x, slots, a, b, starts), delta)
+
+
+def adapted_activation(x: Tensor, kind: str, gated: bool, bias: Tensor | None, shrunk: Shrunk) -> Tensor:
+    """As pointwise.activation of x [T, 2I], or not gated [T, I], to which adapters add in float32, behind the bias: the
+    sum is rounded no more before the activation."""
+    rows, size, rank = x.shape[0], x.shape[1] // 2 if gated else x.shape[1], shrunk.b.shape[2]
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    block_m = 16 if rows <= 64 else 32 if rows <= _FEW_ROWS else 64
+    activation_kernel[(triton.cdiv(rows, block_m), triton.cdiv(size, 64))](
+        x, bias, shrunk.operands, out, rows, SIZE=size, KIND=kind, GATED=gated, BLOCK_M=block_m, BLOCK_N=64,
+        num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
     )  # fmt: skip
-    return delta
+    return out
 
 
 def adapter_delta_reference(

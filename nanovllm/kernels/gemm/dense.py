@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.gemm import fixed_order, fma, stream, tile
+from nanovllm.kernels.gemm.adapters import expand
+from nanovllm.kernels.gemm.expand import Shrunk
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -38,6 +40,11 @@ def linear(
     if config.kernel == "blocks":
         return fixed_order.linear_in_blocks(x, weight, config, delta)
     if config.kernel == "split":
+        if isinstance(delta, Shrunk):
+            sums = torch.empty(config.split_k + 1, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+            split_linear(x, weight, config, sums[:-1])
+            expand(delta, sums[-1])
+            return sums
         parts = split_linear(x, weight, config)
         if delta is not None:
             parts[0].add_(delta)
@@ -60,7 +67,7 @@ def library_linear(x: Tensor, weight: Tensor, delta: Tensor | None) -> Tensor:
     return torch.where(delta.view(torch.int32).amax(1, keepdim=True) == _MINUS_ZERO, y, wide)
 
 
-def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, config: GemmConfig, out: Tensor | None = None) -> Tensor:
     """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], with config.round_sums in x's dtype, a sum over each of
     config.split_k equal parts of K, by cuBLAS."""
     (rows, k), n, splits = x.shape, weight.shape[0], config.split_k
@@ -69,8 +76,8 @@ def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
     if config.round_sums:
         return torch.bmm(x_parts, weight_parts)
     if x.is_cuda:
-        return torch.bmm(x_parts, weight_parts, out_dtype=torch.float32)
-    return torch.bmm(x_parts.float(), weight_parts.float())
+        return torch.bmm(x_parts, weight_parts, out_dtype=torch.float32, out=out)
+    return torch.bmm(x_parts.float(), weight_parts.float(), out=out)
 
 
 def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:

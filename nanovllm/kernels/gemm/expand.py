@@ -2,7 +2,7 @@
 (adapters.py).
 
 A kernel takes the operands of a Shrunk as one tuple, ADAPTER: pointers to the sums, the slots and B, then as constants
-the rank, the pieces and the first rows of all parts but the first. It may read slots and B before gdc_wait: an ordinary
+the rank, the pieces, is_late and the first rows of all parts but the first. It may read slots and B before gdc_wait: an ordinary
 kernel at the beginning of the step writes the slots. Rows without an adapter keep their bits.
 """
 
@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 
 NONE: tl.constexpr = tl.constexpr(1 << 30)
+FIELDS: tl.constexpr = tl.constexpr(6)  # of ADAPTER ahead of the first rows
+LINE: tl.constexpr = tl.constexpr(64)  # numbers of a line of B
+WINDOW: tl.constexpr = tl.constexpr(128)  # ranks of several slots that a product has as columns
 EARLY_RANK: tl.constexpr = tl.constexpr(32)  # up to which registers hold a tile of B early
 
 
@@ -27,11 +31,13 @@ class Shrunk(NamedTuple):
     """[slots, n, rank]"""
     starts: tuple[int, ...]
     """First row of B of each part."""
+    is_late: bool = False
+    """The kernel that takes it, the next one, may start when x is there, and must call gdc_wait for the sums."""
 
     @property
     def operands(self) -> tuple[Any, ...]:
         """ADAPTER."""
-        numbers = self.b.shape[2], self.sums.shape[0], *self.starts[1:]
+        numbers = self.b.shape[2], self.sums.shape[0], self.is_late, *self.starts[1:]
         return self.sums, self.slots, self.b, *map(tl.constexpr, numbers)
 
 
@@ -51,7 +57,7 @@ def slots_of(ADAPTER, row, rows):
 def _part_of(ADAPTER, w_row):
     """Number of the part that has a row of B."""
     part = w_row * 0
-    for number in tl.static_range(5, len(ADAPTER)):
+    for number in tl.static_range(FIELDS, len(ADAPTER)):
         part += (w_row >= ADAPTER[number]).to(tl.int32)
     return part
 
@@ -67,7 +73,7 @@ def b_of_rows(ADAPTER, slot, w_row, live, rank, n):
 def sums_of_rows(ADAPTER, slot, row, rows, w_row, rank):
     """Loads all pieces of x A^T for such a tile: of few rows `row`, which broadcasts as `slot` does. They are added
     later, behind what need not wait for them."""
-    WIDTH: tl.constexpr = (len(ADAPTER) - 4) * ADAPTER[3]
+    WIDTH: tl.constexpr = (len(ADAPTER) - FIELDS + 1) * ADAPTER[3]
     at, pieces = row * WIDTH + _part_of(ADAPTER, w_row) * ADAPTER[3] + rank, ()
     for piece in tl.static_range(ADAPTER[4]):
         pieces = pieces + (tl.load(ADAPTER[0] + piece * rows * WIDTH + at, mask=slot >= 0, other=0.0),)
@@ -118,29 +124,60 @@ def _operands(ADAPTER, slot, row, rows, w_row, live, begin, RANKS: tl.constexpr,
 
 
 @triton.jit
-def first_b(ADAPTER, slots, w_row, end, n):
-    """Rows w_row, before `end`, of B of the lowest of these slots, [BLOCK_N, RANK], where tile_delta wants them early;
-    else anything."""
-    return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else 0.0
+def _window(slots, first, RANK: tl.constexpr, STEP: tl.constexpr = 1):
+    """Slot and rank of each STEPth column of a tile of several slots' ranks, from slot `first` on; the slot is -1 where
+    none of `slots` is it, and all are where first is NONE."""
+    column = tl.arange(0, RANK * max(1, WINDOW // RANK) // STEP) * STEP
+    slot = first + column // RANK
+    is_there = tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0
+    return tl.where(is_there, slot, -1), column % RANK
 
 
 @triton.jit
-def _tile_of_b(ADAPTER, slot, w_row, end, n):
-    slot = tl.where(slot < NONE, slot, -1)
-    return b_of_rows(ADAPTER, slot, w_row[:, None], (w_row < end)[:, None], tl.arange(0, ADAPTER[3])[None, :], n)
+def prefetch_b(ADAPTER, slots, w_row, end, n):
+    """Has the L2 cache fetch what first_b loads."""
+    slot, rank = _window(slots, next_adapter(slots, -1), ADAPTER[3], min(ADAPTER[3], LINE))
+    slot = tl.where(slot < 0, tl.maximum(tl.max(slot, 0), 0), slot).to(tl.int64)
+    prefetch_lines(ADAPTER[2] + (slot[None, :] * n + tl.minimum(w_row, end - 1)[:, None]) * ADAPTER[3] + rank[None, :])
+
+
+@triton.jit
+def first_b(ADAPTER, slots, w_row, end, n):
+    """Rows w_row, before `end`, of B of the first of these slots, [BLOCK_N, ranks], where tile_delta wants them early;
+    else anything."""
+    return _tile_of_b(ADAPTER, slots, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else 0.0
+
+
+@triton.jit
+def _tile_of_b(ADAPTER, slots, first, w_row, end, n):
+    slot, rank = _window(slots, first, ADAPTER[3])
+    return b_of_rows(ADAPTER, slot[None, :], w_row[:, None], (w_row < end)[:, None], rank[None, :], n)
+
+
+@triton.jit
+def _own_columns(h, slots, first):
+    """h [BLOCK_M, RANK] in the columns of each row's slot of _window, elsewhere 0."""
+    RANK: tl.constexpr = h.shape[1]
+    COUNT: tl.constexpr = max(1, WINDOW // RANK)
+    if COUNT == 1:
+        return tl.where((slots == first)[:, None], h, 0.0)
+    else:
+        own = slots[:, None, None] == first + tl.arange(0, COUNT)[None, :, None]
+        return tl.reshape(tl.where(own, h[:, None, :], 0.0), [h.shape[0], COUNT * RANK])
 
 
 @triton.jit
 def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr):
     """h B^T of rows [BLOCK_M], with their slots, and weight rows w_row [BLOCK_N], before `end`: float32 [BLOCK_M,
-    BLOCK_N], or transposed where not X_LEFT; see of_adapters. b: first_b's."""
+    BLOCK_N], or transposed where not X_LEFT; see of_adapters. b: first_b's. Ranks of several slots are columns of one
+    product, in which each row has zeros for all but its own."""
     RANK: tl.constexpr = ADAPTER[3]
-    WIDTH: tl.constexpr = (len(ADAPTER) - 4) * RANK
-    IS_ONE: tl.constexpr = len(ADAPTER) == 5
+    WIDTH: tl.constexpr = (len(ADAPTER) - FIELDS + 1) * RANK
+    IS_ONE: tl.constexpr = len(ADAPTER) == FIELDS
+    COUNT: tl.constexpr = max(1, WINDOW // RANK)
     part_of_row = _part_of(ADAPTER, tl.minimum(w_row, end - 1))
     first_part, last_part = (0, 0) if IS_ONE else (tl.min(part_of_row, 0), tl.max(part_of_row, 0))
     first_slot = next_adapter(slots, -1)
-    own = slots[:, None] if X_LEFT else slots[None, :]
     SHAPE: tl.constexpr = [row.shape[0], w_row.shape[0]] if X_LEFT else [w_row.shape[0], row.shape[0]]
     delta = tl.zeros(SHAPE, dtype=tl.float32)
     for part in tl.range(first_part, last_part + 1, num_stages=1):
@@ -149,24 +186,29 @@ def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr
             at = (piece * rows + row).to(tl.int64)[:, None] * WIDTH + part * RANK + tl.arange(0, RANK)[None, :]
             sums += tl.load(ADAPTER[0] + at, mask=(slots >= 0)[:, None], other=0.0)
         h, slot = sums.to(ADAPTER[2].dtype.element_ty), first_slot
-        of_slot = b if RANK <= EARLY_RANK else _tile_of_b(ADAPTER, first_slot, w_row, end, n)
+        of_slots = b if RANK <= EARLY_RANK else _tile_of_b(ADAPTER, slots, first_slot, w_row, end, n)
         while slot < NONE:
-            of_part = of_slot if IS_ONE else tl.where((part_of_row == part)[:, None], of_slot, 0.0)
+            of_part = of_slots if IS_ONE else tl.where((part_of_row == part)[:, None], of_slots, 0.0)
+            own = _own_columns(h, slots, slot)
             if X_LEFT:
-                products = tl.dot(h, of_part.T, delta, input_precision="ieee")
+                delta = tl.dot(own, of_part.T, delta, input_precision="ieee")
             else:
-                products = tl.dot(of_part, h.T, delta, input_precision="ieee")
-            delta = tl.where(own == slot, products, delta)
-            slot = next_adapter(slots, slot)
-            of_slot = _tile_of_b(ADAPTER, slot, w_row, end, n)
-    return of_adapters(delta, own)
+                delta = tl.dot(of_part, own.T, delta, input_precision="ieee")
+            slot = next_adapter(slots, slot + COUNT - 1)
+            of_slots = _tile_of_b(ADAPTER, slots, slot, w_row, end, n)
+    return of_adapters(delta, slots[:, None] if X_LEFT else slots[None, :])
 
 
 @triton.jit
-def tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT: tl.constexpr):
-    """tile_delta of weight rows `col`, and of the ups that belong to them, if there are as many of `bs`."""
-    deltas = ()
-    for half in tl.static_range(len(bs)):
+def tile_deltas(ADAPTER, HALVES: tl.constexpr, row, rows, col, n_out, X_LEFT: tl.constexpr, LATE: tl.constexpr):
+    """tile_delta of weight rows `col`, and with two HALVES of the ups that belong to them. LATE: the sums are there
+    after gdc_wait alone."""
+    bs, deltas, slots = (), (), slots_of(ADAPTER, row, rows)
+    for half in tl.static_range(HALVES):
+        bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    for half in tl.static_range(HALVES):
         w_row, end = half * n_out + col, (half + 1) * n_out
-        deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, len(bs) * n_out, X_LEFT),)
+        deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, HALVES * n_out, X_LEFT),)
     return deltas

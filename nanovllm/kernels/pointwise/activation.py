@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """float32 -> float32."""
     if KIND == "silu":
         y = silu(x)
@@ -29,7 +29,7 @@ def _activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_biased(ROW, BIAS, cols, mask):
+def load_biased(ROW, BIAS, cols, mask):
     x = tl.load(ROW + cols, mask=mask, other=0.0)
     if BIAS is not None:
         x = (x.to(tl.float32) + tl.load(BIAS + cols, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
@@ -48,10 +48,10 @@ def _activation_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
     start = X + row * (2 * SIZE if GATED else SIZE)
-    x = _load_biased(start, BIAS, cols, mask)
-    y = _activated(x.to(tl.float32), KIND).to(x.dtype)
+    x = load_biased(start, BIAS, cols, mask)
+    y = activated(x.to(tl.float32), KIND).to(x.dtype)
     if GATED:
-        up = _load_biased(start, BIAS, SIZE + cols, mask)
+        up = load_biased(start, BIAS, SIZE + cols, mask)
         y = (y.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
     if SCALES is not None:
         y = tl.where(mask, y.to(tl.float32), 0.0)
