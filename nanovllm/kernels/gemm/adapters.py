@@ -166,7 +166,7 @@ def shrink(
     rank, block_m, piece = ranks // parts, 16 if rows <= _FEW_ROWS else 64, PIECES[k > _MOST_PIECES * PIECES[0]]
     tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, piece)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    early = block_m == 16 and rank * piece <= EARLY_RANK.value * PIECES[0] and each == 1
+    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and piece == PIECES[0]
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
         x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,
@@ -180,8 +180,8 @@ def expand(shrunk: Shrunk, out: Tensor) -> Tensor:
     (rows, n), rank = out.shape, shrunk.b.shape[2]
     block_m, block_n = (16, 64) if rows <= 64 else (32, 128) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
     expand_kernel[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n))](
-        shrunk.operands, out, rows, n, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4 if rank <= 128 else 8,
-        **pdl_options(out.device),
+        shrunk.operands, out, rows, n, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=4 if rank <= 128 and block_n == 64 else 8, **pdl_options(out.device),
     )  # fmt: skip
     return out
 

@@ -15,8 +15,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 NONE: tl.constexpr = tl.constexpr(1 << 30)
 FIELDS: tl.constexpr = tl.constexpr(6)  # of ADAPTER ahead of the first rows
-LINE: tl.constexpr = tl.constexpr(64)  # numbers of a line of B
-WINDOW: tl.constexpr = tl.constexpr(128)  # ranks of several slots that a product has as columns
+WINDOW: tl.constexpr = tl.constexpr(64)  # ranks of several slots that a product has as columns
 EARLY_RANK: tl.constexpr = tl.constexpr(32)  # up to which registers hold a tile of B early
 
 
@@ -124,21 +123,19 @@ def _operands(ADAPTER, slot, row, rows, w_row, live, begin, RANKS: tl.constexpr,
 
 
 @triton.jit
-def _window(slots, first, RANK: tl.constexpr, STEP: tl.constexpr = 1):
-    """Slot and rank of each STEPth column of a tile of several slots' ranks, from slot `first` on; the slot is -1 where
-    none of `slots` is it, and all are where first is NONE."""
-    column = tl.arange(0, RANK * max(1, WINDOW // RANK) // STEP) * STEP
-    slot = first + column // RANK
-    is_there = tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0
-    return tl.where(is_there, slot, -1), column % RANK
+def _window(slots, first, RANK: tl.constexpr):
+    """The slots whose B has its ranks side by side in a tile, from `first` on; -1 for each that none of `slots` is, as
+    all are where first is NONE."""
+    slot = first + tl.arange(0, max(1, WINDOW // RANK))
+    return tl.where(tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0, slot, -1)
 
 
 @triton.jit
 def prefetch_b(ADAPTER, slots, w_row, end, n):
-    """Has the L2 cache fetch what first_b loads."""
-    slot, rank = _window(slots, next_adapter(slots, -1), ADAPTER[3], min(ADAPTER[3], LINE))
-    slot = tl.where(slot < 0, tl.maximum(tl.max(slot, 0), 0), slot).to(tl.int64)
-    prefetch_lines(ADAPTER[2] + (slot[None, :] * n + tl.minimum(w_row, end - 1)[:, None]) * ADAPTER[3] + rank[None, :])
+    """Has the L2 cache fetch what first_b loads; where a tile has few slots, some of it several times."""
+    slot, first = _window(slots, next_adapter(slots, -1), ADAPTER[3]), next_adapter(slots, -1)
+    slot = tl.where(slot < 0, first % NONE, slot).to(tl.int64)
+    prefetch_lines(ADAPTER[2] + (slot[None, :] * n + tl.minimum(w_row, end - 1)[:, None]) * ADAPTER[3])
 
 
 @triton.jit
@@ -150,8 +147,10 @@ def first_b(ADAPTER, slots, w_row, end, n):
 
 @triton.jit
 def _tile_of_b(ADAPTER, slots, first, w_row, end, n):
-    slot, rank = _window(slots, first, ADAPTER[3])
-    return b_of_rows(ADAPTER, slot[None, :], w_row[:, None], (w_row < end)[:, None], rank[None, :], n)
+    RANK: tl.constexpr = ADAPTER[3]
+    slot, w_row, rank = _window(slots, first, RANK)[None, :, None], w_row[:, None, None], tl.arange(0, RANK)
+    b = b_of_rows(ADAPTER, slot, w_row, w_row < end, rank[None, None, :], n)
+    return tl.reshape(b, [b.shape[0], b.shape[1] * RANK])
 
 
 @triton.jit
@@ -175,6 +174,7 @@ def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr
     WIDTH: tl.constexpr = (len(ADAPTER) - FIELDS + 1) * RANK
     IS_ONE: tl.constexpr = len(ADAPTER) == FIELDS
     COUNT: tl.constexpr = max(1, WINDOW // RANK)
+    UNROLL: tl.constexpr = max(2, min(8, 4096 // (RANK * row.shape[0])))
     part_of_row = _part_of(ADAPTER, tl.minimum(w_row, end - 1))
     first_part, last_part = (0, 0) if IS_ONE else (tl.min(part_of_row, 0), tl.max(part_of_row, 0))
     first_slot = next_adapter(slots, -1)
@@ -182,7 +182,7 @@ def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr
     delta = tl.zeros(SHAPE, dtype=tl.float32)
     for part in tl.range(first_part, last_part + 1, num_stages=1):
         sums = tl.zeros([row.shape[0], RANK], dtype=tl.float32)
-        for piece in tl.range(0, ADAPTER[4], num_stages=1, loop_unroll_factor=8 if RANK <= 32 else 2):
+        for piece in tl.range(0, ADAPTER[4], num_stages=1, loop_unroll_factor=UNROLL):
             at = (piece * rows + row).to(tl.int64)[:, None] * WIDTH + part * RANK + tl.arange(0, RANK)[None, :]
             sums += tl.load(ADAPTER[0] + at, mask=(slots >= 0)[:, None], other=0.0)
         h, slot = sums.to(ADAPTER[2].dtype.element_ty), first_slot
