@@ -9,7 +9,8 @@ from torch import nn
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.gemm.adapters import MOST_PARTS, adapted_activation, shrink
+from nanovllm.kernels.gemm.adapters import MOST_PARTS, shrink
+from nanovllm.kernels.gemm.expand import Shrunk
 from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
@@ -109,7 +110,7 @@ class AdaptedMatrix(nn.Module):
                 norm, few = call.norm if launch.norm else None, launch.config.is_skinny
                 late = launch.config.kernel == "tile" and isinstance(self.base, DenseMatrix)
                 delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm, late=late)
-            elif launch.config.kernel == "split" and self.kernels.fused and not launch.config.round_sums:
+            elif launch.config.kernel == "split" and self.kernels.fused:
                 delta = shrink(rows, slots, a, b, self.starts)
             else:
                 # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
@@ -118,14 +119,6 @@ class AdaptedMatrix(nn.Module):
                 delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, dtype)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
-
-    def multiply_before(
-        self, x: torch.Tensor, launch: Launch, call: Call, kind: str, gated: bool, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The product, where no kernel of ours multiplies, and the activation behind it, before which adapters add."""
-        shrunk = shrink(x, call.adapters, self.a, self.b, self.starts)
-        y = self.base.multiply(x, launch, call._replace(delta=None))
-        return adapted_activation(y, kind, gated, bias, shrunk)
 
     def parts(self, a: torch.Tensor, b: torch.Tensor) -> Iterator[AdapterPart]:
         """Places in `a` and `b`, of one slot, of the A [rank, in] and B [out, rank] of each part; of all experts, where
@@ -139,6 +132,16 @@ class AdaptedMatrix(nn.Module):
             name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
             of_rank = CheckpointWeight(name, (*self.stack, self.rank, columns), of_a)
             yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (*self.stack, out, self.rank), of_b))
+
+
+def leave_delta(weight: Weight, x: Any, launch: Launch, call: Call) -> tuple[Weight, Shrunk | None]:
+    """What multiplies x, and what its consumer is to add to the product in float32; None: nothing, or the weight adds
+    it, as where our kernels multiply."""
+    if not isinstance(weight, AdaptedMatrix) or call.adapters is None:
+        return weight, None
+    if launch.config.is_our_kernel or not weight.kernels.fused:
+        return weight, None
+    return weight.base, shrink(x, call.adapters, weight.a, weight.b, weight.starts)
 
 
 def base_of(weight: Weight) -> Weight:

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.product import SUMMED_AFTER, Around
-from nanovllm.layers.adapted import AdaptedMatrix
+from nanovllm.layers.adapted import leave_delta
 from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple, has_measured_inputs
@@ -45,13 +45,10 @@ class MLP(WeightedModule):
         """[T, hidden] -> a partial sum [T, hidden]; see ParallelLinear."""
         up = self.gate_up_proj
         launch = up.launch(x.shape[0], call)
-        matrix = up.matrix
-        if call.has_adapters and isinstance(matrix, AdaptedMatrix) and self.kernels.fused and not launch.config.is_our_kernel:
-            y = matrix.multiply_before(x, launch, call, self.activation, self.gated, up.bias)
-        else:
-            y = matrix.multiply(x, launch, call)
-            if not launch.gate:
-                y = self.kernels.activation(y, self.activation, self.gated, up.bias, rounds=launch.rounds)
+        matrix, delta = leave_delta(up.matrix, x, launch, call)
+        y = matrix.multiply(x, launch, call)
+        if not launch.gate:
+            y = self.kernels.activation(y, self.activation, self.gated, up.bias, launch.rounds, delta)
         return self.down_proj(y, call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.expand import EARLY_RANK, NONE, Shrunk, first_b, next_adapter, slots_of, tile_delta, tile_deltas
-from nanovllm.kernels.pointwise.activation import activated, load_biased
+from nanovllm.kernels.gemm.expand import (
+    EARLY_RANK,
+    NONE,
+    Shrunk,
+    delta_reference,
+    first_b,
+    next_adapter,
+    slots_of,
+    tile_delta,
+)
 from nanovllm.kernels.pointwise.norm import Norm
 
 PIECES, ROW_PIECES = (512, 1024), (1024, 2048)
@@ -126,26 +134,6 @@ def expand_kernel(ADAPTER, DELTA, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     tl.store(DELTA + row.to(tl.int64)[:, None] * n + col[None, :], delta.to(DELTA.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def activation_kernel(
-    X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles of rows, tiles of SIZE). X, BIAS, OUT, SIZE, KIND, GATED: see pointwise/activation.py; ADAPTER: see
-    expand.py, of shrink_kernel's H."""
-    row, cols = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
-    live, col, at = (row < rows)[:, None] & (cols < SIZE)[None, :], cols[None, :], row.to(tl.int64)[:, None]
-    start_early(PDL)
-    deltas = tile_deltas(ADAPTER, WIDTH // SIZE, row, rows, cols, SIZE, True, False)
-    x = load_biased(X + at * WIDTH, BIAS, col, live)
-    y = activated(x.to(tl.float32) + deltas[0], KIND).to(x.dtype)
-    if GATED:
-        up = load_biased(X + at * WIDTH, BIAS, SIZE + col, live).to(tl.float32) + deltas[1]
-        y = (y.to(tl.float32) * up).to(x.dtype)
-    tl.store(OUT + at * SIZE + col, y, mask=live)
-
-
 def shrink(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], *, few: bool = False,
     norm: Norm | None = None, late: bool = False,
@@ -196,28 +184,11 @@ def adapter_delta(
     return expand(shrink(x, slots, a, b, starts), delta)
 
 
-def adapted_activation(x: Tensor, kind: str, gated: bool, bias: Tensor | None, shrunk: Shrunk) -> Tensor:
-    """As pointwise.activation of x [T, 2I], or not gated [T, I], to which adapters add in float32, behind the bias: the
-    sum is rounded no more before the activation."""
-    rows, size, rank = x.shape[0], x.shape[1] // 2 if gated else x.shape[1], shrunk.b.shape[2]
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    block_m = 16 if rows <= 64 else 32 if rows <= _FEW_ROWS else 64
-    activation_kernel[(triton.cdiv(rows, block_m), triton.cdiv(size, 64))](
-        x, bias, shrunk.operands, out, rows, SIZE=size, KIND=kind, GATED=gated, BLOCK_M=block_m, BLOCK_N=64,
-        num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
 def adapter_delta_reference(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Plain twin of `adapter_delta`."""
-    rank, ends = b.shape[2], (*starts[1:], b.shape[1])
-    delta = torch.full((x.shape[0], b.shape[1]), -0.0, device=x.device)
+    sums = torch.zeros(1, x.shape[0], a.shape[1], device=x.device)
     for slot in filter(lambda slot: slot >= 0, slots.unique().tolist()):
-        own = (slots == slot).nonzero().squeeze(1)
-        h = (x[own].float() @ a[slot].float().T).to(x.dtype).float()
-        for part, (begin, end) in enumerate(zip(starts, ends, strict=True)):
-            delta[own, begin:end] = h[:, part * rank : (part + 1) * rank] @ b[slot, begin:end].float().T
-    return delta.to(dtype)
+        sums[0, slots == slot] = x[slots == slot].float() @ a[slot].float().T
+    return delta_reference(Shrunk(sums, slots, b, starts)).to(dtype)

@@ -2,12 +2,13 @@
 (adapters.py).
 
 A kernel takes the operands of a Shrunk as one tuple, ADAPTER: pointers to the sums, the slots and B, then as constants
-the rank, the pieces, is_late and the first rows of all parts but the first. It may read slots and B before gdc_wait: an ordinary
-kernel at the beginning of the step writes the slots. Rows without an adapter keep their bits.
+the rank, the pieces, is_late and the first rows of all parts but the first. It may read slots and B before gdc_wait: an
+ordinary kernel at the beginning of the step writes the slots. Rows without an adapter keep their bits.
 """
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import prefetch_lines
@@ -212,3 +213,16 @@ def tile_deltas(ADAPTER, HALVES: tl.constexpr, row, rows, col, n_out, X_LEFT: tl
         w_row, end = half * n_out + col, (half + 1) * n_out
         deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, HALVES * n_out, X_LEFT),)
     return deltas
+
+
+def delta_reference(shrunk: Shrunk) -> Tensor:
+    """What adapters add to each row's product, float32 [T, N]; of rows without one -0.0."""
+    _, slots, b, starts, _ = shrunk
+    rank, ends = b.shape[2], (*starts[1:], b.shape[1])
+    h = shrunk.sums.sum(0).to(b.dtype).float()
+    delta = torch.full((len(slots), b.shape[1]), -0.0, device=b.device)
+    for slot in filter(lambda slot: slot >= 0, slots.unique().tolist()):
+        own = (slots == slot).nonzero().squeeze(1)
+        for part, (begin, end) in enumerate(zip(starts, ends, strict=True)):
+            delta[own, begin:end] = h[own, part * rank : (part + 1) * rank] @ b[slot, begin:end].float().T
+    return delta

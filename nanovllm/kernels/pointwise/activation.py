@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.base.activations import gelu_tanh, silu
+from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
+from nanovllm.kernels.gemm.expand import Shrunk, delta_reference, tile_deltas
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @triton.jit
-def activated(x, KIND: tl.constexpr):
+def _activated(x, KIND: tl.constexpr):
     """float32 -> float32."""
     if KIND == "silu":
         y = silu(x)
@@ -29,7 +31,7 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_biased(ROW, BIAS, cols, mask):
+def _load_biased(ROW, BIAS, cols, mask):
     x = tl.load(ROW + cols, mask=mask, other=0.0)
     if BIAS is not None:
         x = (x.to(tl.float32) + tl.load(BIAS + cols, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
@@ -48,10 +50,10 @@ def _activation_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE
     start = X + row * (2 * SIZE if GATED else SIZE)
-    x = load_biased(start, BIAS, cols, mask)
-    y = activated(x.to(tl.float32), KIND).to(x.dtype)
+    x = _load_biased(start, BIAS, cols, mask)
+    y = _activated(x.to(tl.float32), KIND).to(x.dtype)
     if GATED:
-        up = load_biased(start, BIAS, SIZE + cols, mask)
+        up = _load_biased(start, BIAS, SIZE + cols, mask)
         y = (y.to(tl.float32) * up.to(tl.float32)).to(x.dtype)
     if SCALES is not None:
         y = tl.where(mask, y.to(tl.float32), 0.0)
@@ -60,13 +62,45 @@ def _activation_kernel(
         tl.store(OUT + row * SIZE + cols, y, mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _adapted_activation_kernel(
+    X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As _activation_kernel, of what adapters add to X [rows, SIZE or 2 SIZE] and BIAS, too; see gemm/expand.py. Grid
+    (tiles of rows, tiles of SIZE)."""
+    row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask, cols = (row < rows)[:, None] & (col < SIZE)[None, :], col[None, :]
+    start_early(PDL)
+    deltas = tile_deltas(ADAPTER, 2 if GATED else 1, row, rows, col, SIZE, True, False)
+    row = row.to(tl.int64)[:, None]
+    start = X + row * SIZE * (2 if GATED else 1)
+    x = _load_biased(start, BIAS, cols, mask)
+    y = _activated(x.to(tl.float32) + deltas[0], KIND).to(x.dtype)
+    if GATED:
+        up = _load_biased(start, BIAS, SIZE + cols, mask)
+        y = (y.to(tl.float32) * (up.to(tl.float32) + deltas[1])).to(x.dtype)
+    tl.store(OUT + row * SIZE + cols, y, mask=mask)
+
+
 def activation(
-    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False
-) -> torch.Tensor | FP8Rows:
+    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False,
+    delta: Shrunk | None = None,
+) -> torch.Tensor | FP8Rows:  # fmt: skip
     """x [T, 2I], gates first -> activated(gate) * up, [T, I]; not gated: x [T, I] -> activated(x). kind: one of
     ACTIVATIONS. bias, of x's width, is added first. rounds: the result is then rounded to e4m3 (kernels/fp8/). X is
-    contiguous."""
+    contiguous. delta: of adapters, added in float32 behind the bias; the sum is not rounded, and then neither is the
+    result to e4m3."""
     num_rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    if delta is not None:
+        assert not rounds
+        out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+        block_m = 16 if num_rows <= 64 else 32 if num_rows <= 256 else 64
+        _adapted_activation_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(size, 64))](
+            x, bias, delta.operands, out, num_rows, SIZE=size, KIND=kind, GATED=gated, BLOCK_M=block_m, BLOCK_N=64,
+            num_warps=4 if delta.b.shape[2] <= 128 else 8, **pdl_options(x.device),
+        )  # fmt: skip
+        return out
     block = min(1024, triton.next_power_of_2(size))
     if rounds:
         block = max(block, GROUP)
@@ -83,11 +117,15 @@ def activation(
 
 
 def activation_reference(
-    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False
-) -> torch.Tensor | FP8Rows:
+    x: torch.Tensor, kind: str, gated: bool, bias: torch.Tensor | None = None, rounds: bool = False,
+    delta: Shrunk | None = None,
+) -> torch.Tensor | FP8Rows:  # fmt: skip
     """Plain twin of `activation`."""
+    dtype = x.dtype
     if bias is not None:
         x = x + bias
+    if delta is not None:
+        x = x.float() + delta_reference(delta)
     gate, up = x.chunk(2, dim=-1) if gated else (x, None)
     if kind == "silu":
         y = F.silu(gate)
@@ -95,5 +133,5 @@ def activation_reference(
         y = F.gelu(gate, approximate="tanh")
     else:
         y = F.relu(gate).square()
-    y = y if up is None else y * up
+    y = y.to(dtype) if up is None else (y.to(dtype) * up).to(dtype)
     return quantize_rows_reference(y) if rounds else y
