@@ -181,18 +181,28 @@ def test_a_norm_gets_what_adapters_add_as_one_part_more() -> None:
     assert torch.equal(parts[:2], dense.split_linear(given[0], weight_of("dense", torch.float32), SPLIT))
 
 
+def check_order(ptx: str, options: dict[str, Any]) -> None:
+    """Where x is there when a kernel starts, the one before, which sums x A^T, has let it start only then; and it waits
+    for the sums behind its products."""
+    wait, start = (ptx.find(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
+    if "LATE" in options:
+        assert (wait < start) == options["LATE"]
+    elif options.get("TMA") and options["TOP_K"] == 0:
+        assert start < ptx.index("wgmma.mma_async") < wait
+
+
 def compile_all() -> None:
     launch_dependently(adapters, fma, stream, tile, packed_tile, packed_row, experts, packed_experts, pointwise)
-    compile_only(most_spilled=None)
+    compile_only(check_order, most_spilled=None)
 
-    def shrunk(rows: int, few: bool, rank: int = 16) -> Any:
+    def shrunk(rows: int, few: bool, rank: int = 16, late: bool = False) -> Any:
         a, b = empty(8, 2 * rank, 4096), empty(8, 4096, rank)
-        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few)
+        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few, late=late)
 
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
                              (16, GemmConfig("tile", 64, 32, 128, 5))):  # fmt: skip
-            delta = shrunk(rows, config.is_skinny, 64 if gated else 16)
+            delta = shrunk(rows, config.is_skinny, 64 if gated else 16, config.kernel == "tile")
             dense.linear(empty(rows, 4096), empty(4096, 4096), config, gated=gated, delta=delta)
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
         packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=shrunk(1, True))
