@@ -135,8 +135,8 @@ class AdaptedMatrix(nn.Module):
 
 
 def leave_delta(weight: Weight, x: Any, launch: Launch, call: Call) -> tuple[Weight, Shrunk | None]:
-    """What multiplies x, and what its consumer is to add to the product in float32; None: nothing, or the weight adds
-    it, as where our kernels multiply."""
+    """The weight that multiplies x, and sums that the consumer is to add to the product in float32; None: the weight
+    adds them itself, or there are none."""
     if not isinstance(weight, AdaptedMatrix) or call.adapters is None:
         return weight, None
     if launch.config.is_our_kernel or not weight.kernels.fused:

@@ -182,8 +182,7 @@ def test_a_norm_gets_what_adapters_add_as_one_part_more() -> None:
 
 
 def check_order(ptx: str, options: dict[str, Any]) -> None:
-    """Where x is there when a kernel starts, the one before, which sums x A^T, has let it start only then; and it waits
-    for the sums behind its products."""
+    """Asserts that a kernel that reads x at once starts when x is there, and waits for x A^T behind its products."""
     wait, start = (ptx.find(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
     if "LATE" in options:
         assert (wait < start) == options["LATE"]

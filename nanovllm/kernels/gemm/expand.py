@@ -201,22 +201,24 @@ def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr
 
 
 @triton.jit
-def tile_deltas(ADAPTER, HALVES: tl.constexpr, row, rows, col, n_out, X_LEFT: tl.constexpr, LATE: tl.constexpr):
-    """tile_delta of weight rows `col`, and with two HALVES of the ups that belong to them. LATE: the sums are there
-    after gdc_wait alone."""
-    bs, deltas, slots = (), (), slots_of(ADAPTER, row, rows)
-    for half in tl.static_range(HALVES):
-        bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
-    if LATE:
-        tl.extra.cuda.gdc_wait()
-    for half in tl.static_range(HALVES):
-        w_row, end = half * n_out + col, (half + 1) * n_out
-        deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, HALVES * n_out, X_LEFT),)
+def tile_deltas(ADAPTER, HALVES: tl.constexpr, row, rows, col, n_out, X_LEFT: tl.constexpr, PDL: tl.constexpr):
+    """tile_delta of weight rows `col`, and with two HALVES of the ups that belong to them; () without ADAPTER. With PDL
+    it waits for a Shrunk that is late."""
+    bs, deltas = (), ()
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, row, rows)
+        for half in tl.static_range(HALVES):
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
+        if PDL and ADAPTER[5]:
+            tl.extra.cuda.gdc_wait()
+        for half in tl.static_range(HALVES):
+            w_row, end = half * n_out + col, (half + 1) * n_out
+            deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, HALVES * n_out, X_LEFT),)
     return deltas
 
 
 def delta_reference(shrunk: Shrunk) -> Tensor:
-    """What adapters add to each row's product, float32 [T, N]; of rows without one -0.0."""
+    """Plain twin of adapters.expand: sums for each row, float32 [T, N]; of rows without an adapter -0.0."""
     _, slots, b, starts, _ = shrunk
     rank, ends = b.shape[2], (*starts[1:], b.shape[1])
     h = shrunk.sums.sum(0).to(b.dtype).float()

@@ -258,7 +258,7 @@ def tile_kernel(
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
     BLOCK_K or with scales 128, are loaded and multiplied at once. ADAPTER: see expand.py; DELTA: add_delta."""
-    scale_ptrs, scales_of_w, deltas = X_SCALE, SCALE, ()
+    scale_ptrs, scales_of_w = X_SCALE, SCALE
     if TILES is None:
         first_row, first_col, begin, end = _enter_part(
             w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)  # fmt: skip
@@ -268,7 +268,7 @@ def tile_kernel(
         expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
             return
-        first_col = tl.program_id(0) * BLOCK_N
+        first_col, begin, end = tl.program_id(0) * BLOCK_N, 0, tl.cdiv(k, BLOCK_K)
         base = expert * (n_out * 2 if PAIRED else n_out)
         first_w, end_w = base + first_col, base + n_out
         position, live, choice = enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
@@ -277,7 +277,6 @@ def tile_kernel(
         x_ptrs = X + row.to(tl.int64)[:, None] * k
         if X_SCALE is not None:
             scale_ptrs, scales_of_w = X_SCALE + row, SCALE + expert * scale_rows * groups
-        begin, end = 0, tl.cdiv(k, BLOCK_K)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
@@ -291,9 +290,7 @@ def tile_kernel(
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
-    if ADAPTER is not None:
-        deltas = tile_deltas(ADAPTER, len(accs), row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT,
-                              PDL and ADAPTER[5])  # fmt: skip
+    deltas = tile_deltas(ADAPTER, len(accs), row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT, PDL)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip

@@ -67,8 +67,8 @@ def _adapted_activation_kernel(
     X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As _activation_kernel, of what adapters add to X [rows, SIZE or 2 SIZE] and BIAS, too; see gemm/expand.py. Grid
-    (tiles of rows, tiles of SIZE)."""
+    """Grid (tiles of rows, tiles of SIZE). Operands as of _activation_kernel; X and BIAS have sums by ADAPTER added to
+    them (gemm/expand.py)."""
     row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask, cols = (row < rows)[:, None] & (col < SIZE)[None, :], col[None, :]
     start_early(PDL)
