@@ -7,10 +7,12 @@ without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
 which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
-is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and
+is cut into pieces of PIECE columns, whose sums are added in their order: a row's bits depend on nothing but the row and
 its adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
 that waits for them reads the fewer pieces the sooner.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,17 +23,19 @@ from nanovllm.kernels.gemm.expand import (
     EARLY_RANK,
     NONE,
     Shrunk,
+    column_groups,
     delta_reference,
-    first_b,
+    ends_of_part,
     next_adapter,
+    product_of_slot,
     slots_of,
-    tile_delta,
+    sums_of_part,
 )
 from nanovllm.kernels.pointwise.norm import Norm
 
-PIECES, ROW_PIECES = (512, 1024), (1024, 2048)
-"""Columns of a piece of K, and of one where programs have a row each: the first that leaves few pieces."""
-_MOST_PIECES, _FEW_PIECES = 8, 4
+PIECE, ROW_PIECES = 512, (1024, 2048)
+"""Columns of a piece of K, and of one whose sums should soon be read: the first that leaves few pieces."""
+_FEW_PIECES = 4
 MOST_PARTS = 4
 _FEW_ROWS, _PROGRAMS = 256, 132
 """Rows up to which tiles have 16; programs of whole rows of x, from which on its pieces need none of their own."""
@@ -123,15 +127,26 @@ def shrink_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def expand_kernel(ADAPTER, DELTA, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Grid (tiles of rows, tiles of n): DELTA [rows, n]. ADAPTER: see expand.py, of shrink_kernel's H."""
-    row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+def expand_kernel(
+    ADAPTER, DELTA, rows, n, groups, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (tiles of rows, parts * groups of EACH tiles of a part's columns): DELTA [rows, n]. ADAPTER: see expand.py,
+    of shrink_kernel's H."""
+    row, part = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) // groups
     slots = slots_of(ADAPTER, row, rows)
-    b = first_b(ADAPTER, slots, col, n, n)
+    start, end = ends_of_part(ADAPTER, part, n)
+    first = start + tl.program_id(1) % groups * (EACH * BLOCK_N)
     start_early(PDL)
-    delta = tile_delta(ADAPTER, b, slots, row, rows, col, n, n, True)
-    live = (row < rows)[:, None] & (col < n)[None, :]
-    tl.store(DELTA + row.to(tl.int64)[:, None] * n + col[None, :], delta.to(DELTA.dtype.element_ty), mask=live)
+    slot = tl.min(slots, 0)
+    while slot < NONE:
+        mine = (slots == slot) & (row < rows)
+        h = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, part)
+        for w_row in tl.range(first, tl.minimum(first + EACH * BLOCK_N, end), BLOCK_N, num_stages=3):
+            col = w_row + tl.arange(0, BLOCK_N)
+            delta = product_of_slot(ADAPTER, h, slot, slots, col, end, n).to(DELTA.dtype.element_ty)
+            at = row.to(tl.int64)[:, None] * n + col[None, :]
+            tl.store(DELTA + at, delta, mask=mine[:, None] & (col < end)[None, :])
+        slot = next_adapter(slots, slot)
 
 
 def shrink(
@@ -151,10 +166,11 @@ def shrink(
         )  # fmt: skip
         return Shrunk(h, slots, b, starts)
     assert norm is None
-    rank, block_m, piece = ranks // parts, 16 if rows <= _FEW_ROWS else 64, PIECES[k > _MOST_PIECES * PIECES[0]]
+    rank, block_m = ranks // parts, 16 if rows <= _FEW_ROWS else 64
+    piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]] if late else PIECE
     tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, piece)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and piece == PIECES[0]
+    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and not late
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
         x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,
@@ -165,12 +181,12 @@ def shrink(
 
 def expand(shrunk: Shrunk, out: Tensor) -> Tensor:
     """Fills and returns `out` [T, N] with what adapters add; see adapter_delta."""
-    (rows, n), rank = out.shape, shrunk.b.shape[2]
-    block_m, block_n = (16, 64) if rows <= 64 else (32, 128) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
-    expand_kernel[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n))](
-        shrunk.operands, out, rows, n, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=4 if rank <= 128 and block_n == 64 else 8, **pdl_options(out.device),
-    )  # fmt: skip
+    (rows, n), starts = out.shape, shrunk.starts
+    widest = max(end - start for start, end in pairwise((*starts, n)))
+    tiles, groups, options = column_groups(rows, widest, len(starts), shrunk.b.shape[2])
+    expand_kernel[(tiles, len(starts) * groups)](
+        shrunk.operands, out, rows, n, groups, **options, **pdl_options(out.device)
+    )
     return out
 
 

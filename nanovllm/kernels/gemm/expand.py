@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 
 NONE: tl.constexpr = tl.constexpr(1 << 30)
 FIELDS: tl.constexpr = tl.constexpr(6)  # of ADAPTER ahead of the first rows
-WINDOW: tl.constexpr = tl.constexpr(64)  # ranks of several slots that a product has as columns
+WINDOW: tl.constexpr = tl.constexpr(32)  # ranks of several slots that a product has as columns
 EARLY_RANK: tl.constexpr = tl.constexpr(32)  # up to which registers hold a tile of B early
+
+PROGRAMS = 512
+"""About how many column_groups makes."""
 
 
 class Shrunk(NamedTuple):
@@ -132,14 +134,6 @@ def _window(slots, first, RANK: tl.constexpr):
 
 
 @triton.jit
-def prefetch_b(ADAPTER, slots, w_row, end, n):
-    """Has the L2 cache fetch what first_b loads; where a tile has few slots, some of it several times."""
-    slot, first = _window(slots, next_adapter(slots, -1), ADAPTER[3]), next_adapter(slots, -1)
-    slot = tl.where(slot < 0, first % NONE, slot).to(tl.int64)
-    prefetch_lines(ADAPTER[2] + (slot[None, :] * n + tl.minimum(w_row, end - 1)[:, None]) * ADAPTER[3])
-
-
-@triton.jit
 def first_b(ADAPTER, slots, w_row, end, n):
     """Rows w_row, before `end`, of B of the first of these slots, [BLOCK_N, ranks], where tile_delta wants them early;
     else anything."""
@@ -167,54 +161,93 @@ def _own_columns(h, slots, first):
 
 
 @triton.jit
+def sums_of_part(ADAPTER, mine, row, rows, part):
+    """x A^T of a part, [BLOCK_M, RANK] in B's dtype, of rows that are `mine`; of others 0."""
+    RANK: tl.constexpr = ADAPTER[3]
+    WIDTH: tl.constexpr = (len(ADAPTER) - FIELDS + 1) * RANK
+    UNROLL: tl.constexpr = max(2, min(8, 4096 // (RANK * row.shape[0])))
+    sums = tl.zeros([row.shape[0], RANK], dtype=tl.float32)
+    for piece in tl.range(0, ADAPTER[4], num_stages=1, loop_unroll_factor=UNROLL):
+        at = (piece * rows + row).to(tl.int64)[:, None] * WIDTH + part * RANK + tl.arange(0, RANK)[None, :]
+        sums += tl.load(ADAPTER[0] + at, mask=mine[:, None], other=0.0)
+    return sums.to(ADAPTER[2].dtype.element_ty)
+
+
+@triton.jit
 def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr):
     """h B^T of rows [BLOCK_M], with their slots, and weight rows w_row [BLOCK_N], before `end`: float32 [BLOCK_M,
     BLOCK_N], or transposed where not X_LEFT; see of_adapters. b: first_b's. Ranks of several slots are columns of one
     product, in which each row has zeros for all but its own."""
-    RANK: tl.constexpr = ADAPTER[3]
-    WIDTH: tl.constexpr = (len(ADAPTER) - FIELDS + 1) * RANK
     IS_ONE: tl.constexpr = len(ADAPTER) == FIELDS
-    COUNT: tl.constexpr = max(1, WINDOW // RANK)
-    UNROLL: tl.constexpr = max(2, min(8, 4096 // (RANK * row.shape[0])))
-    part_of_row = _part_of(ADAPTER, tl.minimum(w_row, end - 1))
-    first_part, last_part = (0, 0) if IS_ONE else (tl.min(part_of_row, 0), tl.max(part_of_row, 0))
-    first_slot = next_adapter(slots, -1)
+    COUNT: tl.constexpr = max(1, WINDOW // ADAPTER[3])
     SHAPE: tl.constexpr = [row.shape[0], w_row.shape[0]] if X_LEFT else [w_row.shape[0], row.shape[0]]
-    delta = tl.zeros(SHAPE, dtype=tl.float32)
-    for part in tl.range(first_part, last_part + 1, num_stages=1):
-        sums = tl.zeros([row.shape[0], RANK], dtype=tl.float32)
-        for piece in tl.range(0, ADAPTER[4], num_stages=1, loop_unroll_factor=UNROLL):
-            at = (piece * rows + row).to(tl.int64)[:, None] * WIDTH + part * RANK + tl.arange(0, RANK)[None, :]
-            sums += tl.load(ADAPTER[0] + at, mask=(slots >= 0)[:, None], other=0.0)
-        h, slot = sums.to(ADAPTER[2].dtype.element_ty), first_slot
-        of_slots = b if RANK <= EARLY_RANK else _tile_of_b(ADAPTER, slots, first_slot, w_row, end, n)
-        while slot < NONE:
-            of_part = of_slots if IS_ONE else tl.where((part_of_row == part)[:, None], of_slots, 0.0)
-            own = _own_columns(h, slots, slot)
-            if X_LEFT:
-                delta = tl.dot(own, of_part.T, delta, input_precision="ieee")
-            else:
-                delta = tl.dot(of_part, own.T, delta, input_precision="ieee")
-            slot = next_adapter(slots, slot + COUNT - 1)
-            of_slots = _tile_of_b(ADAPTER, slots, slot, w_row, end, n)
+    delta, first = tl.zeros(SHAPE, dtype=tl.float32), next_adapter(slots, -1)
+    if first < NONE:
+        part_of_row = _part_of(ADAPTER, tl.minimum(w_row, end - 1))
+        first_part, last_part = (0, 0) if IS_ONE else (tl.min(part_of_row, 0), tl.max(part_of_row, 0))
+        for part in tl.range(first_part, last_part + 1, num_stages=1):
+            h, is_part = sums_of_part(ADAPTER, slots >= 0, row, rows, part), part_of_row == part
+            of_slots = b if ADAPTER[3] <= EARLY_RANK else _tile_of_b(ADAPTER, slots, first, w_row, end, n)
+            delta = _add_window(ADAPTER, delta, h, of_slots, is_part, slots, first, X_LEFT)
+            slot = next_adapter(slots, first + COUNT - 1)
+            while slot < NONE:
+                of_slots = _tile_of_b(ADAPTER, slots, slot, w_row, end, n)
+                delta = _add_window(ADAPTER, delta, h, of_slots, is_part, slots, slot, X_LEFT)
+                slot = next_adapter(slots, slot + COUNT - 1)
     return of_adapters(delta, slots[:, None] if X_LEFT else slots[None, :])
 
 
 @triton.jit
-def tile_deltas(ADAPTER, HALVES: tl.constexpr, row, rows, col, n_out, X_LEFT: tl.constexpr, PDL: tl.constexpr):
-    """tile_delta of weight rows `col`, and with two HALVES of the ups that belong to them; () without ADAPTER. With PDL
-    it waits for a Shrunk that is late."""
-    bs, deltas = (), ()
+def _add_window(ADAPTER, delta, h, b, is_part, slots, first, X_LEFT: tl.constexpr):
+    own = _own_columns(h, slots, first)
+    if len(ADAPTER) > FIELDS:
+        b = tl.where(is_part[:, None], b, 0.0)
+    if X_LEFT:
+        return tl.dot(own, b.T, delta, input_precision="ieee")
+    else:
+        return tl.dot(b, own.T, delta, input_precision="ieee")
+
+
+@triton.jit
+def tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT: tl.constexpr, PDL: tl.constexpr):
+    """tile_delta of weight rows `col`, and of the ups that belong to them, if there are as many of `bs`; () without
+    ADAPTER. With PDL it waits for a Shrunk that is late."""
+    deltas = ()
     if ADAPTER is not None:
-        slots = slots_of(ADAPTER, row, rows)
-        for half in tl.static_range(HALVES):
-            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, HALVES * n_out),)
         if PDL and ADAPTER[5]:
             tl.extra.cuda.gdc_wait()
-        for half in tl.static_range(HALVES):
+        for half in tl.static_range(len(bs)):
             w_row, end = half * n_out + col, (half + 1) * n_out
-            deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, HALVES * n_out, X_LEFT),)
+            deltas = deltas + (tile_delta(ADAPTER, bs[half], slots, row, rows, w_row, end, len(bs) * n_out, X_LEFT),)
     return deltas
+
+
+@triton.jit
+def ends_of_part(ADAPTER, part, n):
+    """First row of B of a part, and end."""
+    start, end = 0, n
+    for number in tl.static_range(FIELDS, len(ADAPTER)):
+        start = tl.where(part > number - FIELDS, ADAPTER[number], start)
+        end = tl.where(part == number - FIELDS, ADAPTER[number], end)
+    return start, end
+
+
+@triton.jit
+def product_of_slot(ADAPTER, h, slot, slots, w_row, end, n):
+    """h [BLOCK_M, RANK] by B of one slot and weight rows w_row, before `end`, float32 [BLOCK_M, BLOCK_N]; see
+    of_adapters."""
+    b = b_of_rows(ADAPTER, slot, w_row[:, None], (w_row < end)[:, None], tl.arange(0, ADAPTER[3])[None, :], n)
+    return of_adapters(tl.dot(h, b.T, input_precision="ieee", out_dtype=tl.float32), slots[:, None])
+
+
+def column_groups(rows: int, columns: int, parts: int, rank: int) -> tuple[int, int, dict[str, Any]]:
+    """Tiles of rows, groups of tiles of so many columns, and options of a kernel whose programs have a tile of rows and
+    a group of each part: x A^T is read once for all of it."""
+    block_m, block_n = 16 if rows <= 64 else 32 if rows <= 256 else 64, 64
+    tiles, of_part = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
+    each = max(1, tiles * of_part * parts // PROGRAMS)
+    options = {"EACH": each, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4 if rank <= 128 else 8}
+    return tiles, triton.cdiv(of_part, each), options
 
 
 def delta_reference(shrunk: Shrunk) -> Tensor:

@@ -9,7 +9,7 @@ from nanovllm.kernels.base.activations import silu_mul
 from nanovllm.kernels.base.device import prefetch_lines
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.gemm.epilogue import store_tile, weight_rows
-from nanovllm.kernels.gemm.expand import first_b, prefetch_b, slots_of, tile_delta
+from nanovllm.kernels.gemm.expand import first_b, slots_of, tile_delta
 from nanovllm.kernels.gemm.unpack import (
     SPAN,
     add_block,
@@ -67,10 +67,10 @@ def int4_gemm_kernel(
     if EVEN_N:
         live = w_rows >= 0
     w_ptrs = words_at(w_ptr, tl.where(live, w_rows, 0), CODE, GROUP)
+    if ADAPTER is not None:
+        slots = slots_of(ADAPTER, first_row + tl.arange(0, ROWS), rows)
+        b = first_b(ADAPTER, slots, tl.where(live, w_rows, n), n, n)
     if PDL:
-        if ADAPTER is not None:
-            slots = slots_of(ADAPTER, first_row + tl.arange(0, ROWS), rows)
-            prefetch_b(ADAPTER, slots, w_rows, n, n)
         _prefetch(w_ptr, groups_ptr, begin, end, first_block, pid, n, n_out, BLOCK_N, CODE, GROUP, PAIRED, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -97,8 +97,6 @@ def int4_gemm_kernel(
 
     if ADAPTER is not None:
         at, w_row = first_row + row, tl.where(live, w_rows, n)
-        slots = slots_of(ADAPTER, at, first_row + rows)
-        b = first_b(ADAPTER, slots, w_row, n, n)
         accs = (accs[0] + tile_delta(ADAPTER, b, slots, at, first_row + rows, w_row, n, n, False),)
     _finish(
         tl.trans(accs[0]), out_ptr, scratch_ptr, counter_ptr, first_row, rows, n_out,

@@ -25,7 +25,7 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta
-from nanovllm.kernels.gemm.expand import Shrunk, prefetch_b, slots_of, tile_deltas
+from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
 from nanovllm.kernels.plan.config import GemmConfig
 
 PREFETCH_BYTES = 64 << 10
@@ -37,26 +37,30 @@ def _enter_part(
     w_ptr, n_out, k, ADAPTER, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First rows of x and of the weights of the program, first step and end of its part of K. On return X may be read,
-    and with PDL PREFETCH columns of the program's weights, with GATED of its ups too, are on their way into L2.
+    """First rows of x and of the weights of the program, first step and end of its part of K, and for tile_deltas slots
+    of the rows and first_b of each half. On return X may be read, and with PDL PREFETCH columns of the program's
+    weights, with GATED of its ups too, are on their way into L2.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     first_step, end_step = steps * split // splits, steps * (split + 1) // splits
     IS_LATE: tl.constexpr = ADAPTER is not None and ADAPTER[5]
+    slots, bs = -1, ()
+    if ADAPTER is not None:
+        slots, col = slots_of(ADAPTER, first_row + tl.arange(0, BLOCK_M), rows), first_col + tl.arange(0, BLOCK_N)
+        for half in tl.static_range(2 if GATED else 1):
+            end = (half + 1) * n_out
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, end, n_out * 2 if GATED else n_out),)
     if PDL:
         begin = first_step * BLOCK_K
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
         if GATED:
             prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
-        if ADAPTER is not None:
-            slots = slots_of(ADAPTER, first_row + tl.arange(0, BLOCK_M), rows)
-            prefetch_b(ADAPTER, slots, first_col + tl.arange(0, BLOCK_N), n_out, n_out * 2 if GATED else n_out)
         tl.extra.cuda.gdc_launch_dependents()
         if not IS_LATE:
             tl.extra.cuda.gdc_wait()
-    return first_row, first_col, first_step, end_step
+    return first_row, first_col, first_step, end_step, slots, bs
 
 
 @triton.jit
@@ -258,9 +262,9 @@ def tile_kernel(
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
     BLOCK_K or with scales 128, are loaded and multiplied at once. ADAPTER: see expand.py; DELTA: add_delta."""
-    scale_ptrs, scales_of_w = X_SCALE, SCALE
+    scale_ptrs, scales_of_w, slots, bs = X_SCALE, SCALE, -1, ()
     if TILES is None:
-        first_row, first_col, begin, end = _enter_part(
+        first_row, first_col, begin, end, slots, bs = _enter_part(
             w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)  # fmt: skip
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
@@ -290,7 +294,7 @@ def tile_kernel(
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
-    deltas = tile_deltas(ADAPTER, len(accs), row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT, PDL)
+    deltas = tile_deltas(ADAPTER, bs, slots, row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT, PDL)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip

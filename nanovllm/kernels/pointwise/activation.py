@@ -12,7 +12,17 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import empty_rows_for, store_rounded
 from nanovllm.kernels.fp8.reference import GROUP, quantize_rows_reference
-from nanovllm.kernels.gemm.expand import Shrunk, delta_reference, tile_deltas
+from nanovllm.kernels.gemm.expand import (
+    FIELDS,
+    NONE,
+    Shrunk,
+    column_groups,
+    delta_reference,
+    next_adapter,
+    product_of_slot,
+    slots_of,
+    sums_of_part,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
@@ -64,23 +74,33 @@ def _activation_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _adapted_activation_kernel(
-    X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, EACH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of SIZE). Operands as of _activation_kernel; X and BIAS have sums by ADAPTER added to
-    them (gemm/expand.py)."""
-    row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask, cols = (row < rows)[:, None] & (col < SIZE)[None, :], col[None, :]
+    """Grid (tiles of rows, groups of EACH tiles of SIZE). Operands as of _activation_kernel; X and BIAS have sums by
+    ADAPTER added to them (gemm/expand.py)."""
+    row, first = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * EACH * BLOCK_N
+    WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
+    slots, start, out = slots_of(ADAPTER, row, rows), X + row.to(tl.int64)[:, None] * WIDTH, row.to(tl.int64) * SIZE
     start_early(PDL)
-    deltas = tile_deltas(ADAPTER, 2 if GATED else 1, row, rows, col, SIZE, True, False)
-    row = row.to(tl.int64)[:, None]
-    start = X + row * SIZE * (2 if GATED else 1)
-    x = _load_biased(start, BIAS, cols, mask)
-    y = _activated(x.to(tl.float32) + deltas[0], KIND).to(x.dtype)
-    if GATED:
-        up = _load_biased(start, BIAS, SIZE + cols, mask)
-        y = (y.to(tl.float32) * (up.to(tl.float32) + deltas[1])).to(x.dtype)
-    tl.store(OUT + row * SIZE + cols, y, mask=mask)
+    slot = tl.min(slots, 0)
+    while slot < NONE:
+        mine = (slots == slot) & (row < rows)
+        h = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, 0)
+        of_up = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, 1) if len(ADAPTER) > FIELDS else h
+        for begin in tl.range(first, tl.minimum(first + EACH * BLOCK_N, SIZE), BLOCK_N, num_stages=3):
+            col = begin + tl.arange(0, BLOCK_N)
+            cols, mask = col[None, :], mine[:, None] & (col < SIZE)[None, :]
+            x = _load_biased(start, BIAS, cols, mask)
+            if GATED:
+                up = _load_biased(start, BIAS, SIZE + cols, mask).to(tl.float32)
+                up += product_of_slot(ADAPTER, of_up, slot, slots, SIZE + col, WIDTH, WIDTH)
+            y = x.to(tl.float32) + product_of_slot(ADAPTER, h, slot, slots, col, SIZE, WIDTH)
+            y = _activated(y, KIND).to(x.dtype)
+            if GATED:
+                y = (y.to(tl.float32) * up).to(x.dtype)
+            tl.store(OUT + out[:, None] + cols, y, mask=mask)
+        slot = next_adapter(slots, slot)
 
 
 def activation(
@@ -95,10 +115,10 @@ def activation(
     if delta is not None:
         assert not rounds
         out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
-        block_m = 16 if num_rows <= 64 else 32 if num_rows <= 256 else 64
-        _adapted_activation_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(size, 64))](
-            x, bias, delta.operands, out, num_rows, SIZE=size, KIND=kind, GATED=gated, BLOCK_M=block_m, BLOCK_N=64,
-            num_warps=4 if delta.b.shape[2] <= 128 else 8, **pdl_options(x.device),
+        tiles, groups, options = column_groups(num_rows, size, 1, delta.b.shape[2])
+        _adapted_activation_kernel[(tiles, groups)](
+            x, bias, delta.operands, out, num_rows, SIZE=size, KIND=kind, GATED=gated, **options,
+            **pdl_options(x.device),
         )  # fmt: skip
         return out
     block = min(1024, triton.next_power_of_2(size))
