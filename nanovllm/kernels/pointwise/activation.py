@@ -114,13 +114,13 @@ def activation(
     num_rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     if delta is not None:
         assert not rounds
-        out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+        wide = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
         tiles, groups, options = column_groups(num_rows, size, 1, delta.b.shape[2])
         _adapted_activation_kernel[(tiles, groups)](
-            x, bias, delta.operands, out, num_rows, SIZE=size, KIND=kind, GATED=gated, **options,
+            x, bias, delta.operands, wide, num_rows, SIZE=size, KIND=kind, GATED=gated, **options,
             **pdl_options(x.device),
         )  # fmt: skip
-        return out
+        return wide
     block = min(1024, triton.next_power_of_2(size))
     if rounds:
         block = max(block, GROUP)
