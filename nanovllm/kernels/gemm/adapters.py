@@ -128,8 +128,9 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_kernel(
-    ADAPTER, DELTA, rows, n, groups, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
-):
+    ADAPTER, DELTA, rows, n, groups,
+    EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (tiles of rows, parts * groups of EACH tiles of a part's columns): DELTA [rows, n]. ADAPTER: see expand.py,
     of shrink_kernel's H."""
     row, part = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) // groups
@@ -141,7 +142,7 @@ def expand_kernel(
     while slot < NONE:
         mine = (slots == slot) & (row < rows)
         h = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, part)
-        for w_row in tl.range(first, tl.minimum(first + EACH * BLOCK_N, end), BLOCK_N, num_stages=3):
+        for w_row in tl.range(first, tl.minimum(first + EACH * BLOCK_N, end), BLOCK_N, num_stages=STAGES):
             col = w_row + tl.arange(0, BLOCK_N)
             delta = product_of_slot(ADAPTER, h, slot, slots, col, end, n).to(DELTA.dtype.element_ty)
             at = row.to(tl.int64)[:, None] * n + col[None, :]

@@ -246,8 +246,8 @@ def column_groups(rows: int, columns: int, parts: int, rank: int) -> tuple[int, 
     block_m, block_n = 16 if rows <= 64 else 32 if rows <= 256 else 64, 64
     tiles, of_part = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
     each = max(1, tiles * of_part * parts // PROGRAMS)
-    options = {"EACH": each, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4 if rank <= 128 else 8}
-    return tiles, triton.cdiv(of_part, each), options
+    options = {"EACH": each, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 3 if rank <= 64 else 1}
+    return tiles, triton.cdiv(of_part, each), options | {"num_warps": 4 if rank <= 128 else 8}
 
 
 def delta_reference(shrunk: Shrunk) -> Tensor:

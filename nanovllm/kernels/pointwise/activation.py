@@ -75,10 +75,10 @@ def _activation_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _adapted_activation_kernel(
     X, BIAS, ADAPTER, OUT, rows, SIZE: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, EACH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, groups of EACH tiles of SIZE). Operands as of _activation_kernel; X and BIAS have sums by
-    ADAPTER added to them (gemm/expand.py)."""
+    """Grid (tiles of rows, groups of EACH tiles of SIZE). OUT [rows, SIZE] and other operands as of _activation_kernel;
+    X and BIAS have sums by ADAPTER added to them (gemm/expand.py)."""
     row, first = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * EACH * BLOCK_N
     WIDTH: tl.constexpr = 2 * SIZE if GATED else SIZE
     slots, start, out = slots_of(ADAPTER, row, rows), X + row.to(tl.int64)[:, None] * WIDTH, row.to(tl.int64) * SIZE
@@ -88,7 +88,7 @@ def _adapted_activation_kernel(
         mine = (slots == slot) & (row < rows)
         h = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, 0)
         of_up = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, 1) if len(ADAPTER) > FIELDS else h
-        for begin in tl.range(first, tl.minimum(first + EACH * BLOCK_N, SIZE), BLOCK_N, num_stages=3):
+        for begin in tl.range(first, tl.minimum(first + EACH * BLOCK_N, SIZE), BLOCK_N, num_stages=STAGES):
             col = begin + tl.arange(0, BLOCK_N)
             cols, mask = col[None, :], mine[:, None] & (col < SIZE)[None, :]
             x = _load_biased(start, BIAS, cols, mask)
