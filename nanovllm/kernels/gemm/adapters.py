@@ -7,7 +7,7 @@ without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
 which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
-is cut into pieces of PIECE columns, whose sums are added in their order: a row's bits depend on nothing but the row and
+is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and
 its adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
 that waits for them reads the fewer pieces the sooner.
 """
@@ -33,9 +33,9 @@ from nanovllm.kernels.gemm.expand import (
 )
 from nanovllm.kernels.pointwise.norm import Norm
 
-PIECE, ROW_PIECES = 512, (1024, 2048)
-"""Columns of a piece of K, and of one whose sums should soon be read: the first that leaves few pieces."""
-_FEW_PIECES = 4
+PIECES, ROW_PIECES = (512, 1024), (1024, 2048)
+"""Columns of a piece of K, and of one where programs have a row each: the first that leaves few pieces."""
+_FEW_PIECES = 8, 4
 MOST_PARTS = 4
 _FEW_ROWS, _PROGRAMS = 256, 132
 """Rows up to which tiles have 16; programs of whole rows of x, from which on its pieces need none of their own."""
@@ -159,7 +159,7 @@ def shrink(
     multiplies x by, beside the norm's weight. late: see Shrunk.is_late."""
     (rows, k), ranks, parts = x.shape, a.shape[1], len(starts)
     if few:
-        piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]]
+        piece = ROW_PIECES[k > _FEW_PIECES[1] * ROW_PIECES[0]]
         h = torch.empty(triton.cdiv(k, piece), rows, ranks, dtype=torch.float32, device=x.device)
         shrink_row_kernel[(rows, h.shape[0], ranks // _RANKS.value)](
             x, slots, a, norm and norm.weight, h, k, x.stride(0), PIECE=piece, num_warps=piece // 128,
@@ -167,11 +167,10 @@ def shrink(
         )  # fmt: skip
         return Shrunk(h, slots, b, starts)
     assert norm is None
-    rank, block_m = ranks // parts, 16 if rows <= _FEW_ROWS else 64
-    piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]] if late else PIECE
+    rank, block_m, piece = ranks // parts, 16 if rows <= _FEW_ROWS else 64, PIECES[k > _FEW_PIECES[0] * PIECES[0]]
     tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, piece)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and not late
+    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and piece == PIECES[0]
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
         x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,

@@ -15,7 +15,6 @@ from nanovllm.kernels.base.triton_import import tl, triton
 
 NONE: tl.constexpr = tl.constexpr(1 << 30)
 FIELDS: tl.constexpr = tl.constexpr(6)  # of ADAPTER ahead of the first rows
-WINDOW: tl.constexpr = tl.constexpr(32)  # ranks of several slots that a product has as columns
 EARLY_RANK: tl.constexpr = tl.constexpr(32)  # up to which registers hold a tile of B early
 
 PROGRAMS = 512
@@ -126,38 +125,16 @@ def _operands(ADAPTER, slot, row, rows, w_row, live, begin, RANKS: tl.constexpr,
 
 
 @triton.jit
-def _window(slots, first, RANK: tl.constexpr):
-    """The slots whose B has its ranks side by side in a tile, from `first` on; -1 for each that none of `slots` is, as
-    all are where first is NONE."""
-    slot = first + tl.arange(0, max(1, WINDOW // RANK))
-    return tl.where(tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0, slot, -1)
-
-
-@triton.jit
 def first_b(ADAPTER, slots, w_row, end, n):
-    """Rows w_row, before `end`, of B of the first of these slots, [BLOCK_N, ranks], where tile_delta wants them early;
+    """Rows w_row, before `end`, of B of the lowest of these slots, [BLOCK_N, RANK], where tile_delta wants them early;
     else anything."""
-    return _tile_of_b(ADAPTER, slots, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else 0.0
+    return _tile_of_b(ADAPTER, next_adapter(slots, -1), w_row, end, n) if ADAPTER[3] <= EARLY_RANK else 0.0
 
 
 @triton.jit
-def _tile_of_b(ADAPTER, slots, first, w_row, end, n):
-    RANK: tl.constexpr = ADAPTER[3]
-    slot, w_row, rank = _window(slots, first, RANK)[None, :, None], w_row[:, None, None], tl.arange(0, RANK)
-    b = b_of_rows(ADAPTER, slot, w_row, w_row < end, rank[None, None, :], n)
-    return tl.reshape(b, [b.shape[0], b.shape[1] * RANK])
-
-
-@triton.jit
-def _own_columns(h, slots, first):
-    """h [BLOCK_M, RANK] in the columns of each row's slot of _window, elsewhere 0."""
-    RANK: tl.constexpr = h.shape[1]
-    COUNT: tl.constexpr = max(1, WINDOW // RANK)
-    if COUNT == 1:
-        return tl.where((slots == first)[:, None], h, 0.0)
-    else:
-        own = slots[:, None, None] == first + tl.arange(0, COUNT)[None, :, None]
-        return tl.reshape(tl.where(own, h[:, None, :], 0.0), [h.shape[0], COUNT * RANK])
+def _tile_of_b(ADAPTER, slot, w_row, end, n):
+    slot = tl.where(slot < NONE, slot, -1)
+    return b_of_rows(ADAPTER, slot, w_row[:, None], (w_row < end)[:, None], tl.arange(0, ADAPTER[3])[None, :], n)
 
 
 @triton.jit
@@ -176,36 +153,29 @@ def sums_of_part(ADAPTER, mine, row, rows, part):
 @triton.jit
 def tile_delta(ADAPTER, b, slots, row, rows, w_row, end, n, X_LEFT: tl.constexpr):
     """h B^T of rows [BLOCK_M], with their slots, and weight rows w_row [BLOCK_N], before `end`: float32 [BLOCK_M,
-    BLOCK_N], or transposed where not X_LEFT; see of_adapters. b: first_b's. Ranks of several slots are columns of one
-    product, in which each row has zeros for all but its own."""
+    BLOCK_N], or transposed where not X_LEFT; see of_adapters. b: first_b's. Each slot's product has zeros for rows of
+    others."""
     IS_ONE: tl.constexpr = len(ADAPTER) == FIELDS
-    COUNT: tl.constexpr = max(1, WINDOW // ADAPTER[3])
     SHAPE: tl.constexpr = [row.shape[0], w_row.shape[0]] if X_LEFT else [w_row.shape[0], row.shape[0]]
     delta, first = tl.zeros(SHAPE, dtype=tl.float32), next_adapter(slots, -1)
     if first < NONE:
         part_of_row = _part_of(ADAPTER, tl.minimum(w_row, end - 1))
         first_part, last_part = (0, 0) if IS_ONE else (tl.min(part_of_row, 0), tl.max(part_of_row, 0))
         for part in tl.range(first_part, last_part + 1, num_stages=1):
-            h, is_part = sums_of_part(ADAPTER, slots >= 0, row, rows, part), part_of_row == part
-            of_slots = b if ADAPTER[3] <= EARLY_RANK else _tile_of_b(ADAPTER, slots, first, w_row, end, n)
-            delta = _add_window(ADAPTER, delta, h, of_slots, is_part, slots, first, X_LEFT)
-            slot = next_adapter(slots, first + COUNT - 1)
+            h, slot = sums_of_part(ADAPTER, slots >= 0, row, rows, part), first
+            of_slot = b if ADAPTER[3] <= EARLY_RANK else _tile_of_b(ADAPTER, first, w_row, end, n)
             while slot < NONE:
-                of_slots = _tile_of_b(ADAPTER, slots, slot, w_row, end, n)
-                delta = _add_window(ADAPTER, delta, h, of_slots, is_part, slots, slot, X_LEFT)
-                slot = next_adapter(slots, slot + COUNT - 1)
+                following = next_adapter(slots, slot)
+                of_next = _tile_of_b(ADAPTER, following, w_row, end, n)  # on its way while of_slot is multiplied
+                own = tl.where((slots == slot)[:, None], h, 0.0)
+                if not IS_ONE:
+                    of_slot = tl.where((part_of_row == part)[:, None], of_slot, 0.0)
+                if X_LEFT:
+                    delta = tl.dot(own, of_slot.T, delta, input_precision="ieee")
+                else:
+                    delta = tl.dot(of_slot, own.T, delta, input_precision="ieee")
+                slot, of_slot = following, of_next
     return of_adapters(delta, slots[:, None] if X_LEFT else slots[None, :])
-
-
-@triton.jit
-def _add_window(ADAPTER, delta, h, b, is_part, slots, first, X_LEFT: tl.constexpr):
-    own = _own_columns(h, slots, first)
-    if len(ADAPTER) > FIELDS:
-        b = tl.where(is_part[:, None], b, 0.0)
-    if X_LEFT:
-        return tl.dot(own, b.T, delta, input_precision="ieee")
-    else:
-        return tl.dot(b, own.T, delta, input_precision="ieee")
 
 
 @triton.jit
