@@ -2,14 +2,15 @@
 
 A kernel that multiplies by the base's weight adds them to its float32 sum, before anything else becomes of that: of a
 young adapter most would be lost in a result that is rounded already. Kernels of our own get x A^T, which `shrink`
-computes, and multiply by B themselves (expand.py). The library, and kernels for experts, get the whole delta, of rows
-without an adapter -0.0, which changes no number.
+computes, and multiply by B themselves (expand.py), as the activation behind the library does. Other products of the
+library, and kernels for experts, get the whole delta, of rows without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
 which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
-is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and
-its adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
-that waits for them reads the fewer pieces the sooner.
+is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and its
+adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
+that waits for them reads the fewer pieces the sooner. A tile does not wait: `shrink` lets it start when x is there, and
+what it adds is ready behind its products.
 """
 
 from itertools import pairwise

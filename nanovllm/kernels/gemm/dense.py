@@ -30,7 +30,7 @@ def linear(
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
     * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
     delta: of adapters, added to the product, or its first part, before anything else: for kernels of our own a Shrunk,
-    else float32 [M, N], or for the library on a GPU in x's dtype."""
+    else float32 [M, N], or for the library on a GPU in x's dtype; for "split" either, one part more."""
     if config.is_skinny:
         few = stream if config.kernel == "stream" else fma
         return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
