@@ -10,6 +10,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.adapters import shrink
+from nanovllm.kernels.gemm.expand import Shrunk
 from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
@@ -106,7 +107,10 @@ class AdaptedMatrix(nn.Module):
                 a, b = a.flatten(0, 1), b.flatten(0, 1)
             if launch.config.is_our_kernel and not self.stack:  # it multiplies by B itself
                 norm, few = call.norm if launch.norm else None, launch.config.is_skinny
-                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm)
+                late = launch.config.kernel == "tile" and isinstance(self.base, DenseMatrix)
+                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm, late=late)
+            elif launch.config.kernel == "split" and self.kernels.fused:
+                delta = shrink(rows, slots, a, b, self.starts)
             else:
                 # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
                 takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
@@ -127,6 +131,16 @@ class AdaptedMatrix(nn.Module):
             name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
             of_rank = CheckpointWeight(name, (*self.stack, self.rank, columns), of_a)
             yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (*self.stack, out, self.rank), of_b))
+
+
+def leave_delta(weight: Weight, x: Any, launch: Launch, call: Call) -> tuple[Weight, Shrunk | None]:
+    """The weight that multiplies x, and sums that the consumer is to add to the product in float32; None: the weight
+    adds them itself, or there are none."""
+    if not isinstance(weight, AdaptedMatrix) or call.adapters is None:
+        return weight, None
+    if launch.config.is_our_kernel or not weight.kernels.fused:
+        return weight, None
+    return weight.base, shrink(x, call.adapters, weight.a, weight.b, weight.starts)
 
 
 def base_of(weight: Weight) -> Weight:

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.plan.product import SUMMED_AFTER, Around
+from nanovllm.layers.adapted import leave_delta
 from nanovllm.layers.context import LayerContext, ModelContext
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import column_multiple, has_measured_inputs
@@ -44,9 +45,10 @@ class MLP(WeightedModule):
         """[T, hidden] -> a partial sum [T, hidden]; see ParallelLinear."""
         up = self.gate_up_proj
         launch = up.launch(x.shape[0], call)
-        y = up.matrix.multiply(x, launch, call)
+        matrix, delta = leave_delta(up.matrix, x, launch, call)
+        y = matrix.multiply(x, launch, call)
         if not launch.gate:
-            y = self.kernels.activation(y, self.activation, self.gated, up.bias, rounds=launch.rounds)
+            y = self.kernels.activation(y, self.activation, self.gated, up.bias, launch.rounds, delta)
         return self.down_proj(y, call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -21,6 +21,8 @@ from nanovllm.kernels.moe import experts
 from nanovllm.kernels.moe import packed as packed_experts
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import LIBRARY, GemmConfig, streaming
+from nanovllm.kernels.pointwise import activation as pointwise
+from nanovllm.kernels.pointwise.activation import activation, activation_reference
 from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 FMA = GemmConfig("fma", 8, block_k=256, stages=1)
@@ -30,6 +32,7 @@ LARGE_TILE = GemmConfig("tile", 128, 128, 64, 2, num_warps=8)
 HALVES = GemmConfig("tile", 32, 16, 64, 2, split_k=2)
 FP8_TILE = GemmConfig("tile", 64, 16, 128, 2)
 INT4, INT4_HALVES = GemmConfig("int4", 32, 16, stages=2), GemmConfig("int4", 32, 16, stages=2, split_k=2)
+SPLIT = GemmConfig("split", split_k=2)
 INT4_WHOLE = GemmConfig("int4_whole", 32, 16, stages=2, split_k=2)
 STREAM, WIDE_STREAM = streaming(2, 2), streaming(2, 2, columns=64)
 K, N = 256, 64
@@ -142,7 +145,7 @@ def test_a_rows_bits_are_its_own(config: GemmConfig, few: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("dense", LIBRARY), ("dense", GemmConfig("blocks")), ("dense", GemmConfig("split", split_k=2)),
+        ("dense", LIBRARY), ("dense", GemmConfig("blocks")), ("dense", SPLIT),
         ("fp8", GemmConfig("twin")), ("fp8", GemmConfig("widened")), ("int4", GemmConfig("widened")),
     ],
 )  # fmt: skip
@@ -154,27 +157,59 @@ def test_others_get_the_whole_delta(kind: str, config: GemmConfig) -> None:
     plain, found = linear(x, weight, config), linear(x, weight, config, delta=delta.clone())
     base, total = (y.sum(0) if y.dim() == 3 else y for y in (plain, found))
     torch.testing.assert_close(total.double(), base.double() + delta.double(), rtol=1e-4, atol=1e-4)
-    assert torch.equal(found[..., 0, :], plain[..., 0, :])
+    assert torch.equal(total[0], base[0])
+
+
+@pytest.mark.parametrize(("kind", "gated", "rank"), [("silu", True, 16), ("gelu_tanh", True, 64), ("relu2", False, 16)])
+def test_an_activation_adds_what_adapters_do(kind: str, gated: bool, rank: int) -> None:
+    """To a result of the library, behind the bias; it does not round the sum before the activation."""
+    rows, dtype = 20, torch.float16
+    given = operands(rows, (0, N // 2) if gated else (0,), rank, dtype)
+    slots, shrunk = given[1], shrink(*given)
+    x, bias = random(rows, N, seed=6, dtype=dtype), random(N, seed=7, dtype=dtype)
+    found, plain = activation(x, kind, gated, bias, delta=shrunk), activation(x, kind, gated, bias)
+    torch.testing.assert_close(found, activation_reference(x, kind, gated, bias, delta=shrunk), rtol=1e-2, atol=1e-2)
+    assert torch.equal(found[slots < 0], plain[slots < 0])
+    sums = (x + bias).float() + adapter_delta_reference(*given)
+    torch.testing.assert_close(found.float(), activation_reference(sums, kind, gated), rtol=2e-2, atol=2e-2)
+
+
+def test_a_norm_gets_what_adapters_add_as_one_part_more() -> None:
+    given = operands(20, (0, 20), 16, torch.float32)
+    parts = dense.split_linear(given[0], weight_of("dense", torch.float32), SPLIT, shrink(*given))
+    torch.testing.assert_close(parts[2], adapter_delta_reference(*given), rtol=1e-4, atol=1e-4)
+    assert torch.equal(parts[:2], dense.split_linear(given[0], weight_of("dense", torch.float32), SPLIT))
+
+
+def check_order(ptx: str, options: dict[str, Any]) -> None:
+    """Asserts that a kernel that reads x at once starts when x is there, and waits for x A^T behind its products."""
+    wait, start = (ptx.find(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
+    if "LATE" in options:
+        assert (wait < start) == options["LATE"]
+    elif options.get("TMA") and options["TOP_K"] == 0:
+        assert start < ptx.index("wgmma.mma_async") < wait
 
 
 def compile_all() -> None:
-    launch_dependently(adapters, fma, stream, tile, packed_tile, packed_row, experts, packed_experts)
-    compile_only(most_spilled=None)
+    launch_dependently(adapters, fma, stream, tile, packed_tile, packed_row, experts, packed_experts, pointwise)
+    compile_only(check_order, most_spilled=None)
 
-    def shrunk(rows: int, few: bool, rank: int = 16) -> Any:
+    def shrunk(rows: int, few: bool, rank: int = 16, late: bool = False) -> Any:
         a, b = empty(8, 2 * rank, 4096), empty(8, 4096, rank)
-        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few)
+        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few, late=late)
 
     for gated in (False, True):
         for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
                              (16, GemmConfig("tile", 64, 32, 128, 5))):  # fmt: skip
-            delta = shrunk(rows, config.is_skinny, 64 if gated else 16)
+            delta = shrunk(rows, config.is_skinny, 64 if gated else 16, config.kernel == "tile")
             dense.linear(empty(rows, 4096), empty(4096, 4096), config, gated=gated, delta=delta)
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
         packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=shrunk(1, True))
         packed_tile.linear(empty(16, 4096), weight, INT4, gated=gated, delta=shrunk(16, False))
         config = streaming(4, 2, columns=128)
         gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), config, gated=gated, delta=shrunk(1, True))
+    for rows in (16, 128, 512):
+        activation(empty(rows, 4096), "silu", True, delta=shrunk(rows, False))
     routing = Routing(empty(8, 2, dtype=torch.float32), *(empty(*n, dtype=torch.int32) for n in ((16,), (8, 3))), 2)
     in_mxfp4 = PackedWeight.empty(2048, 1024, 32, False, torch.bfloat16, torch.device("meta"), (4,), e2m1.E2M1)
     config, delta = GemmConfig("tile", 64, 16, 128, 3), empty(16, 2048, dtype=torch.float32)

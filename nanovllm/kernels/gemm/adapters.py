@@ -2,27 +2,41 @@
 
 A kernel that multiplies by the base's weight adds them to its float32 sum, before anything else becomes of that: of a
 young adapter most would be lost in a result that is rounded already. Kernels of our own get x A^T, which `shrink`
-computes, and multiply by B themselves (expand.py). The library, and kernels for experts, get the whole delta, of rows
-without an adapter -0.0, which changes no number.
+computes, and multiply by B themselves (expand.py), as the activation behind the library does. Other products of the
+library, and kernels for experts, get the whole delta, of rows without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
 which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
-is cut into pieces of PIECE columns, whose sums are added in their order: a row's bits depend on nothing but the row and
-its adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
-that waits for them reads the fewer pieces the sooner.
+is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and its
+adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
+that waits for them reads the fewer pieces the sooner. A tile does not wait: `shrink` lets it start when x is there, and
+what it adds is ready behind its products.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, start_early
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.expand import EARLY_RANK, NONE, Shrunk, first_b, next_adapter, slots_of, tile_delta
+from nanovllm.kernels.gemm.expand import (
+    EARLY_RANK,
+    NONE,
+    Shrunk,
+    column_groups,
+    delta_reference,
+    ends_of_part,
+    next_adapter,
+    product_of_slot,
+    slots_of,
+    sums_of_part,
+)
 from nanovllm.kernels.pointwise.norm import Norm
 
-PIECE, ROW_PIECES = 512, (1024, 2048)
+PIECES, ROW_PIECES = (512, 1024), (1024, 2048)
 """Columns of a piece of K, and of one where programs have a row each: the first that leaves few pieces."""
-_FEW_PIECES = 4
+_FEW_PIECES = 8, 4
 _FEW_ROWS, _PROGRAMS = 256, 132
 """Rows up to which tiles have 16; programs of whole rows of x, from which on its pieces need none of their own."""
 _RANKS: tl.constexpr = tl.constexpr(16)  # of a program that has a row
@@ -63,7 +77,7 @@ def _tiles(ptrs, live, first_col, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexp
 def shrink_kernel(
     X, SLOTS, A, H, rows, k, x_stride,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr, EACH: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, sums over EACH pieces of k, parts). X, SLOTS, PDL: see shrink_row_kernel; A [slots, parts *
     RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. EARLY: a sum is of one piece, whose
@@ -80,7 +94,11 @@ def shrink_kernel(
         if slot < NONE:
             first = (slot * parts + part).to(tl.int64) * RANK
             prefetch_tile(A, first, first + RANK, first_col, k, RANK, PIECE)
-    start_early(PDL)
+    if PDL and LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        start_early(PDL)
     x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
     h = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
     if EARLY:
@@ -109,27 +127,39 @@ def shrink_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def expand_kernel(ADAPTER, DELTA, rows, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Grid (tiles of rows, tiles of n): DELTA [rows, n]. ADAPTER: see expand.py, of shrink_kernel's H."""
-    row, col = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+def expand_kernel(
+    ADAPTER, DELTA, rows, n, groups,
+    EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, parts * groups of EACH tiles of a part's columns): DELTA [rows, n]. ADAPTER: see expand.py,
+    of shrink_kernel's H."""
+    row, part = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1) // groups
     slots = slots_of(ADAPTER, row, rows)
-    b = first_b(ADAPTER, slots, col, n, n)
+    start, end = ends_of_part(ADAPTER, part, n)
+    first = start + tl.program_id(1) % groups * (EACH * BLOCK_N)
     start_early(PDL)
-    delta = tile_delta(ADAPTER, b, slots, row, rows, col, n, n, True)
-    live = (row < rows)[:, None] & (col < n)[None, :]
-    tl.store(DELTA + row.to(tl.int64)[:, None] * n + col[None, :], delta.to(DELTA.dtype.element_ty), mask=live)
+    slot = tl.min(slots, 0)
+    while slot < NONE:
+        mine = (slots == slot) & (row < rows)
+        h = sums_of_part(ADAPTER, mine & (slots >= 0), row, rows, part)
+        for w_row in tl.range(first, tl.minimum(first + EACH * BLOCK_N, end), BLOCK_N, num_stages=STAGES):
+            col = w_row + tl.arange(0, BLOCK_N)
+            delta = product_of_slot(ADAPTER, h, slot, slots, col, end, n).to(DELTA.dtype.element_ty)
+            at = row.to(tl.int64)[:, None] * n + col[None, :]
+            tl.store(DELTA + at, delta, mask=mine[:, None] & (col < end)[None, :])
+        slot = next_adapter(slots, slot)
 
 
 def shrink(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], *, few: bool = False,
-    norm: Norm | None = None,
+    norm: Norm | None = None, late: bool = False,
 ) -> Shrunk:  # fmt: skip
     """Operands as of adapter_delta -> x A^T, float32 [pieces of K, T, parts * R]. few: for a kernel for few rows
     (GemmConfig.is_skinny), which may compute `norm` of x, of kind "rms", too, and then multiplies these sums by what it
-    multiplies x by, beside the norm's weight."""
+    multiplies x by, beside the norm's weight. late: see Shrunk.is_late."""
     (rows, k), ranks, parts = x.shape, a.shape[1], len(starts)
     if few:
-        piece = ROW_PIECES[k > _FEW_PIECES * ROW_PIECES[0]]
+        piece = ROW_PIECES[k > _FEW_PIECES[1] * ROW_PIECES[0]]
         h = torch.empty(triton.cdiv(k, piece), rows, ranks, dtype=torch.float32, device=x.device)
         shrink_row_kernel[(rows, h.shape[0], ranks // _RANKS.value)](
             x, slots, a, norm and norm.weight, h, k, x.stride(0), PIECE=piece, num_warps=piece // 128,
@@ -137,16 +167,27 @@ def shrink(
         )  # fmt: skip
         return Shrunk(h, slots, b, starts)
     assert norm is None
-    rank, block_m = ranks // parts, 16 if rows <= _FEW_ROWS else 64
-    tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, PIECE)
+    rank, block_m, piece = ranks // parts, 16 if rows <= _FEW_ROWS else 64, PIECES[k > _FEW_PIECES[0] * PIECES[0]]
+    tiles, pieces = triton.cdiv(rows, block_m), triton.cdiv(k, piece)
     each = 1 if rank > 128 or tiles * parts < _PROGRAMS else pieces
-    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1
+    early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and piece == PIECES[0]
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
-        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=PIECE,
-        EACH=each, EARLY=early, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
+        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,
+        EACH=each, EARLY=early, LATE=late, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
     )  # fmt: skip
-    return Shrunk(h, slots, b, starts)
+    return Shrunk(h, slots, b, starts, late)
+
+
+def expand(shrunk: Shrunk, out: Tensor) -> Tensor:
+    """Fills and returns `out` [T, N] with what adapters add; see adapter_delta."""
+    (rows, n), starts = out.shape, shrunk.starts
+    widest = max(end - start for start, end in pairwise((*starts, n)))
+    tiles, groups, options = column_groups(rows, widest, len(starts), shrunk.b.shape[2])
+    expand_kernel[(tiles, len(starts) * groups)](
+        shrunk.operands, out, rows, n, groups, **options, **pdl_options(out.device)
+    )
+    return out
 
 
 def adapter_delta(
@@ -155,25 +196,15 @@ def adapter_delta(
     """x [T, K], of which the rows with an adapter have it in slot slots[t] (int32, -1: none); a [slots, parts * R, K]
     and b [slots, N, R] in x's dtype, R a power of two >= 16 -> dtype [T, N]. starts: first column of each part,
     which has rows of `a` of its own. x A^T is rounded to x's dtype."""
-    shrunk, rows, (_, n, rank) = shrink(x, slots, a, b, starts), x.shape[0], b.shape
-    block_m, block_n = (16, 64) if rows <= _FEW_ROWS else (64, 128 if rank <= 32 else 64)
-    delta = torch.empty(rows, n, dtype=dtype, device=x.device)
-    expand_kernel[(triton.cdiv(rows, block_m), triton.cdiv(n, block_n))](
-        shrunk.operands, delta, rows, n, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4 if rank <= 128 else 8,
-        **pdl_options(x.device),
-    )  # fmt: skip
-    return delta
+    delta = torch.empty(x.shape[0], b.shape[1], dtype=dtype, device=x.device)
+    return expand(shrink(x, slots, a, b, starts), delta)
 
 
 def adapter_delta_reference(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Plain twin of `adapter_delta`."""
-    rank, ends = b.shape[2], (*starts[1:], b.shape[1])
-    delta = torch.full((x.shape[0], b.shape[1]), -0.0, device=x.device)
+    sums = torch.zeros(1, x.shape[0], a.shape[1], device=x.device)
     for slot in filter(lambda slot: slot >= 0, slots.unique().tolist()):
-        own = (slots == slot).nonzero().squeeze(1)
-        h = (x[own].float() @ a[slot].float().T).to(x.dtype).float()
-        for part, (begin, end) in enumerate(zip(starts, ends, strict=True)):
-            delta[own, begin:end] = h[:, part * rank : (part + 1) * rank] @ b[slot, begin:end].float().T
-    return delta.to(dtype)
+        sums[0, slots == slot] = x[slots == slot].float() @ a[slot].float().T
+    return delta_reference(Shrunk(sums, slots, b, starts)).to(dtype)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.gemm import fixed_order, fma, stream, tile
+from nanovllm.kernels.gemm.adapters import expand
+from nanovllm.kernels.gemm.expand import Shrunk
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
@@ -28,7 +30,7 @@ def linear(
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
     * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
     delta: of adapters, added to the product, or its first part, before anything else: for kernels of our own a Shrunk,
-    else float32 [M, N], or for the library on a GPU in x's dtype."""
+    else float32 [M, N], or for the library on a GPU in x's dtype; for "split" either, one part more."""
     if config.is_skinny:
         few = stream if config.kernel == "stream" else fma
         return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
@@ -38,10 +40,7 @@ def linear(
     if config.kernel == "blocks":
         return fixed_order.linear_in_blocks(x, weight, config, delta)
     if config.kernel == "split":
-        parts = split_linear(x, weight, config)
-        if delta is not None:
-            parts[0].add_(delta)
-        return parts
+        return split_linear(x, weight, config, delta)
     assert config.kernel == "library" and not gated, config
     return library_linear(x, weight, delta)
 
@@ -60,17 +59,23 @@ def library_linear(x: Tensor, weight: Tensor, delta: Tensor | None) -> Tensor:
     return torch.where(delta.view(torch.int32).amax(1, keepdim=True) == _MINUS_ZERO, y, wide)
 
 
-def split_linear(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, config: GemmConfig, delta: Shrunk | Tensor | None = None) -> Tensor:
     """x [M, K] @ weight [N, K]^T as float32 [split_k, M, N], with config.round_sums in x's dtype, a sum over each of
-    config.split_k equal parts of K, by cuBLAS."""
+    config.split_k equal parts of K, by cuBLAS; then `delta`, where there is one, as one part more."""
     (rows, k), n, splits = x.shape, weight.shape[0], config.split_k
+    dtype = x.dtype if config.round_sums else torch.float32
+    sums = torch.empty(splits + (delta is not None), rows, n, dtype=dtype, device=x.device)
     x_parts = x.view(rows, splits, k // splits).transpose(0, 1)
     weight_parts = weight.view(n, splits, k // splits).permute(1, 2, 0)
-    if config.round_sums:
-        return torch.bmm(x_parts, weight_parts)
-    if x.is_cuda:
-        return torch.bmm(x_parts, weight_parts, out_dtype=torch.float32)
-    return torch.bmm(x_parts.float(), weight_parts.float())
+    if x.dtype == dtype:
+        torch.bmm(x_parts, weight_parts, out=sums[:splits])
+    elif x.is_cuda:
+        torch.bmm(x_parts, weight_parts, out_dtype=dtype, out=sums[:splits])
+    else:
+        torch.bmm(x_parts.float(), weight_parts.float(), out=sums[:splits])
+    if delta is not None:
+        expand(delta, sums[-1]) if isinstance(delta, Shrunk) else sums[-1].copy_(delta)
+    return sums
 
 
 def split_linear_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:

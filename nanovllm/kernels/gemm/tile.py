@@ -35,32 +35,32 @@ PREFETCH_BYTES = 64 << 10
 @triton.jit
 def _enter_part(
     w_ptr, n_out, k, ADAPTER, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr, X_LEFT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """First rows of x and of the weights of the program, first step and end of its part of K, and sums that adapters
-    add to those of each half, or (). On return X may be read, and with PDL PREFETCH columns of the program's weights,
-    with GATED of its ups too, are on their way into L2.
+    """First rows of x and of the weights of the program, first step and end of its part of K, and for tile_deltas slots
+    of the rows and first_b of each half. On return X may be read, and with PDL PREFETCH columns of the program's
+    weights, with GATED of its ups too, are on their way into L2.
     """
     split, splits = tl.program_id(2), tl.num_programs(2)
     first_row, first_col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     steps = tl.cdiv(k, BLOCK_K)
     first_step, end_step = steps * split // splits, steps * (split + 1) // splits
-    bs, deltas = (), ()
+    IS_LATE: tl.constexpr = ADAPTER is not None and ADAPTER[5]
+    slots, bs = -1, ()
     if ADAPTER is not None:
-        row, col = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
-        slots, n = slots_of(ADAPTER, row, rows), n_out * 2 if GATED else n_out
+        slots, col = slots_of(ADAPTER, first_row + tl.arange(0, BLOCK_M), rows), first_col + tl.arange(0, BLOCK_N)
         for half in tl.static_range(2 if GATED else 1):
-            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, (half + 1) * n_out, n),)
+            end = (half + 1) * n_out
+            bs = bs + (first_b(ADAPTER, slots, half * n_out + col, end, n_out * 2 if GATED else n_out),)
     if PDL:
         begin = first_step * BLOCK_K
         prefetch_tile(w_ptr, first_col, n_out, begin, k, BLOCK_N, PREFETCH)
         if GATED:
             prefetch_tile(w_ptr, n_out + first_col, 2 * n_out, begin, k, BLOCK_N, PREFETCH)
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if ADAPTER is not None:
-        deltas = tile_deltas(ADAPTER, bs, slots, row, rows, col, n_out, X_LEFT)
-    return first_row, first_col, first_step, end_step, deltas
+        if not IS_LATE:
+            tl.extra.cuda.gdc_wait()
+    return first_row, first_col, first_step, end_step, slots, bs
 
 
 @triton.jit
@@ -262,17 +262,17 @@ def tile_kernel(
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
     BLOCK_K or with scales 128, are loaded and multiplied at once. ADAPTER: see expand.py; DELTA: add_delta."""
-    scale_ptrs, scales_of_w, deltas = X_SCALE, SCALE, ()
+    scale_ptrs, scales_of_w, slots, bs = X_SCALE, SCALE, -1, ()
     if TILES is None:
-        first_row, first_col, begin, end, deltas = _enter_part(
-            w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, X_LEFT, PREFETCH, PDL)  # fmt: skip
+        first_row, first_col, begin, end, slots, bs = _enter_part(
+            w_ptr, n_out, k, ADAPTER, rows, BLOCK_M, BLOCK_N, BLOCK_K, GATED, PREFETCH, PDL)  # fmt: skip
         first_w, end_w, base, x_ptrs, row = first_col, n_out, 0, X, first_row + tl.arange(0, BLOCK_M)
         live = row < rows
     else:
         expert, first_row, end_position = tile_of_rows(TILES, GATED, PDL)
         if expert < 0:
             return
-        first_col = tl.program_id(0) * BLOCK_N
+        first_col, begin, end = tl.program_id(0) * BLOCK_N, 0, tl.cdiv(k, BLOCK_K)
         base = expert * (n_out * 2 if PAIRED else n_out)
         first_w, end_w = base + first_col, base + n_out
         position, live, choice = enter_tile(w_ptr, first_w, end_w, k, ORDER, first_row, end_position, GATED, BLOCK_M,
@@ -281,7 +281,6 @@ def tile_kernel(
         x_ptrs = X + row.to(tl.int64)[:, None] * k
         if X_SCALE is not None:
             scale_ptrs, scales_of_w = X_SCALE + row, SCALE + expert * scale_rows * groups
-        begin, end = 0, tl.cdiv(k, BLOCK_K)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
@@ -295,6 +294,7 @@ def tile_kernel(
 
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
+    deltas = tile_deltas(ADAPTER, bs, slots, row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT, PDL)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
     acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
                   IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
