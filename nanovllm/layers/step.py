@@ -84,6 +84,10 @@ class Call(NamedTuple):
     """Experts of each row; for operations on experts."""
     delta: Any = None
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
+    bias: torch.Tensor | None = None
+    """Of the operation; for launches that add it."""
+    kept: torch.Tensor | None = None
+    """Where the rows that its norm makes go; for launches that keep them."""
 
     @property
     def has_adapters(self) -> bool:
@@ -102,6 +106,8 @@ class Call(NamedTuple):
             found["norm"] = self.norm
         if launch.residual:
             found["residual"] = self.residual
+        if launch.bias:
+            found["bias"] = self.bias
         if self.delta is not None:
             found["delta"] = self.delta
         return found

@@ -7,11 +7,14 @@ from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H. norm: of x, which kernels for few rows
-    compute."""
+    compute; kept [T, H] becomes its result."""
     if config.is_skinny:
-        return fma.linear(x, weight, config, norm=norm, out_dtype=torch.float32)[None]
+        return fma.linear(x, weight, config, norm=norm, out_dtype=torch.float32, kept=kept)[None]
     if config.kernel == "tile":
         return tile.linear(x, weight, config)
     if config.kernel == "blocks":
