@@ -1,6 +1,7 @@
 """GEMM kernels for few rows, on CUDA cores and on tensor cores, against float64: interpreted on a CPU in float32 and
 float16, on a GPU in bfloat16."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from nanovllm.kernels.gemm import fma, stream
 from nanovllm.kernels.plan.config import SKINNY_ROWS, STREAM_ROWS, GemmConfig, streaming
 from nanovllm.kernels.plan.fits import why_not_norm
-from nanovllm.kernels.pointwise.norm import Norm
+from nanovllm.kernels.pointwise.norm import Norm, norm_reference
 
 OPS = ("norm_linear", "norm_linear_silu_mul", "linear", "linear_silu_mul", "linear_residual")
 
@@ -81,6 +82,34 @@ def test_any_shape_matches_float64_and_so_does_the_twin(
     found.append(fma.linear_reference(t["x"], t["weight"], **around(op, t)))
     for got in found:
         assert relative_error(got, exact(op, t)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 26, 264), (3, 6, 520)])
+def test_a_bias_is_added_before_activation_and_residual(op: str, rows: int, n: int, k: int) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    t = inputs(rows, n, k, dtype)
+    bias, one = randn(n, dtype=dtype, seed=4), torch.ones(rows, 1, device=t["x"].device, dtype=dtype)
+    wide = {**t, "x": torch.cat((t["x"], one), 1), "weight": torch.cat((t["weight"], bias[:, None]), 1)}
+    if op.startswith("norm"):
+        x = exact("norm_linear", {**t, "weight": torch.eye(k, device=bias.device, dtype=dtype)}).to(dtype)
+        wide["x"] = torch.cat((x, one), 1)
+    want = exact(op.removeprefix("norm_"), wide)
+    for multiply in (partial(fma.linear, config=FMA), fma.linear_reference):
+        assert relative_error(multiply(t["x"], t["weight"], bias=bias, **around(op, t)), want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("gain", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "k"), [(1, 264), (3, 1032)])
+def test_rows_that_a_norm_makes_are_kept(rows: int, k: int, gain: torch.dtype) -> None:
+    """As the product takes them, whose bits stay."""
+    t = inputs(rows, 26, k, torch.float16)
+    norm = Norm(t["gain"].to(gain), EPS, "rms" if gain == torch.float16 else "rms_float32")
+    kept = torch.full_like(t["x"], float("nan"))
+    y = fma.linear(t["x"], t["weight"], FMA, norm=norm, kept=kept)
+    assert torch.equal(y, fma.linear(t["x"], t["weight"], FMA, norm=norm))
+    assert torch.equal(y, fma.linear(kept, t["weight"], FMA))
+    assert relative_error(kept, norm_reference(t["x"], norm)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
+from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, PACKED
 from nanovllm.kernels.plan.device import Device
@@ -69,7 +70,7 @@ def compile_for(device: Device, of_experts: bool = False) -> None:
 
 def multiply(one: Product, rows: int, launch: Launch) -> None:
     config, x = launch.config, empty(rows, one.k)
-    around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n)).around(launch)
+    around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n), bias=empty(one.n)).around(launch)
     if one.dtype == FP8:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype in PACKED:
@@ -87,9 +88,14 @@ def empty_packed(method: str, *shape: int) -> PackedWeight:
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
-    """Launches a kernel of experts; where kernels for a few tokens do not take it gpt-oss's, with biases and a
-    clamped activation."""
+    """Launches a kernel of a router, or of experts; where kernels for a few tokens do not take it gpt-oss's, with
+    biases and a clamped activation."""
     assert one.choice is not None
+    if not one.is_of_experts:
+        norm = Norm(empty(one.k, dtype=torch.float32), 1e-6, "rms_float32") if launch.norm else None
+        kept = empty(rows, one.k) if launch.keeps_norm else None
+        router_logits(empty(rows, one.k), empty(one.n, one.k), launch.config, norm, kept)
+        return
     (count, top_k, dtype, for_few), gated = one.choice, launch.gate
     make = partial(empty_packed, dtype) if dtype in PACKED else empty_fp8 if dtype == FP8 else empty
     weight = make(count, one.n, one.k)
@@ -126,11 +132,12 @@ def compile_plans(
                         for pair in zip(kind.operations, planner.layer(kind.operations)[rows].launches, strict=True)]
             for one, launch in [*launches, (head, planner.launches(head)[rows])]:
                 is_routed = one.choice is not None
-                if launch.config.kernel not in OURS or (is_routed and not one.is_of_experts):
+                if launch.config.kernel not in OURS:
                     continue
                 k = one.k if launch.config.is_skinny or is_routed else 0
                 own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
-                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows, is_routed)
+                inside = launch.norm, launch.gate, launch.residual, launch.bias, launch.keeps_norm
+                key = (one.dtype, launch.config, inside, k, own_rows, is_routed)
                 if key not in done:
                     done.add(key)
                     (choose if is_routed else multiply)(one, rows, launch)

@@ -148,10 +148,10 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
 
     def fused(
         x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None, residual: torch.Tensor,
-        delta: None,
+        delta: None, bias: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         done.append(config.kernel)
-        return fma.linear_reference(x, weight, residual=residual)
+        return fma.linear_reference(x, weight, residual=residual, bias=bias)
 
     monkeypatch.setattr(dense, "split_linear", by_halves)
     monkeypatch.setattr(fma, "linear", fused)
