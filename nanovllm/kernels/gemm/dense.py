@@ -26,10 +26,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
-    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone. bias [N]: likewise,
-    by "fma" and "tile" alone, by that to the first part.
-    delta: of adapters, added to the product, or its first part, before anything else: for kernels of our own a Shrunk,
-    else float32 [M, N], or for the library on a GPU in x's dtype."""
+    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone. bias [N]: as
+    there, by "fma" and "tile" alone, added to the first part. delta: of adapters, added to the product, or its first
+    part, before anything else: for kernels of our own a Shrunk, else float32 [M, N], or for the library on a GPU in x's
+    dtype."""
     if config.is_skinny:
         around: dict[str, Any] = {"gated": gated, "norm": norm, "residual": residual, "delta": delta}
         if config.kernel == "fma":
