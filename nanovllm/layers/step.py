@@ -85,9 +85,9 @@ class Call(NamedTuple):
     delta: Any = None
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
     bias: torch.Tensor | None = None
-    """Of the operation; for launches that add it."""
+    """Bias of the operation; for launches that add it."""
     kept: torch.Tensor | None = None
-    """Where the rows that its norm makes go; for launches that keep them."""
+    """Rows [T, columns] that become those that its norm makes; for launches that keep them."""
 
     @property
     def has_adapters(self) -> bool:
