@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.1  # between two frames with counters, while the engine is busy
 _IDLE_LOOK = 1.0  # seconds between two looks at the ranks, while there is no work
 _AWAKE_SECONDS = 0.001
-_TAKE_IN_SECONDS = 0.05
+_TAKE_IN_SECONDS = 0.03
 """Seconds of frames that are taken in between two steps: some hundred requests of usual size."""
 _SLOW_OPTIONS = {"structured_outputs": 32, "bad_words": 1}
 """Options whose check may be slow, and how many threads each has for its checks. Those of grammars wait for the process

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from types import NoneType
@@ -47,6 +48,18 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
+_DIGEST_BYTES = 4 << 20
+"""Of a piece of a file that a thread computes the digest of."""
+
+
+class LoRAPair(NamedTuple):
+    """What one module adds: scale * B A x."""
+
+    a: torch.Tensor
+    """[r, in] as it was trained; of a parameter of experts [E, r, in], 1 for E where all share one."""
+    b: torch.Tensor
+    """[out, r], or [E, out, r]"""
+    scale: float
 
 
 class Adapter(NamedTuple):
@@ -55,9 +68,7 @@ class Adapter(NamedTuple):
     digest: str
     """Digest of the bytes of its files: two adapters with one digest compute the same."""
     config: Mapping[str, Any]
-    modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """A [r, in] as it was trained, and s B [out, r] float32; of a parameter of experts [E, r, in] and [E, out, r], 1
-    for E where all share one."""
+    modules: dict[str, LoRAPair]
 
 
 def read_adapter(folder: Path, max_rank: int) -> Adapter:
@@ -75,9 +86,14 @@ def read_adapter(folder: Path, max_rank: int) -> Adapter:
         raise ValueError(f"lora_path={shown(str(folder))}: corrupt or cut short: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"lora_path={shown(str(folder))}: {CONFIG} must be an object")
-    digest = sha256(len(written).to_bytes(8, "little") + written)
-    digest.update(data)
-    return Adapter(digest.hexdigest(), config, _modules(config, tensors, max_rank))
+    return Adapter(_digest(written, data), config, _modules(config, tensors, max_rank))
+
+
+def _digest(written: bytes, data: bytes) -> str:
+    """Digest of both files: of digests of pieces, which threads compute side by side."""
+    pieces = [written, *(memoryview(data)[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES))]
+    with ThreadPoolExecutor() as pool:
+        return sha256(b"".join(pool.map(lambda piece: sha256(piece).digest(), pieces))).hexdigest()
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -160,12 +176,10 @@ def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no value of a tensor [rows, columns] is NaN or infinite. (isfinite takes twenty times as long.)"""
-    return not tensor.numel() or all(bound.isfinite() for bound in tensor.aminmax())
+    return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
 
 
-def _modules(
-    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], max_rank: int
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _modules(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], max_rank: int) -> dict[str, LoRAPair]:
     check_config(config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -193,7 +207,7 @@ def _modules(
             found_ranks = f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}"
             raise ValueError(f"{module}: {found_ranks}, the configuration says rank {rank}")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        made[module] = (a, b.float() * scale)
+        made[module] = LoRAPair(a, b, scale)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,14 @@ class RankAdapters:
 
     def _halves(self, adapter: Adapter) -> dict[str, Halves]:
         """Raises ValueError where the adapter is not one of this model."""
-        made: dict[str, Halves] = {}
         given, top = {}, self._names.of("model")
         for module in adapter.modules:
             name = self._names.canonical(f"{module}.weight") or module
             if name.startswith("model."):  # as transformers has it, whatever files call it
                 name = name.replace("model", top, 1)
             given[name.removesuffix(".weight")] = module
-        parts = [(path, *found) for path in self._layers for found in self._parts(path, made)]
         of_model, of_experts = [], set()
-        for path, module, part in parts:
+        for path, module, part in self._all_parts:
             if stack := self._layers[path].stack:
                 names = names_of_experts(module, part.path, *stack)
                 of_model += names[0] if given.keys() & {*names[0]} else []
@@ -88,29 +87,34 @@ class RankAdapters:
                 of_model.append(module)
         checked = [given[name] for name in given if name not in of_experts]
         check_targets(adapter.config, checked, [given.get(name, name) for name in of_model])
-        used = set()
-        for path, module, part in parts:
+        wanted: dict[str, dict[str, list[str]]] = {}  # names in the adapter, by our layer and by the part of it
+        for path, module, part in self._all_parts:
             stack, found = self._layers[path].stack, [given[module]] if module in given else []
             if stack:
                 found = given_of_experts(adapter.config, given, *names_of_experts(module, part.path, *stack))
-            for name in found:
-                used.add(path)
-                self._load(name, adapter, part)
-        return self._held_together({path: halves for path, halves in made.items() if path in used})
+            if found:
+                wanted.setdefault(path, {})[part.path] = found
+        held = self._room([*wanted])
+        for path, names_of_part in wanted.items():
+            for _, part in self._parts(path, held[path]):
+                for name in names_of_part.get(part.path, ()):
+                    self._load(name, adapter, part)
+        return held
 
-    def _held_together(self, halves: dict[str, Halves]) -> dict[str, Halves]:
-        """Copies of these halves in one piece of memory, pinned where slots are on a GPU: the driver takes as long for
-        each piece as for copying a megabyte."""
+    def _room(self, paths: list[str]) -> dict[str, Halves]:
+        """Zeros for the halves of these layers, in one piece of memory, pinned where slots are on a GPU: the driver
+        takes as long for each piece as for copying a megabyte."""
+        shapes = [half.shape[1:] for path in paths for half in (self._layers[path].a, self._layers[path].b)]
+        sizes = [shape.numel() for shape in shapes]
         is_pinned = next(iter(self._layers.values())).a.is_cuda
-        every = [half for pair in halves.values() for half in pair]
-        held = torch.empty(sum(half.numel() for half in every), dtype=self._dtype, pin_memory=is_pinned)
-        pieces = held.split([half.numel() for half in every])
-        placed = iter([piece.view_as(half).copy_(half) for piece, half in zip(pieces, every, strict=True)])
-        return {path: (a, b) for path, a, b in zip(halves, placed, placed, strict=True)}
+        pieces = torch.zeros(sum(sizes), dtype=self._dtype, pin_memory=is_pinned).split(sizes)
+        halves = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        return {path: (a, b) for path, a, b in zip(paths, halves, halves, strict=True)}
 
     def _load(self, name: str, adapter: Adapter, part: AdapterPart) -> None:
         """Loads what an adapter has under this name into a part of a layer, or into one of its experts."""
-        a, b = adapter.modules[name]
+        a, b, scale = adapter.modules[name]
+        b = b if scale == 1 else b.float() * scale
         of_a, of_b, kind = part.a, part.b, part.path.rpartition(".")[2]
         if len(of_a.shape) > a.dim():
             of_a, of_b = (_of_expert(weight, int(name.split(".")[-2])) for weight in (of_a, of_b))
@@ -129,18 +133,23 @@ class RankAdapters:
                 raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
             if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
                 raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
-            if not is_finite(tensor.to(dtype := self._dtype)):
+            if (tensor.dtype != (dtype := self._dtype) or scale != 1) and not is_finite(tensor.to(dtype)):
                 raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
-        more = of_a.shape[-2] - a.shape[-2]
-        for tensor, weight in ((pad(a, (0, 0, 0, more)), of_a), (pad(b, (0, more)), of_b)):
+        if more := of_a.shape[-2] - a.shape[-2]:
+            a, b = pad(a, (0, 0, 0, more)), pad(b, (0, more))
+        for tensor, weight in ((a, of_a), (b, of_b)):
             weight.load(tensor.expand(weight.shape))
 
-    def _parts(self, path: str, made: dict[str, Halves]) -> Iterator[tuple[str, AdapterPart]]:
-        """The parts of a layer with their modules in the checkpoint, in memory that `made` gets. A module that the
-        checkpoint holds as one with others has one A for all of them, and B of all their rows."""
+    @cached_property
+    def _all_parts(self) -> list[tuple[str, str, AdapterPart]]:
+        """What _parts has of each layer, behind the layer's path, in no memory."""
+        return [(path, *part) for path in self._layers for part in self._parts(path)]
+
+    def _parts(self, path: str, halves: Halves | None = None) -> Iterator[tuple[str, AdapterPart]]:
+        """The parts of a layer with their modules in the checkpoint, in these halves; None: in no memory. A module that
+        the checkpoint holds as one with others has one A for all of them, and B of all their rows."""
         layer = self._layers[path]
-        a, b = (torch.zeros(one.shape[1:], dtype=one.dtype) for one in (layer.a, layer.b))
-        made[path] = a, b
+        a, b = halves or (torch.empty_like(one[0], device="meta") for one in (layer.a, layer.b))
         parts = list(layer.parts(a, b))
         of_b = {weight.name: weight for weight in in_checkpoint((part.b for part in parts), self._config)}
         for part in parts:

@@ -33,8 +33,8 @@ def test_ranks_and_scales_are_each_modules_own(
     changed: dict[str, Any], rank: int, scale: float, tmp_path: Path
 ) -> None:
     adapter = read_adapter(save(tmp_path, pair(Q, rank), **changed), 16)
-    a, b = adapter.modules[Q]
-    assert a.shape == (rank, 8) and torch.equal(b, torch.full((6, rank), scale))
+    a, b, own_scale = adapter.modules[Q]
+    assert a.shape == (rank, 8) and torch.equal(own_scale * b, torch.full((6, rank), scale))
 
 
 def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ class SamplingRow:
         self._edits = dict(params.logit_bias) | dict.fromkeys(singles, _BAN)
         self._early_end = num_prompt_tokens + params.min_tokens
         """First position at which min_tokens bans nothing."""
-        self._edit_words, self._early_edit_words = self._words(self._edits, False), self._words(self._edits, True)
+        self._edit_words = self._words(self._edits, False)
+        self._early_edit_words = self._words(self._edits, True) if self._stop_ids else self._edit_words
         self.has_edits = bool(self._edits or self._stop_ids or self._bad_words)
         self.filters = params.filters
         self.watches = text is not None or matcher is not None or bool(self._bad_words)
