@@ -39,7 +39,7 @@ class RouterMatrix(DenseMatrix):
 
     def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
         """x [T, hidden] -> logits float32 [parts, T, experts], sums over parts of hidden; see Weight."""
-        return router_logits(x, self.weight, launch.config, call.norm if launch.norm else None, call.kept)
+        return router_logits(x, self.weight, launch.config, call.norm if launch.norm else None)
 
 
 class Router(Operation):
@@ -159,11 +159,7 @@ class MoE(WeightedModule):
         self, x: torch.Tensor, call: Call, of_router: tuple[torch.Tensor, Call] | None = None
     ) -> torch.Tensor:  # fmt: skip
         """See ParallelLinear. of_router: rows [T, hidden], and their call, that the router takes in place of these."""
-        launch, of_router = self.router.launch(x.shape[0], call), of_router or (x, call)
-        if launch.keeps_norm:
-            x = torch.empty_like(x)
-            of_router = of_router[0], call._replace(kept=x)
-        logits = self.router(*of_router)
+        logits = self.router(*(of_router or (x, call)))
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
         is_few, shared = routed.routing is None, None if self.shared is None else self.shared(x, call)
         if is_few and self.from_latent is None:
@@ -218,9 +214,10 @@ def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: D
 
 
 def is_experts_alone(config: MoEConfig) -> bool:
-    """Whether a mixture is the sum of experts and nothing else: kernels for a few tokens may compute what is around it.
-    """
-    return not (config.shared_size or config.latent_size) and config.num_groups == 1
+    """Whether a mixture is the sum of experts and nothing else, without biases and clamps: kernels for a few tokens may
+    compute what is around it."""
+    has_more = config.shared_size or config.latent_size or config.bias or config.activation_limit is not None
+    return not has_more and config.num_groups == 1
 
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:

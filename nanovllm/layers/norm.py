@@ -101,8 +101,7 @@ class ReduceAddNorm(WeightedModule):
         return partial.flatten(0, -2) if self.parts else partial
 
     def add(self, stream: Stream) -> torch.Tensor:
-        """The complete residual stream, not normalised; on one rank, where nothing but an addition and an
-        RMSNorm stand between blocks."""
+        """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
         residual, partial, _ = stream
         assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[1]

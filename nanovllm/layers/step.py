@@ -86,8 +86,6 @@ class Call(NamedTuple):
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
     bias: torch.Tensor | None = None
     """Bias of the operation; for launches that add it."""
-    kept: torch.Tensor | None = None
-    """Rows [T, columns] that become those that its norm makes; for launches that keep them."""
 
     @property
     def has_adapters(self) -> bool:

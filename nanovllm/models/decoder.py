@@ -56,7 +56,7 @@ def placement_of(config: ModelConfig, spec: LayerSpec) -> str:
 def has_plain_joints(config: ModelConfig) -> bool:
     """Whether an addition and an RMSNorm, and nothing else, stand between two blocks."""
     has_pre = all(placement_of(config, spec) == "pre" for spec in config.layers)
-    return has_pre and config.norm_kind in ("rms", "rms_float32") and config.residual_multiplier == 1.0
+    return has_pre and config.norm_kind == "rms" and config.residual_multiplier == 1.0
 
 
 def around_blocks(config: ModelConfig, spec: LayerSpec) -> Around:

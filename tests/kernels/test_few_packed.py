@@ -77,10 +77,9 @@ def test_experts_launched_dependently_in_a_graph_give_the_same_bits(name: str) -
     down, _ = packed_experts(*CODES[name], experts, hidden, width, DTYPE, DEVICE, seed=1)
 
     def layer(hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        kept = torch.empty_like(residual)
-        logits = fma.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32, kept=kept)[None]
+        logits = fma.linear(residual, router, FEW_ROUTER, norm=norm, out_dtype=torch.float32)[None]
         chosen, biases = Chosen(logits, options), (None, None)
-        mixed(kept, gate_up, down, chosen, streaming(4, 2), None, biases, PLAIN, residual)
+        mixed(residual, gate_up, down, chosen, streaming(4, 2), norm, biases, PLAIN, residual)
         hidden.copy_(residual)
 
     check_pdl(layer, randn(2, hidden, dtype=DTYPE))

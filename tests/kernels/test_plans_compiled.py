@@ -21,7 +21,6 @@ from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
-from nanovllm.kernels.moe.router import router_logits
 from nanovllm.kernels.moe.routing import TopK, route
 from nanovllm.kernels.plan.config import FP8, PACKED
 from nanovllm.kernels.plan.device import Device
@@ -88,14 +87,9 @@ def empty_packed(method: str, *shape: int) -> PackedWeight:
 
 
 def choose(one: Product, rows: int, launch: Launch) -> None:
-    """Launches a kernel of a router, or of experts; where kernels for a few tokens do not take it gpt-oss's, with
-    biases and a clamped activation."""
+    """Launches a kernel of experts; where kernels for a few tokens do not take it gpt-oss's, with biases and a
+    clamped activation."""
     assert one.choice is not None
-    if not one.is_of_experts:
-        norm = Norm(empty(one.k, dtype=torch.float32), 1e-6, "rms_float32") if launch.norm else None
-        kept = empty(rows, one.k) if launch.keeps_norm else None
-        router_logits(empty(rows, one.k), empty(one.n, one.k), launch.config, norm, kept)
-        return
     (count, top_k, dtype, for_few), gated = one.choice, launch.gate
     make = partial(empty_packed, dtype) if dtype in PACKED else empty_fp8 if dtype == FP8 else empty
     weight = make(count, one.n, one.k)
@@ -132,11 +126,11 @@ def compile_plans(
                         for pair in zip(kind.operations, planner.layer(kind.operations)[rows].launches, strict=True)]
             for one, launch in [*launches, (head, planner.launches(head)[rows])]:
                 is_routed = one.choice is not None
-                if launch.config.kernel not in OURS:
+                if launch.config.kernel not in OURS or (is_routed and not one.is_of_experts):
                     continue
                 k = one.k if launch.config.is_skinny or is_routed else 0
                 own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
-                inside = launch.norm, launch.gate, launch.residual, launch.bias, launch.keeps_norm
+                inside = launch.norm, launch.gate, launch.residual, launch.bias
                 key = (one.dtype, launch.config, inside, k, own_rows, is_routed)
                 if key not in done:
                     done.add(key)

@@ -41,9 +41,6 @@ TUNED_KV_HEADS = 8
 """Key heads of the layers that TUNING was measured with."""
 TUNED_HEAD_DIM = 128
 """Dimensions of their heads: wider ones take shorter tiles."""
-UNCUT_WINDOW = 128
-"""Keys of a window, a power of two, up to which rows of a layer are one chunk each: a merge would take longer than the
-tiles of such a row one after the other."""
 Tuning = tuple[tuple[int | None, DecodeConfig], ...]
 TUNING: Tuning = (
     (2, DecodeConfig(programs_per_sm=2, min_chunk=64, merge_heads=1)),
@@ -168,8 +165,6 @@ class DecodePlan:
         if together < places:
             self.why += ": more lanes would spill registers"
         self._alone = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
-        if window is not None and window <= UNCUT_WINDOW and config is None and not self.fixed_order:
-            self._alone = tuple((most, replace(c, min_chunk=max(c.min_chunk, UNCUT_WINDOW))) for most, c in self._alone)
         self.tuning = self._alone
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
         self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)

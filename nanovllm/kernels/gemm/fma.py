@@ -95,21 +95,13 @@ def row_scale(x_ptr, live, eps, walk):
 
 
 @triton.jit
-def _keep_vector(ptr, x, live, step, walk):
-    """Stores a step of one row, which every program has, by one warp of the first program."""
-    warp, cols = tl.arange(0, walk.warps)[:, None, None, None], step_columns(step, walk)
-    tl.store(ptr + cols + warp * 0, x, mask=(cols < walk.k) & (warp == 0) & live & (tl.program_id(0) == 0))
-
-
-@triton.jit
 def products(
-    tiles, row_ptrs, row_live, x_ptr, rows, GAIN, gain, scales, KEPT, ROWS: tl.constexpr, PRELOAD: tl.constexpr,
+    tiles, row_ptrs, row_live, x_ptr, rows, GAIN, gain, scales, ROWS: tl.constexpr, PRELOAD: tl.constexpr,
     AGAIN: tl.constexpr, walk,
 ):  # fmt: skip
     """Sums of each row of x [rows <= ROWS, k] times the weights, of whose steps `tiles` are the first PRELOAD: for each
-    row [WARPS, rows of a warp, 32]. With GAIN, whose first step is `gain`, x is normalised by `scales`, and stored in
-    KEPT, if there is one. AGAIN: it is read by another name than row_scale does; else one load is made of both, whose
-    registers live all the while."""
+    row [WARPS, rows of a warp, 32]. With GAIN, whose first step is `gain`, x is normalised by `scales`. AGAIN: it is
+    read by another name than row_scale does; else one load is made of both, whose registers live all the while."""
     accs = ()
     for _ in tl.static_range(ROWS):
         accs = accs + (tl.zeros([walk.warps, tiles[0].shape[1], 32], dtype=tl.float32),)
@@ -125,8 +117,6 @@ def products(
             x = load_vector(x_ptr + row * walk.k, row < rows, step, walk, AGAIN)
             if GAIN is not None:
                 x = normalise(x, gain, scales[row])
-                if KEPT is not None:
-                    _keep_vector(KEPT + row * walk.k, x, row < rows, step, walk)
             summed = summed + (accs[row] + lane_sums(tile * x.to(tl.float32)),)
         accs = summed
     return accs
@@ -145,13 +135,13 @@ def _load_residual(res_ptr, row, rows, col, n_out):
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def fma_kernel(
-    x_ptr, w_ptr, norm_ptr, kept_ptr, bias_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, bias_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, kept_ptr (see products), bias_ptr [weight rows], res_ptr,
-    ADAPTER (see expand.py): None where there is no such thing. CHUNKS, STEPS, EVEN_K, EVEN_N: see LaneWalk."""
+    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, bias_ptr [weight rows], res_ptr, ADAPTER (see
+    expand.py): None where there is no such thing. CHUNKS, STEPS, EVEN_K, EVEN_N: see LaneWalk."""
     walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     NORM: tl.constexpr = norm_ptr is not None
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
@@ -185,8 +175,7 @@ def fma_kernel(
     for row in tl.static_range(ROWS):
         if NORM:
             scales = scales + (row_scale(x_ptr + row * K, row < rows, eps, walk),)
-    accs = products(tiles, row_ptrs, row_live, x_ptr, rows, norm_ptr, gain, scales, kept_ptr, ROWS, PRELOAD, True,
-                    walk)  # fmt: skip
+    accs = products(tiles, row_ptrs, row_live, x_ptr, rows, norm_ptr, gain, scales, ROWS, PRELOAD, True, walk)
     OUT_WIDTH: tl.constexpr = PER_WARP // 2 if PAIRED else PER_WARP
     out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
     for row in tl.static_range(ROWS):
@@ -215,14 +204,13 @@ def walk_constants(weight: Tensor, config: GemmConfig, num_experts: int = 1) -> 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, out_dtype: torch.dtype | None = None, delta: Shrunk | None = None,
-    bias: Tensor | None = None, kept: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
     residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta: of adapters, which
-    is added to the product before anything else; see shrink for the norm. bias [N]: likewise. kept [M, K]: becomes the
-    rows that `norm` makes.
+    is added to the product before anything else; see shrink for the norm. bias [N]: likewise.
     """
     rows, n = x.shape[0], weight.shape[0]
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)
@@ -230,7 +218,7 @@ def linear(
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     fma_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, norm and norm.weight, kept, bias, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
+        x, weight, norm and norm.weight, bias, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
         eps=norm.eps if norm else 0.0, ROWS=triton.next_power_of_2(rows), PAIRED=gated,
         **walk_constants(weight, config), **pdl_options(x.device),
     )  # fmt: skip

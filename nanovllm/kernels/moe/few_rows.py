@@ -64,7 +64,7 @@ def _gate_up_kernel(
     if GAIN is not None:
         scales = (row_scale(x_ptr, True, eps, walk),)
         gain = load_vector(GAIN, True, 0, walk)
-    accs = products(tiles, row_ptrs, row_live, x_ptr, 1, GAIN, gain, scales, None, 1, PRELOAD, False, walk)
+    accs = products(tiles, row_ptrs, row_live, x_ptr, 1, GAIN, gain, scales, 1, PRELOAD, False, walk)
     y = tl.sum(accs[0], axis=2)
     OUT_WIDTH: tl.constexpr = PER_WARP // 2 if GATED else PER_WARP
     if GATED:

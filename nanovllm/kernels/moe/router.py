@@ -7,14 +7,11 @@ from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.pointwise.norm import Norm
 
 
-def router_logits(
-    x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None,
-    kept: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def router_logits(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, norm: Norm | None = None) -> torch.Tensor:
     """x [T, H] @ weight [W, H]^T: float32 [parts, T, W], sums over parts of H. norm: of x, which kernels for few rows
-    compute; kept [T, H] becomes its result."""
+    compute."""
     if config.is_skinny:
-        return fma.linear(x, weight, config, norm=norm, out_dtype=torch.float32, kept=kept)[None]
+        return fma.linear(x, weight, config, norm=norm, out_dtype=torch.float32)[None]
     if config.kernel == "tile":
         return tile.linear(x, weight, config)
     if config.kernel == "blocks":

@@ -75,8 +75,6 @@ class Launch:
     """Attention's chunks are merged before this begins to fetch its weight."""
     bias: bool = False
     """The addition of its bias."""
-    keeps_norm: bool = False
-    """The rows that its norm makes are stored for those behind it, which so need not norm them again."""
     why: str = ""
     """Source of the choice, and what kept another kernel away."""
 
@@ -126,8 +124,7 @@ def plan(operations: Sequence[Product], rows: int, rules: Rules) -> LayerPlan:
     found = [(one, launch(one, rows, rules)) for one in operations]
     chained = (each for one, each in found if one.choice is None and one.around.is_chained)
     complete = any(each.norm or each.residual for each in chained)
-    ends = (each for one, each in found if one.choice is not None and one.around.after != "gate")
-    complete &= all(each.norm or each.residual for each in ends)
+    complete &= all(each.norm or each.residual for one, each in found if one.choice is not None)
     if not complete and any(one.around.is_chained for one in operations):
         found = [(one, launch(one.apart, rows, rules)) for one in operations]
     launches, why = tuple(each for _, each in found), "" if complete else _why_apart(operations, rules)
@@ -240,17 +237,13 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     (count, top_k, dtype, for_few), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
-    is_packed, most_few = dtype in PACKED, 1 if dtype == FP8 else FEW_TOKENS
-    chained = around.is_chained and rows <= most_few and not product.is_adapted
-    chained &= item_size == 2 or not is_packed
-    few = rules.is_fused and rows <= most_few and item_size == 2 and for_few
+    chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
+    chained &= item_size == 2 or dtype not in PACKED
+    few = rules.is_fused and rows <= (1 if dtype == FP8 else FEW_TOKENS) and item_size == 2 and for_few
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
-        norm = around.before in ("rms", "own rms")
-        keeps = norm and is_packed and not product.is_of_experts  # registers of packed experts hold no row to norm
-        norm &= keeps or not (is_packed and is_gated)
-        return Launch(config, norm, is_gated, around.after == "residual", keeps_norm=keeps, why="rule")
+        return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
