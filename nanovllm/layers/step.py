@@ -85,7 +85,7 @@ class Call(NamedTuple):
     delta: Any = None
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
     bias: torch.Tensor | None = None
-    """Bias of the operation; for launches that add it."""
+    """Bias of the operation, [rows of its weight]; for launches that add it."""
 
     @property
     def has_adapters(self) -> bool:
