@@ -66,8 +66,8 @@ def _biased(acc, BIAS, at, live, factor):
 
 @triton.jit
 def of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS: tl.constexpr, walk):
-    """accs with the biases of a packed expert's rows, and its factors, 1 where there are none, as add_products takes
-    scales."""
+    """accs [WARPS, 16, 8] with the biases of a packed expert's rows, and its factors, 1 where there are none, as
+    add_products takes scales."""
     col, biased, factors, scales = (first + tl.arange(0, 16))[None, :, None], (), (), ()
     for half in tl.static_range(walk.halves):
         at = expert * (walk.halves * n_out) + half * n_out + tl.minimum(col, n_out - 1)

@@ -44,9 +44,10 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
-    config.round_sums; by kernels for few rows without config.split_k their sum [T, H], and what a shared expert computed,
-    which are added to `residual`, where there is one. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an
-    expert], in routing's order: added to the products before these are rounded; not by kernels for few rows."""
+    config.round_sums; by kernels for few rows, without config.split_k, their sum [T, H], and what a shared expert
+    computed, which are added to `residual`, where there is one. norm: of x, for kernels for few rows. delta float32
+    [T * top_k, rows of an expert], in routing's order: added to the products before these are rounded; not by kernels
+    for few rows."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
     activation, (of_gate_up, of_down) = routed.activation, routed.biases

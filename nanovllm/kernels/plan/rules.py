@@ -207,7 +207,8 @@ FEW_TOKENS = 4
 """Maximum tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and
 tiles of an expert's rows read less."""
 FEW_TOKENS_OF = {FP8: 1, MXFP4: 2, NVFP4: 2}
-"""The same where widening takes most of the time, and tiles widen once for all rows; of e4m3 for an extra kernel."""
+"""Such tokens of weights that take long to widen, which tiles do once for all rows; of e4m3, as one kernel more rounds.
+"""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8, block_k=256, stages=8)
 FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
