@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.moe import few_packed, few_rows, few_streamed
 from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
@@ -59,7 +60,7 @@ def linear(
                 return few_rows.gate_up(x, weight, *around)
             return few_streamed.gate_up(x, weight, *around, of_gate_up)
         if config.split_k > 1:
-            assert residual is routed.shared is None, config
+            assert residual is routed.shared is None and isinstance(weight, PackedWeight), config
             return few_packed.down(x, weight, chosen, config, of_down)
         adds = (chosen, config, residual, routed.shared, routed.shared_gate)
         if isinstance(weight, Tensor):
