@@ -83,19 +83,19 @@ class ParallelLinear(Operation):
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """[T, in] -> [T, out], or [parts, T, out], sums over parts of `in` that its consumer adds up, float32 but with
         exact_bits="tp". Where it stands before an addition to the residual stream, and the call has one: that."""
-        launch = self.launch(x.shape[0], call)
+        launch, call = self.launch(x.shape[0], call), call._replace(bias=self.bias)
         if self._adds_residual and call.residual is not None:
             return self._add_to(call.residual, x, launch, call)
         y = self.matrix.multiply(x, launch, call)
         assert isinstance(y, torch.Tensor)
-        if self.bias is not None and self.adds_bias:
+        if self.bias is not None and self.adds_bias and not launch.bias:
             (y if y.dim() == 2 else y[0]).add_(self.bias)
         return y
 
     def _add_to(
         self, residual: torch.Tensor, x: torch.Tensor | FP8Rows, launch: Launch, call: Call
     ) -> torch.Tensor:  # fmt: skip
-        if self.bias is not None and self.adds_bias:
+        if self.bias is not None and self.adds_bias and not launch.bias:
             residual.add_(self.bias)
         if launch.config == LIBRARY and not call.has_adapters:
             assert isinstance(x, torch.Tensor)

@@ -84,6 +84,8 @@ class Call(NamedTuple):
     """Experts of each row; for operations on experts."""
     delta: Any = None
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
+    bias: torch.Tensor | None = None
+    """Bias of the operation, [rows of its weight]; for launches that add it."""
 
     @property
     def has_adapters(self) -> bool:
@@ -102,6 +104,8 @@ class Call(NamedTuple):
             found["norm"] = self.norm
         if launch.residual:
             found["residual"] = self.residual
+        if launch.bias:
+            found["bias"] = self.bias
         if self.delta is not None:
             found["delta"] = self.delta
         return found

@@ -17,7 +17,7 @@ from nanovllm.layers.context import ModelContext
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 
-INSIDE = ("rounded", "norm", "gate", "residual")
+INSIDE = ("rounded", "norm", "gate", "bias", "residual")
 
 
 def rank_model(

@@ -33,8 +33,10 @@ OPTIONS: dict[str, Any] = {
 COMPLETE = {"qwen3": 4, "qwen3_moe": 4, "lfm2": 1}
 """Layers of four that keep a complete residual stream, with few rows: those with attention, where nothing else is
 between their products."""
-WINDOWED = ("gemma4, experts",)
+WINDOWED = ("gemma4, experts", "gpt_oss")
 """Kinds whose layers share two tables of blocks, of which a preempted request finds none again."""
+MORE: dict[str, dict[str, Any]] = {"gpt_oss": {"quantization": "mxfp4", "dtype": "float16"}}
+"""Options of a kind: packed experts take 16 bits."""
 
 
 def serve(folder: str, backend: str, fused_kernels: bool, **more: Any) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def checkpoint(kind: str, where: Path) -> str:
     [
         pytest.param("qwen3", True, "ours", marks=pytest.mark.slow),
         *(pytest.param(kind, True, "ours", marks=pytest.mark.slow)
-          for kind in ("qwen3_moe", "qwen3_5_moe", "nemotron_h", "lfm2", "gemma4, experts")),
+          for kind in ("qwen3_moe", "qwen3_5_moe", "nemotron_h", "lfm2", "gemma4, experts", "gpt_oss")),
         ("qwen3", False, "library"),
     ],
 )
@@ -97,7 +99,7 @@ def test_triton_backend_through_a_chunk_a_hit_and_a_preemption(
     """With the GEMMs and the kernels around attention in Triton too, and with attention alone in it."""
     pytest.importorskip("triton")
     folder = checkpoint(kind, tmp_path)
-    more = {"num_kvcache_blocks": 8} if kind in WINDOWED else {}
+    more = ({"num_kvcache_blocks": 8} if kind in WINDOWED else {}) | MORE.get(kind, {})
     plain = serve(folder, "torch", fused_kernels, **more)
     args = (folder, str(int(fused_kernels)), gemms, json.dumps(more))
     triton = json.loads(run_interpreted(__file__, args).splitlines()[-1])

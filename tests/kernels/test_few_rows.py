@@ -1,6 +1,7 @@
 """GEMM kernels for few rows, on CUDA cores and on tensor cores, against float64: interpreted on a CPU in float32 and
 float16, on a GPU in bfloat16."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_any_shape_matches_float64_and_so_does_the_twin(
     found.append(fma.linear_reference(t["x"], t["weight"], **around(op, t)))
     for got in found:
         assert relative_error(got, exact(op, t)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 26, 264), (3, 6, 520)])
+def test_a_bias_is_added_before_activation_and_residual(op: str, rows: int, n: int, k: int) -> None:
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    t = inputs(rows, n, k, dtype)
+    bias, one = randn(n, dtype=dtype, seed=4), torch.ones(rows, 1, device=t["x"].device, dtype=dtype)
+    wide = {**t, "x": torch.cat((t["x"], one), 1), "weight": torch.cat((t["weight"], bias[:, None]), 1)}
+    if op.startswith("norm"):
+        x = exact("norm_linear", {**t, "weight": torch.eye(k, device=bias.device, dtype=dtype)}).to(dtype)
+        wide["x"] = torch.cat((x, one), 1)
+    want = exact(op.removeprefix("norm_"), wide)
+    for multiply in (partial(fma.linear, config=FMA), fma.linear_reference):
+        assert relative_error(multiply(t["x"], t["weight"], bias=bias, **around(op, t)), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

@@ -69,7 +69,7 @@ def compile_for(device: Device, of_experts: bool = False) -> None:
 
 def multiply(one: Product, rows: int, launch: Launch) -> None:
     config, x = launch.config, empty(rows, one.k)
-    around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n)).around(launch)
+    around = Call(None, None, Norm(empty(one.k), 1e-6), empty(rows, one.n), bias=empty(one.n)).around(launch)
     if one.dtype == FP8:
         fp8.linear(x, empty_fp8(one.n, one.k, rows_each=one.scale_rows or 1), config, **around)
     elif one.dtype in PACKED:
@@ -130,7 +130,8 @@ def compile_plans(
                     continue
                 k = one.k if launch.config.is_skinny or is_routed else 0
                 own_rows = rows if launch.config.kernel == "stream" else 0  # others take any number
-                key = (one.dtype, launch.config, launch.norm, launch.gate, launch.residual, k, own_rows, is_routed)
+                inside = launch.norm, launch.gate, launch.residual, launch.bias
+                key = (one.dtype, launch.config, inside, k, own_rows, is_routed)
                 if key not in done:
                     done.add(key)
                     (choose if is_routed else multiply)(one, rows, launch)

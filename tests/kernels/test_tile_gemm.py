@@ -63,6 +63,16 @@ def test_any_shape_matches_float64_and_the_twin(
     assert got.shape == twin.shape and relative_error(got, twin) < 2 * TOLERANCE[dtype], "K is cut alike"
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("config", [SMALL, X_LEFT])
+def test_a_bias_is_added_once(config: GemmConfig, parts: int) -> None:
+    x, weight = inputs(5, 70, 264)
+    bias = randn(70, dtype=DTYPE, seed=3)
+    y = tile.linear(x, weight, replace(config, split_k=parts), bias=bias)
+    y = y if parts == 1 else y.sum(0)
+    assert relative_error(y, exact(x, weight) + bias.double()) < 2 * TOLERANCE[DTYPE]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "config"), USED)
 def test_matches_float64_in_bfloat16(op: str, config: GemmConfig) -> None:

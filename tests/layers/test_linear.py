@@ -142,16 +142,16 @@ def test_what_was_chosen_multiplies_what_is_added_to_the_residual(monkeypatch: p
     """Also where it cannot add for itself, and where the layer has a bias."""
     done: list[str] = []
 
-    def by_halves(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+    def by_halves(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, delta: None) -> torch.Tensor:
         done.append(config.kernel)
         return dense.split_linear_reference(x, weight, config.split_k)
 
     def fused(
         x: torch.Tensor, weight: torch.Tensor, config: GemmConfig, *, gated: bool, norm: None, residual: torch.Tensor,
-        delta: None,
+        delta: None, bias: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         done.append(config.kernel)
-        return fma.linear_reference(x, weight, residual=residual)
+        return fma.linear_reference(x, weight, residual=residual, bias=bias)
 
     monkeypatch.setattr(dense, "split_linear", by_halves)
     monkeypatch.setattr(fma, "linear", fused)

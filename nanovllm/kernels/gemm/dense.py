@@ -24,19 +24,24 @@ _MINUS_ZERO = -(1 << 31)
 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, norm: Norm | None = None,
-    residual: Tensor | None = None, delta: Any = None,
+    residual: Tensor | None = None, delta: Any = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; where config.parts > 1 [parts, M, N], sums over parts of K, in
     float32 but for config.round_sums. gated: gates are the first N / 2 rows of the weight, and the result is silu(gate)
-    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone.
-    delta: of adapters, added to the product, or its first part, before anything else: for kernels of our own a Shrunk,
-    else float32 [M, N], or for the library on a GPU in x's dtype; for "split" either, one part more."""
+    * up, [M, N / 2]; not by the library. norm, residual: as in fma.linear, by kernels for few rows alone. bias [N]: as
+    there, by "fma" and "tile" alone, added to the first part. delta: of adapters, added to the product, or its first
+    part, before anything else: for kernels of our own a Shrunk, else float32 [M, N], or for the library on a GPU in x's
+    dtype; for "split" either, one part more."""
     if config.is_skinny:
-        few = stream if config.kernel == "stream" else fma
-        return few.linear(x, weight, config, gated=gated, norm=norm, residual=residual, delta=delta)
+        around: dict[str, Any] = {"gated": gated, "norm": norm, "residual": residual, "delta": delta}
+        if config.kernel == "fma":
+            return fma.linear(x, weight, config, bias=bias, **around)
+        assert bias is None, config
+        return stream.linear(x, weight, config, **around)
     assert norm is residual is None, config
     if config.kernel == "tile":
-        return tile.linear(x, weight, config, gated=gated, delta=delta)
+        return tile.linear(x, weight, config, gated=gated, delta=delta, bias=bias)
+    assert bias is None, config
     if config.kernel == "blocks":
         return fixed_order.linear_in_blocks(x, weight, config, delta)
     if config.kernel == "split":

@@ -135,13 +135,13 @@ def _load_residual(res_ptr, row, rows, col, n_out):
 
 @triton.jit(do_not_specialize=["rows", "n_out"])
 def fma_kernel(
-    x_ptr, w_ptr, norm_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
+    x_ptr, w_ptr, norm_ptr, bias_ptr, out_ptr, res_ptr, ADAPTER, rows, n_out, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
     PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, res_ptr, ADAPTER (see expand.py): None where there is no
-    such thing. CHUNKS, STEPS, EVEN_K, EVEN_N: see LaneWalk."""
+    """Grid (column tiles,); x is [rows <= ROWS, K]. norm_ptr, bias_ptr [weight rows], res_ptr, ADAPTER (see
+    expand.py): None where there is no such thing. CHUNKS, STEPS, EVEN_K, EVEN_N: see LaneWalk."""
     walk: tl.constexpr = LaneWalk(K, CHUNKS, STEPS, WARPS, EVEN_K, EVEN_N)
     NORM: tl.constexpr = norm_ptr is not None
     PER_WARP: tl.constexpr = BLOCK_N // WARPS
@@ -152,6 +152,8 @@ def fma_kernel(
     tiles, gain = load_steps(row_ptrs, row_live, 0, PRELOAD, walk), 0.0
     if NORM:
         gain = load_vector(norm_ptr, rows > 0, 0, walk)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + w_rows, mask=w_live, other=0.0).to(tl.float32)
     slots, held, n, first = (), (), n_out * 2 if PAIRED else n_out, tl.zeros([1, 1], tl.int32)
     for row in tl.static_range(ROWS if ADAPTER is not None else 0):
         slots = slots + (slots_of(ADAPTER, first + row, rows),)
@@ -178,6 +180,8 @@ def fma_kernel(
     out_lane = tl.arange(0, WARPS)[:, None] * OUT_WIDTH + tl.arange(0, OUT_WIDTH)[None, :]
     for row in tl.static_range(ROWS):
         y = tl.sum(accs[row], axis=2)
+        if bias_ptr is not None:
+            y += bias
         if ADAPTER is not None:
             scale = tl.reshape(scales[row], [WARPS, 1, 1]) if NORM else 1.0
             y += held_delta(ADAPTER, held[row], first + row, rows, w_rows, w_live, n, scale)
@@ -200,12 +204,13 @@ def walk_constants(weight: Tensor, config: GemmConfig, num_experts: int = 1) -> 
 def linear(
     x: Tensor, weight: Tensor, config: GemmConfig, *, norm: Norm | None = None, gated: bool = False,
     residual: Tensor | None = None, out_dtype: torch.dtype | None = None, delta: Shrunk | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [M <= 4, K] @ weight [N, K]^T -> [M, N] of x's dtype or of `out_dtype`.
 
     norm: of kind "rms", before it. gated: the weight is [2 I, K], gates first, and the result silu(gate) * up, [M, I].
     residual [M, N]: the product is added to it in place, rounded once, and it is returned. delta: of adapters, which
-    is added to the product before anything else; see shrink for the norm.
+    is added to the product before anything else; see shrink for the norm. bias [N]: likewise.
     """
     rows, n = x.shape[0], weight.shape[0]
     n_out = checked_width(config, x.shape, weight.shape, residual, gated=gated)
@@ -213,7 +218,7 @@ def linear(
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     out = x.new_empty(rows, n_out, dtype=out_dtype) if residual is None else residual
     fma_kernel[(triton.cdiv(n, config.block_n),)](
-        x, weight, norm and norm.weight, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
+        x, weight, norm and norm.weight, bias, out, residual, delta and delta.operands, rows=rows, n_out=n_out,
         eps=norm.eps if norm else 0.0, ROWS=triton.next_power_of_2(rows), PAIRED=gated,
         **walk_constants(weight, config), **pdl_options(x.device),
     )  # fmt: skip
@@ -221,11 +226,13 @@ def linear(
 
 
 def linear_reference(
-    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, *, norm: Norm | None = None, gated: bool = False, residual: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain twin of `linear`; like the kernels it rounds after the norm, and the result."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = (x if norm is None else norm_reference(x, norm)).to(wide) @ weight.to(wide).T
+    y = y if bias is None else y + bias.to(wide)
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = torch.nn.functional.silu(gate) * up

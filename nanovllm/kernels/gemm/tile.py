@@ -168,14 +168,14 @@ def _finish(
     acc, SCALE, BIAS, DELTA, base, first, end, first_col, n_out, row, rows, n, BLOCK_N: tl.constexpr,
     IN_BLOCKS: tl.constexpr, X_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns. DELTA [rows,
-    n]: see add_delta."""
+    """acc times the scales of the weights' rows, where there are such, plus BIAS at base + its columns, which of parts
+    the first has. DELTA [rows, n]: see add_delta."""
     if SCALE is not None and not IN_BLOCKS:
         scale = tl.load(SCALE + tl.minimum(first + tl.arange(0, BLOCK_N), end - 1))
         acc *= scale[None, :] if X_LEFT else scale[:, None]
     if BIAS is not None:
         col = first_col + tl.arange(0, BLOCK_N)
-        bias = tl.load(BIAS + base + col, mask=col < n_out, other=0.0).to(tl.float32)
+        bias = tl.load(BIAS + base + col, mask=(col < n_out) & (tl.program_id(2) == 0), other=0.0).to(tl.float32)
         acc += bias[None, :] if X_LEFT else bias[:, None]
     if DELTA is not None:
         w_row = first + tl.arange(0, BLOCK_N)
@@ -306,12 +306,13 @@ def tile_kernel(
 
 
 def linear(
-    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Shrunk | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, config: GemmConfig, *, gated: bool = False, delta: Shrunk | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [M, K] @ weight [N, K]^T in one dtype -> [M, N]; with config.split_k > 1 float32 [split_k, M, N], or with
     config.round_sums in that dtype, sums over parts of K. gated: the weight is [2 I, K], gates first, and the result
-    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts. delta: as in
-    fma.linear, added to the first part."""
+    silu(gate) * up, [M, I], rounded as the GEMM and the activation kernel by themselves do; not in parts. delta and
+    bias: as in fma.linear, added to the first part."""
     rows, k = x.shape
     n_out = weight.shape[0] // 2 if gated else weight.shape[0]
     assert config.split_k == 1 or not gated, config
@@ -321,12 +322,12 @@ def linear(
         raise ValueError(f"contiguous tensors of one dtype expected, got {x.dtype} and {weight.dtype}")
     part_dtype = x.dtype if config.round_sums else torch.float32
     out = empty_product(rows, n_out, config.split_k, gated, x.dtype, x.device, part_dtype)
-    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64, delta=delta)
+    return multiply_rows(x, None, weight, config, out, gated=gated, x_left=config.block_n < 64, delta=delta, bias=bias)
 
 
 def multiply_rows(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | FP8Weight, config: GemmConfig, out: Tensor, *, gated: bool,
-    x_left: bool, pdl: bool = True, delta: Shrunk | None = None,
+    x_left: bool, pdl: bool = True, delta: Shrunk | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Fills and returns `out` [T, n_out] or [split_k, T, n_out] by x [T, K], in e4m3 with x_scale float32 [T, groups],
     and weight [n_out, K], gated [2 n_out, K]."""
@@ -341,7 +342,7 @@ def multiply_rows(
     constants: dict[str, Any] = {
         "GATED": gated, "X_LEFT": x_left, "PARTS": config.split_k > 1, "PREFETCH": prefetch, **pdl_options(device, pdl),
     }  # fmt: skip
-    launch(grid, operand, x_scale, weight, config, out, rows, span=span, adapter=delta, **constants)
+    launch(grid, operand, x_scale, weight, config, out, rows, span=span, adapter=delta, bias=bias, **constants)
     return out
 
 

@@ -71,8 +71,8 @@ class GemmConfig:
     """Kernel that multiplies, and how it cuts the work. Plain data: it goes to other ranks and into files.
 
     block_n: weight rows of a tile (for "tile" with the activation: gates, and as many ups). block_m: rows of x of a
-    tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side.
-    num_warps: of a program; for "roles" those that multiply.
+    tile. block_k: columns of a step. stages: steps in flight. split_k: parts of K that are computed side by side, or
+    experts of a token. num_warps: of a program; for "roles" those that multiply.
 
     In which order "fma", "tile" and "roles" sum along K follows from these numbers and K alone.
     Neither the number of rows nor the other rows change it.

@@ -35,9 +35,11 @@ from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside, why
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
+    FEW_DOWN_APART,
     FEW_EXPERTS,
     FEW_ROUTER,
     FEW_TOKENS,
+    FEW_TOKENS_OF,
     FP8_FEW_EXPERTS,
     FP8_MANY_ROWS,
     PACKED_FEW_EXPERTS,
@@ -73,6 +75,8 @@ class Launch:
     """Whether it lets the next kernel start before it ends (PDL), and that gains time."""
     merge_first: bool = False
     """Attention's chunks are merged before this begins to fetch its weight."""
+    bias: bool = False
+    """The addition of its bias."""
     why: str = ""
     """Source of the choice, and what kept another kernel away."""
 
@@ -160,7 +164,10 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     merge_first = around.is_behind_attention and config.is_skinny and merges_before(rows, product.num_bytes)
     if config == LIBRARY:
         config = _by_library(product, rows, device)
-    return Launch(config, norm, gate, residual, rounded, rounds, is_early, merge_first, why)
+    # With exact_bits other rows go to kernels that round before a bias is added.
+    bias = product.has_bias and not gate and config.kernel in ("fma", "tile") and rules.exact_bits is None
+    bias &= around.after != "gate" and product.dtype in ITEM_SIZES
+    return Launch(config, norm, gate, residual, rounded, rounds, is_early, merge_first, bias, why=why)
 
 
 def choose(product: Product, rows: int, rules: Rules) -> tuple[GemmConfig, str]:
@@ -232,19 +239,22 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     (count, top_k, dtype, for_few), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
+    most_few = FEW_TOKENS_OF.get(dtype, FEW_TOKENS)
     chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
     chained &= item_size == 2 or dtype not in PACKED
-    few = rules.is_fused and rows <= (1 if dtype == FP8 else FEW_TOKENS) and item_size == 2 and for_few
+    few = rules.is_fused and rows <= most_few and item_size == 2 and for_few
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
+        if product.is_of_experts and around.adds_parts and not (is_gated or chained) and dtype in FEW_DOWN_APART:
+            config = replace(FEW_DOWN_APART[dtype], split_k=top_k)
         return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")
     config = expert_tiles(rows * top_k, count, dtype, rules.device.shared_bytes)[0 if is_gated else 1]
     kernel: Kernel = "tile" if rules.is_fused and rules.device.is_cuda else "twin"
     config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
-    why = "rule" if rows > FEW_TOKENS else "no kernel for few tokens"
+    why = "rule" if rows > most_few else "no kernel for few tokens"
     return Launch(config, gate=is_gated, why=why)
 
 
