@@ -30,9 +30,9 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-COMPLETE = {"qwen3": 4, "qwen3_moe": 4, "lfm2": 1}
-"""Layers of four that keep a complete residual stream, with few rows: those with attention, where nothing else is
-between their products."""
+COMPLETE = {"qwen3": 2, "qwen3_moe": 4, "lfm2": 1}
+"""Layers that keep a complete residual stream, with few rows: those with attention, where nothing else is between
+their products."""
 WINDOWED = ("gemma4, experts", "gpt_oss")
 """Kinds whose layers share two tables of blocks, of which a preempted request finds none again."""
 MORE: dict[str, dict[str, Any]] = {"gpt_oss": {"quantization": "mxfp4", "dtype": "float16"}}
