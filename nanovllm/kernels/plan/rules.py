@@ -206,7 +206,7 @@ def _narrower(config: GemmConfig) -> GemmConfig:
 FEW_TOKENS = 4
 """Maximum tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and
 tiles of an expert's rows read less."""
-FEW_TOKENS_OF = {FP8: 1, MXFP4: 2, NVFP4: 2}
+FEW_TOKENS_OF = {FP8: 1, MXFP4: 2}
 """Such tokens of weights that take long to widen, which tiles do once for all rows; of e4m3, as one kernel more rounds.
 """
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
