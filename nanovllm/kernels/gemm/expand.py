@@ -17,7 +17,7 @@ NONE: tl.constexpr = tl.constexpr(1 << 30)
 FIELDS: tl.constexpr = tl.constexpr(6)  # of ADAPTER ahead of the first rows
 EARLY_RANK: tl.constexpr = tl.constexpr(32)  # up to which registers hold a tile of B early
 
-PROGRAMS = 512
+_PROGRAMS = 512
 """About how many column_groups makes."""
 
 
@@ -206,7 +206,7 @@ def ends_of_part(ADAPTER, part, n):
 def product_of_slot(ADAPTER, h, slot, slots, w_row, end, n):
     """h [BLOCK_M, RANK] by B of one slot and weight rows w_row, before `end`, float32 [BLOCK_M, BLOCK_N]; see
     of_adapters."""
-    b = b_of_rows(ADAPTER, slot, w_row[:, None], (w_row < end)[:, None], tl.arange(0, ADAPTER[3])[None, :], n)
+    b = _tile_of_b(ADAPTER, slot, w_row, end, n)
     return of_adapters(tl.dot(h, b.T, input_precision="ieee", out_dtype=tl.float32), slots[:, None])
 
 
@@ -215,7 +215,7 @@ def column_groups(rows: int, columns: int, parts: int, rank: int) -> tuple[int, 
     a group of each part: x A^T is read once for all of it."""
     block_m, block_n = 16 if rows <= 64 else 32 if rows <= 256 else 64, 64
     tiles, of_part = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
-    each = max(1, tiles * of_part * parts // PROGRAMS)
+    each = max(1, tiles * of_part * parts // _PROGRAMS)
     options = {"EACH": each, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": 3 if rank <= 64 else 1}
     return tiles, triton.cdiv(of_part, each), options | {"num_warps": 4 if rank <= 128 else 8}
 
