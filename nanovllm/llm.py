@@ -13,6 +13,7 @@ from nanovllm.engine.protocol import Engine
 from nanovllm.errors import refuse
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput, StepOutput
+from nanovllm.processes.garbage import frozen_objects
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.start import start_one, start_ranks
 from nanovllm.terminal import Interrupt, ProgressBar, interrupt_between_steps
@@ -176,7 +177,7 @@ class LLM(Embedding, Adapters):
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)
-        with ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
+        with frozen_objects(), ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
             while unfinished and not interrupt.has_come:
                 with self._turns.step_lock:
                     if not self.engine.has_unfinished_requests():

@@ -167,7 +167,7 @@ def serve(number: int) -> None:
     import nanovllm.host.engine_host
     import nanovllm.models.registry
     import nanovllm.runner.model_runner  # noqa: F401
-    from nanovllm.processes.child import freeze_objects
+    from nanovllm.processes.garbage import freeze_objects
 
     freeze_objects()  # which would be copied where each fork counts their references
     path = [folder for folder in sys.path if folder.startswith((sys.prefix, sys.base_prefix))]  # any interpreter's

@@ -1,5 +1,6 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
+import gc
 import logging
 import sys
 import time
@@ -114,6 +115,29 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
             with pytest.raises(KeyError):
                 what[unknown]
     assert dict(output)["text"] == output.text
+
+
+def test_a_run_exempts_what_was_there_from_collection_and_leaves_the_collector_as_it_was(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection in the middle of a run would wait for all that the program has imported and made."""
+    step, during = llm.engine.step, []
+
+    def observed() -> Any:
+        during.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", observed)
+    gc.freeze()  # as a caller does, who knows
+    llm.generate("Red", FIXED, use_tqdm=False)
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
+    try:
+        during.clear()
+        llm.generate("Red", FIXED, use_tqdm=False)
+        assert min(during) > 10_000 and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as conftest.py left it
 
 
 def test_empty_batches(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

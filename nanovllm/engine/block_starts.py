@@ -1,8 +1,10 @@
-"""A sorted list of block beginnings. The longest common prefix is with one of the two neighbours of the place where the
+"""Block beginnings in sorted lists. The longest common prefix is with one of the two neighbours of the place where the
 query would be inserted."""
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import chain
 
 from nanovllm.engine.prefix_keys import KEY_SIZE
 
@@ -21,33 +23,42 @@ def num_common(start: bytes, other: bytes) -> int:
 
 
 class BlockStarts:
-    """A set of block starts, in order."""
+    """A set of block starts. Those that begin alike are in order: few, unless many texts part in one block."""
 
     def __init__(self, least: int) -> None:
-        """`least`: minimum tokens in common for two starts to count as near."""
-        self._least = least
-        self.in_order: list[bytes] = []
+        """`least`: minimum tokens in common for two starts to count as near, which every start has."""
+        self._begin_size = KEY_SIZE + 4 * least
+        self._in_order: dict[bytes, list[bytes]] = {}
+        """The starts with each beginning of that size."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        return chain.from_iterable(self._in_order.values())
 
     def add(self, start: bytes) -> None:
-        at = bisect_left(self.in_order, start)
-        if at == len(self.in_order) or self.in_order[at] != start:
-            self.in_order.insert(at, start)
+        alike = self._in_order.setdefault(start[: self._begin_size], [])
+        at = bisect_left(alike, start)
+        if at == len(alike) or alike[at] != start:
+            alike.insert(at, start)
 
     def remove(self, start: bytes) -> None:
         """Removes a start, which must be in the set."""
-        at = bisect_left(self.in_order, start)
-        assert self.in_order[at] == start
-        del self.in_order[at]
+        begin = start[: self._begin_size]
+        alike = self._in_order[begin]
+        at = bisect_left(alike, start)
+        assert alike[at] == start
+        del alike[at]
+        if not alike:
+            del self._in_order[begin]
 
     def clear(self) -> None:
-        self.in_order.clear()
+        self._in_order.clear()
 
     def nearest(self, start: bytes) -> tuple[bytes, int]:
         """The start with the most leading tokens in common, and their number; (b"", 0) where that is too few."""
-        at = bisect_left(self.in_order, start)
-        begin = start[: KEY_SIZE + 4 * self._least]
+        alike = self._in_order.get(start[: self._begin_size], [])
+        at = bisect_left(alike, start)
         found, most = b"", 0
-        for other in self.in_order[max(0, at - 1) : at + 1]:
-            if other.startswith(begin) and (common := num_common(start, other)) > most:
+        for other in alike[max(0, at - 1) : at + 1]:
+            if (common := num_common(start, other)) > most:
                 found, most = other, common
         return found, most

@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.host import wire
-from nanovllm.processes.child import end_this, freeze_objects, leave_signals_to_parent
+from nanovllm.processes.child import end_this, leave_signals_to_parent
 from nanovllm.processes.framing import READ_BYTES, FrameBuffer
+from nanovllm.processes.garbage import freeze_objects
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig

@@ -1,6 +1,5 @@
 """Child processes that run a module of this package: how they start, what they inherit, and how they end."""
 
-import gc
 import os
 import signal
 import socket
@@ -79,13 +78,6 @@ def end_this(code: int) -> NoReturn:
     with suppress(AttributeError, OSError):  # None, or a pipe that nobody reads any more
         sys.stdout.flush()
     os._exit(code)
-
-
-def freeze_objects() -> None:
-    """Exempts all existing objects from garbage collection; called at the end of a start. A full collection of what
-    torch and others have imported would delay all requests by some 90 ms."""
-    gc.collect()
-    gc.freeze()
 
 
 def start_linked(module: str, *args: str) -> tuple["subprocess.Popen[bytes]", socket.socket]:

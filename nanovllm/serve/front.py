@@ -9,7 +9,7 @@ from nanovllm.host import wire
 from nanovllm.host.engines import Engines
 from nanovllm.host.handle import Lost
 from nanovllm.host.pending_call import InternalError
-from nanovllm.processes.child import freeze_objects
+from nanovllm.processes.garbage import freeze_objects
 from nanovllm.serve import errors
 from nanovllm.serve.admission import Admission
 from nanovllm.serve.book import Book
