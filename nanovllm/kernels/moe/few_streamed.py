@@ -65,7 +65,7 @@ def _biased(acc, BIAS, at, live, factor):
 
 
 @triton.jit
-def of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS: tl.constexpr, walk):
+def _of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS: tl.constexpr, walk):
     """accs [WARPS, 16, 8] with the biases of a packed expert's rows, and its factors, 1 where there are none, as
     add_products takes scales."""
     col, biased, factors, scales = (first + tl.arange(0, 16))[None, :, None], (), (), ()
@@ -112,7 +112,7 @@ def _gate_up_kernel(
         w_ptr = W + expert * (HALVES * n_out * K)
     tiles, accs = load_steps(w_ptr, PACKED, first, n_out, 0, PRELOAD, walk), no_sums(walk)
     if is_packed(CODE):
-        accs, scales = of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS, walk)
+        accs, scales = _of_rows(accs, BIAS, SCALE, expert, first, n_out, PARTS, walk)
     else:
         of_expert_ptr = SCALE + tl.permute(expert, [1, 0, 2]) * (scale_rows * groups)
         scales = block_scales(of_expert_ptr, first, n_out, groups, ROWS_EACH, PARTS, walk)
@@ -128,7 +128,7 @@ def _gate_up_kernel(
 
 
 @triton.jit
-def of_all_warps(experts, weights, BLOCK_K: tl.constexpr):
+def _of_all_warps(experts, weights, BLOCK_K: tl.constexpr):
     """Numbers and weights of all choices, [WARPS, 1] each, as one number each, by one exchange between warps."""
     lane = tl.arange(0, BLOCK_K)
     found = tl.zeros([experts[0].shape[0], BLOCK_K], tl.int32)
@@ -233,7 +233,7 @@ def _down_kernel(
     numbers, weights = choose(scores, keys, CORRECTION, FACTORS, RENORMALISE, SCALING, how)
     tiles, steps = (), ()
     if is_packed(CODE):
-        numbers, weights = of_all_warps(numbers, weights, BLOCK_K)
+        numbers, weights = _of_all_warps(numbers, weights, BLOCK_K)
     else:
         for step in tl.static_range(STEPS):
             steps = steps + (_step_of_e4m3(W, SCALE, numbers, weights, first, n_out, groups, scale_rows, step,

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.moe import few_packed, few_rows, few_streamed
+from nanovllm.kernels.moe import few_rows, few_streamed
 from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
 from nanovllm.kernels.moe.routing import TopK
@@ -45,10 +44,9 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
-    config.round_sums; by kernels for few rows, without config.split_k, their sum [T, H], and what a shared expert
-    computed, which are added to `residual`, where there is one. norm: of x, for kernels for few rows. delta float32
-    [T * top_k, rows of an expert], in routing's order: added to the products before these are rounded; not by kernels
-    for few rows."""
+    config.round_sums; by kernels for few rows their sum [T, H], and what a shared expert computed, which are added to
+    `residual`, where there is one. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an expert],
+    in routing's order: added to the products before these are rounded; not by kernels for few rows."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
     activation, (of_gate_up, of_down) = routed.activation, routed.biases
@@ -59,9 +57,6 @@ def linear(
             if isinstance(weight, Tensor):
                 return few_rows.gate_up(x, weight, *around)
             return few_streamed.gate_up(x, weight, *around, of_gate_up)
-        if config.split_k > 1:
-            assert residual is routed.shared is None and isinstance(weight, PackedWeight), config
-            return few_packed.down(x, weight, chosen, config, of_down)
         adds = (chosen, config, residual, routed.shared, routed.shared_gate)
         if isinstance(weight, Tensor):
             return few_rows.down(x, weight, *adds)

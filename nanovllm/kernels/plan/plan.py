@@ -35,7 +35,6 @@ from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside, why
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.plan.rules import (
-    FEW_DOWN_APART,
     FEW_EXPERTS,
     FEW_ROUTER,
     FEW_TOKENS,
@@ -246,8 +245,6 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     few &= not (one_order or product.is_adapted)
     if chained or few:
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
-        if product.is_of_experts and around.adds_parts and not (is_gated or chained) and dtype in FEW_DOWN_APART:
-            config = replace(FEW_DOWN_APART[dtype], split_k=top_k)
         return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
         return Launch(router_config(rows, product.k, item_size, rules.device, one_order), why="rule")

@@ -214,8 +214,6 @@ FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8,
 FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
 PACKED_FEW_EXPERTS = streaming(4, 3, max_registers=128), streaming(8, 4, max_registers=128)
 """Kernels for a few tokens: the router's, and experts' gate and up, and down."""
-FEW_DOWN_APART = {MXFP4: streaming(4, 6, max_registers=128)}
-"""Kernels of down by the weights' type where the consumer adds up the results of a token's experts."""
 _ROUTER_ROWS = 2048
 _ROUTER_TILES = ((16, 16, 16), (32, 16, 32), (1024, 16, 64), (inf, 64, 128))
 """Maximum rows; weight rows and rows of a tile."""
