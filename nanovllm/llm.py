@@ -7,7 +7,7 @@ from nanovllm.adapters import Adapters, LoRARequest
 from nanovllm.config import EngineConfig
 from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
-from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids
+from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids, ids_of_texts
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.errors import refuse
@@ -104,38 +104,39 @@ class LLM(Embedding, Adapters):
         params = as_params(sampling_params, len(given))
         batch: list[Prompt] = []
         adapters = self.adapters_of(lora_request, len(given))
-        for index, (prompt, param, adapter) in enumerate(zip(given, params, adapters, strict=True)):
+        texts = ids_of_texts(given, self.engine.tokenizer)
+        for index, (prompt, param, adapter, ids) in enumerate(zip(given, params, adapters, texts, strict=True)):
             try:
-                batch.append(as_prompt(prompt, param, self.engine.tokenizer, adapter=adapter))
+                batch.append(as_prompt(prompt, param, self.engine.tokenizer, adapter=adapter, ids=ids))
                 self.engine.book.check(batch[-1], param)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 said = kind(f"prompts[{index}]: {str(error).removeprefix('prompt: ')}")
                 raise said.with_traceback(error.__traceback__) from None
         numbers = self.engine.book.reserve_ids(params)
-        ids: list[int] = []
+        begun: list[int] = []
         rows = {row for number, param in zip(numbers, params, strict=True) for row in range(number, number + param.n)}
         with interrupt_between_steps() as interrupt:
             try:
                 with self._turns.step_lock:
                     self.engine.notice_new_weights()
                     for index in self._queueing_order(batch, params):
-                        ids.append(self.engine.add_request(batch[index], params[index], numbers[index]))
+                        begun.append(self.engine.add_request(batch[index], params[index], numbers[index]))
                         if interrupt.has_come:
                             break
                     self._turns.generating |= rows
-                self._run_until_finished(ids, use_tqdm, interrupt)
+                self._run_until_finished(begun, use_tqdm, interrupt)
                 if interrupt.has_come:
                     return []  # never reached by the caller: the `with` raises
                 return [self.engine.book.take(number) for number in numbers]
             finally:
                 # Another Ctrl-C waits too. A thread that took our last results in has handed them out by now.
                 with interrupt_between_steps(), self._turns.step_lock:
-                    for request_id in ids:  # where they have not been returned
+                    for request_id in begun:  # where they have not been returned
                         self.engine.abort(request_id)
                         self.engine.book.forget(request_id)
                     self._turns.generating -= rows
-                    self._turns.ended.difference_update(ids)
+                    self._turns.ended.difference_update(begun)
 
     def _queueing_order(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[int]:
         """Indices of a batch in the order in which its requests are to begin.
@@ -169,10 +170,11 @@ class LLM(Embedding, Adapters):
         if not (chats := as_chats(messages)):
             return []
         params, tokenizer = as_params(sampling_params, len(chats)), self.engine.tokenizer
-        texts = (tokenizer.render_chat(chat, **template_options) for chat in chats)
+        texts = [tokenizer.render_chat(chat, **template_options) for chat in chats]
         adapters = self.adapters_of(lora_request, len(chats))
-        prompts = [as_prompt(text, param, tokenizer, True, adapter)
-                   for text, param, adapter in zip(texts, params, adapters, strict=True)]  # fmt: skip
+        ids = ids_of_texts(texts, tokenizer, True)
+        prompts = [as_prompt(text, param, tokenizer, True, adapter, found)
+                   for text, param, adapter, found in zip(texts, params, adapters, ids, strict=True)]  # fmt: skip
         return self.generate(prompts, params, use_tqdm)
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:

@@ -18,6 +18,7 @@ from stepping import assert_nothing_is_left
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import Selection
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.engine.inputs import ids_of_texts
 from nanovllm.kernels import select_kernels
 from nanovllm.runner import model_runner
 from nanovllm.runner.cuda_graphs import why_no_graphs
@@ -71,6 +72,15 @@ def test_one_prompt_many_prompts_text_and_ids_give_the_same(llm: LLM) -> None:
     assert [output.prompt for output in mixed] == [text, None, None, None, None, text, None]
     assert all(type(token_id) is int for output in mixed for token_id in output.prompt_token_ids + output.token_ids)
     assert alone.text == llm.tokenizer.decode(alone.token_ids, skip_special_tokens=True)
+
+
+def test_texts_that_are_tokenized_together_are_those_of_one_alone_and_a_bad_one_is_named(llm: LLM) -> None:
+    texts = [f"{n} and {n + 1}" for n in range(300)]
+    ids: list[Any] = [llm.tokenizer.encode(text) for text in texts]
+    found = ids_of_texts([*texts[:299], ids[5], texts[299]], llm.engine.tokenizer)
+    assert list(found) == [*ids[:299], None, ids[299]]
+    with pytest.raises(ValueError, match=r"prompts\[298\]: .*surrogate"):
+        llm.generate([*texts[:298], "\ud800", *texts[299:]], FIXED, use_tqdm=False)
 
 
 def test_outputs_come_in_the_order_of_prompts_whatever_ends_first(llm: LLM) -> None:

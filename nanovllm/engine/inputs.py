@@ -1,6 +1,6 @@
 """Prompts, chats and parameters of a user, brought into one form; errors name what is wrong. No torch."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,31 @@ GivenPrompt = str | list[int] | Mapping[str, str | list[int]] | Prompt
 read already."""
 
 
+_AT_A_TIME = 256
+"""Texts that are tokenized together, during which no Ctrl-C is noticed."""
+
+
+def ids_of_texts(
+    given: Sequence[GivenPrompt], tokenizer: Tokenizer, is_chat: bool = False
+) -> Iterator[list[int] | None]:
+    """Token ids of each prompt that is a text, as as_prompt takes them, by a thread for each core; None for others, and
+    beside one that as_prompt refuses."""
+    for first in range(0, len(given), _AT_A_TIME):
+        some = given[first : first + _AT_A_TIME]
+        texts = [each for each in some if isinstance(each, str)]
+        try:
+            found = iter(tokenizer.own.encode_all(texts, not is_chat) if len(texts) > 1 else [])
+        except ValueError:
+            found = iter([])
+        yield from (next(found, None) if isinstance(each, str) else None for each in some)
+
+
 def as_prompt(
-    given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False, adapter: str | None = None
-) -> Prompt:
+    given: GivenPrompt, params: SamplingParams, tokenizer: Tokenizer, is_chat: bool = False, adapter: str | None = None,
+    ids: list[int] | None = None,
+) -> Prompt:  # fmt: skip
     """Reads a prompt. `is_chat`: a template made the text, so it contains its special tokens. `adapter`: digest of its
-    adapter. Raises ValueError and TypeError."""
+    adapter. `ids`: of the text, where they are known. Raises ValueError and TypeError."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params: must be SamplingParams, found {type(params).__name__}")
     if isinstance(given, Prompt):
@@ -30,7 +50,8 @@ def as_prompt(
             raise ValueError(f"prompt={shown(given)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
         [given] = given.values()
     if isinstance(given, str):
-        return Prompt.of(tokenizer.own.encode(given, not is_chat), params.cache_salt, adapter, given)
+        ids = tokenizer.own.encode(given, not is_chat) if ids is None else ids
+        return Prompt.of(ids, params.cache_salt, adapter, given)
     return Prompt.of(as_token_ids(given), params.cache_salt, adapter)
 
 

@@ -92,12 +92,17 @@ class CheckpointTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ValueError where it is no Unicode text."""
-        try:  # a batch of one lets go of the GIL, one text does not
-            [encoding] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return self.encode_all([text], add_special_tokens)[0]  # a batch of one lets go of the GIL, one text does not
+
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of texts, by a thread for each core. Raises ValueError where one is no Unicode text."""
+        try:
+            found = self.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            require_unicode(text)
+            for text in texts:
+                require_unicode(text)
             raise
-        return list(encoding.ids)
+        return [list(encoding.ids) for encoding in found]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
         """Text of token ids, which continue the text of the prompt `after`: what both have more than that has."""

@@ -32,7 +32,7 @@ class NoTokenizer(CheckpointTokenizer):
     def __len__(self) -> int:
         return 0
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> NoReturn:
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> NoReturn:
         raise ValueError(f"prompt: {_NEEDED}")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, after: Sequence[int] = ()) -> str:
