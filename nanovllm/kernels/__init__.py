@@ -40,7 +40,6 @@ class Kernels:
     take_draws: Annotated[Callable[..., None], "step.drafts"]
     look_up_drafts: Annotated[Callable[..., None], "step.drafts"]
     follow_rows: Annotated[Callable[..., None], "step.model_drafts"]
-    draw_drafts: Annotated[Callable[..., torch.Tensor], "step.model_drafts"]
     place_drafts: Annotated[Callable[..., None], "step.model_drafts"]
     copy_blocks: Annotated[Callable[..., None], "step.blocks"]
     edit_logits: Annotated[Callable[..., torch.Tensor], "sampling.penalties"]

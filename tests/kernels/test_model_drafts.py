@@ -7,11 +7,9 @@ import pytest
 import torch
 from compiling import compile_only, run_alone
 
-from nanovllm.kernels.sampling.gumbel import Draws, keys_to_tokens
+from nanovllm.kernels.sampling.gumbel import Draws, gumbel_argmax, gumbel_argmax_reference, keys_to_tokens
 from nanovllm.kernels.step.drafts import take_draws_reference
 from nanovllm.kernels.step.model_drafts import (
-    draw_drafts,
-    draw_drafts_reference,
     follow_rows,
     follow_rows_reference,
     place_drafts,
@@ -59,10 +57,10 @@ def test_kernels_equal_their_twins(case: int, device: torch.device) -> None:
     for place in range(NUM_DRAFTS):
         logits = torch.randn(SIZE, 1600, device=device)
         draws = Draws(rows.row_slot, state.temperature, state.seed, rows.sample_positions)
-        keys = draw_drafts(logits, draws, offsets, 0)
+        keys = gumbel_argmax(logits, draws, 0, 1500, offsets)
         tokens = keys_to_tokens(keys)
-        assert torch.equal(tokens, keys_to_tokens(draw_drafts_reference(logits, draws, offsets, 0)))
-        halves = [draw_drafts(logits[:, first : first + 800], draws, offsets, first) for first in (0, 800)]
+        assert torch.equal(tokens, keys_to_tokens(gumbel_argmax_reference(logits, draws, 0, 1500, offsets)))
+        halves = [gumbel_argmax(logits[:, at : at + 800], draws, at, 1500, offsets) for at in (0, 800)]
         assert torch.equal(tokens, keys_to_tokens(torch.maximum(*halves))), "two ranks draw what one does"
         other = clone(state)
         place_drafts(keys, rows, state, place, 0, BLOCK_SIZE)
@@ -90,7 +88,7 @@ def compile_kernels() -> None:
     step, out = torch.zeros(500, dtype=torch.int32), StepBuffers.allocate(32, 64, 2, "cpu")
     follow_rows(step, 16, state, out, rows, 8, BLOCK_SIZE, MOST)
     draws = Draws(rows.row_slot, state.temperature, state.seed, rows.sample_positions)
-    draw_drafts(torch.zeros(16, 4096, dtype=torch.bfloat16), draws, torch.zeros(4096, dtype=torch.int64), 0)
+    gumbel_argmax(torch.zeros(16, 4096, dtype=torch.bfloat16), draws, 0, 4096, torch.zeros(4096, dtype=torch.int64))
     place_drafts(torch.zeros(16, dtype=torch.int64), rows, state, 1, 1, BLOCK_SIZE)
 
 

@@ -183,7 +183,7 @@ HEAD = DRY_RUN.replace('skip_tokenizer_init=True)', '''skip_tokenizer_init=True,
     "import torch\n", "import torch\nfrom nanovllm.models.drafters import with_drafter\n") + """
 from nanovllm.startup.dry_run import launching_nothing
 runner.allocate_state(runner.state_memory.size(1))
-assert set(counts) >= {f"_{name}_kernel" for name in "take_draws follow_rows draw_drafts place_drafts".split()}, counts
+assert set(counts) >= {f"_{name}_kernel" for name in "take_draws follow_rows place_drafts".split()}, counts
 """ + BEHIND_A_STEPS_PREPARATION.replace("    step = dummy_step", """        runner.work.see_padded(shape)
     for rows in (1, config.most_drafting):
         runner.work.draft_padded(type(shape)(rows, 0))

@@ -68,8 +68,17 @@ def _better(best, best_tile, scores, tile):
 
 
 @triton.jit
+def _token_ids(ids, live, OFFSETS):
+    """Ids of the whole vocabulary for those of a part of it, of which only `live` ones are there."""
+    if OFFSETS is None:
+        return ids
+    else:
+        return ids + tl.load(OFFSETS + ids, mask=live, other=1 << 30).to(tl.int32)
+
+
+@triton.jit
 def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, input_id, masks_row, threshold, k0, k1,
-               inverse_temperature, vocab_start, LIMITED: tl.constexpr, TILES: tl.constexpr,
+               inverse_temperature, vocab_start, OFFSETS, LIMITED: tl.constexpr, TILES: tl.constexpr,
                APPROX: tl.constexpr):  # fmt: skip
     """Best scores, with noise, of lanes [TILE] over the tiles of a chunk, and the numbers of their tiles; of ids at
     `threshold` or above, where LIMITED."""
@@ -83,7 +92,8 @@ def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, input_id, mask
             is_kept = (x >= threshold) & (x > float("-inf"))
             any_kept = tl.max(is_kept.to(tl.int32), 0) > 0
         if any_kept:
-            noise = gumbel_noise(random_words(k0, k1, vocab_start + index), APPROX)
+            token_ids = _token_ids(vocab_start + index, index < num_ids, OFFSETS)
+            noise = gumbel_noise(random_words(k0, k1, token_ids), APPROX)
             scores = tl.fma(x, inverse_temperature, noise)
             if LIMITED:
                 scores = tl.where(is_kept, scores, float("-inf"))
@@ -94,7 +104,7 @@ def _best_draw(row, lanes, num_ids, flags, penalties, counts_row, input_id, mask
 @triton.jit(do_not_specialize_on_alignment=["SLOT", "ROW", "TARGET_ROW", "RECORDS"])
 def best_of_chunks_kernel(
     LOGITS, SLOT, TEMPERATURE, SEED, POSITIONS, PARTIAL, ROW, TARGET_ROW, RECORDS, THRESHOLD, COUNTS, INPUT_IDS, MASKS,
-    row_stride, counts_stride, mask_stride, vocab_start, num_ids, num_chunks,
+    OFFSETS, row_stride, counts_stride, mask_stride, vocab_start, num_ids, num_chunks,
     TILE: tl.constexpr, TILES: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Key of the best of the TILE * TILES ids of chunk `program_id(0)` of row `program_id(1)`, into PARTIAL int64 [B,
@@ -107,7 +117,7 @@ def best_of_chunks_kernel(
 
     What comes after PARTIAL may be None. ROW and TARGET_ROW: the row's line of LOGITS, and of POSITIONS. Of ids below
     THRESHOLD none is taken, and a tile of such costs no noise; a row whose threshold is inf has its token. COUNTS, with
-    INPUT_IDS, and MASKS change the logits of rows whose RECORDS say so (edit_logits).
+    INPUT_IDS, and MASKS change the logits of rows whose RECORDS say so (edit_logits). OFFSETS: see gumbel_argmax.
     """
     start_early(PDL)
     chunk = tl.program_id(0)
@@ -134,7 +144,7 @@ def best_of_chunks_kernel(
             k0, k1 = row_key(tl.load(SEED + slot), tl.load(position))
             best, best_tile = _best_draw(
                 row, lanes, num_ids, flags, penalties, counts_row, input_id, masks_row, threshold, k0, k1,
-                inverse_temperature, vocab_start, THRESHOLD is not None, TILES, APPROX,
+                inverse_temperature, vocab_start, OFFSETS, THRESHOLD is not None, TILES, APPROX,
             )  # fmt: skip
         else:
             best = tl.full([TILE], float("-inf"), tl.float32)
@@ -143,7 +153,8 @@ def best_of_chunks_kernel(
                 index = lanes + tile * TILE
                 x = load_edited(row, index, num_ids, flags, penalties, counts_row, input_id, masks_row)
                 best, best_tile = _better(best, best_tile, x, tile)
-        keys = pack_keys(best, vocab_start + lanes + best_tile * TILE)
+        index = lanes + best_tile * TILE
+        keys = pack_keys(best, _token_ids(vocab_start + index, index < num_ids, OFFSETS))
         tl.store(PARTIAL + g * num_chunks + chunk, tl.max(keys, 0))
 
 
@@ -178,6 +189,7 @@ def reduce_chunks_kernel(
 def best_of_chunks(
     logits: torch.Tensor, draws: Draws, num_valid: int, vocab_start: int = 0, rows: Rows | None = None,
     thresholds: torch.Tensor | None = None, counts: torch.Tensor | None = None, masks: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Keys int64 [B, chunks] of the first num_valid ids of logits; nothing is written for rows of slot -1. rows:
     options of the rows that are drawn again; the rest: see best_of_chunks_kernel."""
@@ -186,6 +198,8 @@ def best_of_chunks(
         tile, tiles, num_warps = 1024, 1 if num_rows <= 4 else 4 if num_rows <= 64 else 8, 4
     else:  # a single warp waits for no other
         tile, tiles, num_warps = 256, 16 if num_rows > 32 else 4, 1
+    if offsets is not None:  # a lane with one id: of equal scores it may not be the first whose id is lowest
+        tiles = 1
     tiles = min(tiles, triton.next_power_of_2(triton.cdiv(num_valid, tile)))
     num_chunks = triton.cdiv(num_valid, tile * tiles)
     partial = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
@@ -193,8 +207,8 @@ def best_of_chunks(
     input_ids = None if rows is None or counts is None else rows.input_ids
     strides = (logits.stride(0), *(0 if table is None else table.stride(0) for table in (counts, masks)))
     best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, *draws, partial, *chosen, thresholds, counts, input_ids, masks, *strides, vocab_start, num_valid,
-        num_chunks, TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps,
+        logits, *draws, partial, *chosen, thresholds, counts, input_ids, masks, offsets, *strides, vocab_start,
+        num_valid, num_chunks, TILE=tile, TILES=tiles, APPROX=logits.is_cuda, num_warps=num_warps,
         **pdl_options(logits.device, rows is None),
     )  # fmt: skip
     return partial
@@ -215,18 +229,23 @@ def reduce_chunks(
     )  # fmt: skip
 
 
-def gumbel_argmax(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int) -> torch.Tensor:
+def gumbel_argmax(
+    logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """Key of the best token of each row among this rank's ids, int64 [B]; 0 for rows of slot -1.
 
     logits [B, Vs] bfloat16 or float32, for the ids from vocab_start on; ids from vocab_size on are padding and never
     win (NO_CANDIDATE where there is nothing else). NaN counts as -inf. Rows of logits may be strided.
+
+    offsets int64 [vocab_size]: of the ids of a model that drafts to those of its target, by which noise and keys are: a
+    draft is then what the target draws itself where the two agree (Daliri, Musco, Suresh, arXiv 2408.07978).
     """
     num_rows = logits.shape[0]
     num_valid = max(0, min(logits.shape[1], vocab_size - vocab_start))
     if num_rows == 0 or num_valid == 0:
         return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
     keys = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    reduce_chunks(best_of_chunks(logits, draws, num_valid, vocab_start), draws.row_slot, keys)
+    reduce_chunks(best_of_chunks(logits, draws, num_valid, vocab_start, offsets=offsets), draws.row_slot, keys)
     return keys
 
 
@@ -254,7 +273,9 @@ def sample_tokens(
     return tokens
 
 
-def gumbel_argmax_reference(logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int) -> torch.Tensor:
+def gumbel_argmax_reference(
+    logits: torch.Tensor, draws: Draws, vocab_start: int, vocab_size: int, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """Plain twin of `gumbel_argmax`."""
     row_slot, temperature, seed, positions = draws
     num_rows, num_ids = logits.shape
@@ -264,6 +285,7 @@ def gumbel_argmax_reference(logits: torch.Tensor, draws: Draws, vocab_start: int
     slots = row_slot.clamp(min=0).long()
     row_temperature = temperature[slots].unsqueeze(1)
     ids = torch.arange(vocab_start, vocab_start + num_valid, device=logits.device)
+    ids = ids if offsets is None else ids + offsets[ids]
     scores = logits[:, :num_valid].float()
     random = ((row_temperature >= MIN_TEMPERATURE).squeeze(1) & (row_slot >= 0)).nonzero().squeeze(1)
     if random.numel():

@@ -8,22 +8,7 @@ drawn. Entries behind the last one are of drafted tokens; the next step writes o
 import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.sampling.gumbel import (
-    MIN_TEMPERATURE,
-    NO_CANDIDATE,
-    Draws,
-    keys_to_tokens,
-    pack_keys,
-    pack_keys_reference,
-)
-from nanovllm.kernels.sampling.rng import (
-    gumbel_noise,
-    gumbel_noise_reference,
-    random_words,
-    random_words_reference,
-    row_key,
-    row_key_reference,
-)
+from nanovllm.kernels.sampling.gumbel import keys_to_tokens
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
@@ -32,8 +17,6 @@ _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
 _PLACES = tl.constexpr(PLACES_WORD)
 _LINES = tl.constexpr(LINES_WORD)
-_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-_NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
 
 
 @triton.jit
@@ -110,45 +93,6 @@ def follow_rows(
     )  # fmt: skip
 
 
-@triton.jit
-def _draw_drafts_kernel(LOGITS, OFFSETS, SLOT, TEMPERATURE, SEED, POSITIONS, KEYS, row_stride, first, num_ids,
-                        num_chunks, TILE: tl.constexpr, APPROX: tl.constexpr):  # fmt: skip
-    """Key of the best of TILE ids of row `program_id(1)` into KEYS int64 [B, num_chunks]: see draw_drafts."""
-    chunk, row = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(SLOT + row)
-    key = slot.to(tl.int64) * 0
-    if slot >= 0:
-        index = chunk * TILE + tl.arange(0, TILE)
-        mask = index < num_ids
-        x = tl.load(LOGITS + row.to(tl.int64) * row_stride + index, mask=mask, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, x, float("-inf"))
-        ids = first + index + tl.load(OFFSETS + first + index, mask=mask, other=0).to(tl.int32)
-        temperature = tl.load(TEMPERATURE + slot)
-        if temperature >= _MIN_TEMPERATURE:
-            k0, k1 = row_key(tl.load(SEED + slot), tl.load(POSITIONS + row))
-            x = tl.fma(x, 1.0 / temperature, gumbel_noise(random_words(k0, k1, ids), APPROX))
-        key = tl.max(tl.where(mask, pack_keys(x, ids), _NO_CANDIDATE), 0)
-    tl.store(KEYS + row * num_chunks + chunk, key)
-
-
-def draw_drafts(logits: torch.Tensor, draws: Draws, offsets: torch.Tensor, first: int) -> torch.Tensor:
-    """Key (kernels/sampling/gumbel.py) of the token that each row drafts, int64 [B]; 0 for rows of slot -1.
-
-    logits [B, this rank's ids of the draft's vocabulary, padding at the end], whose first id is `first`; offsets int64
-    [draft's ids]: of the target's ids to these. Noise is keyed by the target's id and position: a draft is then what
-    the target draws itself where the two agree (Daliri, Musco, Suresh, arXiv 2408.07978)."""
-    num_rows, num_ids = logits.shape[0], max(0, min(logits.shape[1], offsets.shape[0] - first))
-    if num_rows == 0 or num_ids == 0:
-        return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
-    tile = 1024
-    keys = torch.empty(num_rows, triton.cdiv(num_ids, tile), dtype=torch.int64, device=logits.device)
-    _draw_drafts_kernel[(keys.shape[1], num_rows)](
-        logits, offsets, *draws, keys, logits.stride(0), first, num_ids, keys.shape[1], TILE=tile,
-        APPROX=logits.is_cuda, num_warps=4,
-    )  # fmt: skip
-    return keys.amax(1)
-
-
 @triton.jit(do_not_specialize=["place", "num_rows"])
 def _place_drafts_kernel(KEYS, SLOT, ROW_SLOT, POSITION, SAMPLED, LATEST, CONTEXT, IDS, SLOT_MAPPING, NUM_DRAFTED,
                          DRAFTS, TABLE, num_drafts, table_stride, place, num_rows, BLOCK_SIZE: tl.constexpr,
@@ -223,23 +167,6 @@ def follow_rows_reference(
     rows.sample_positions[:num_sample] = rows.positions[:num_sample] + 2
     latest = torch.cat([latest, out.positions[ends]])
     rows.latest[:num_sample] = ((latest // block_size + 1) * block_size).clamp(max=max_model_len) - 1
-
-
-def draw_drafts_reference(logits: torch.Tensor, draws: Draws, offsets: torch.Tensor, first: int) -> torch.Tensor:
-    """Plain twin of `draw_drafts`."""
-    row_slot, temperature, seed, positions = draws
-    num_rows, num_ids = logits.shape[0], max(0, min(logits.shape[1], offsets.shape[0] - first))
-    if num_rows == 0 or num_ids == 0:
-        return torch.full((num_rows,), NO_CANDIDATE, dtype=torch.int64, device=logits.device)
-    ids = torch.arange(first, first + num_ids, device=logits.device) + offsets[first : first + num_ids]
-    scores = logits[:, :num_ids].float()
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)
-    slots = row_slot.clamp(min=0).long()
-    heat = temperature[slots, None]
-    k0, k1 = row_key_reference(seed[slots], positions)
-    noise = gumbel_noise_reference(random_words_reference(k0.unsqueeze(1), k1.unsqueeze(1), ids))
-    scores = torch.where(heat >= MIN_TEMPERATURE, scores * (1.0 / heat) + noise, scores) + 0.0
-    return pack_keys_reference(scores, ids).amax(1).masked_fill(row_slot < 0, 0)
 
 
 def place_drafts_reference(

@@ -153,7 +153,8 @@ class ModelDrafter(ABC):
         position, whose key goes into blocks of that table."""
         rows, num_rows = self.rows, logits.shape[0]
         draws = Draws(rows.row_slot[:num_rows], state.temperature, state.seed, rows.sample_positions[:num_rows])
-        keys = self._kernels.draw_drafts(logits, draws, self.model.offsets, self.model.vocab_start)
+        model = self.model
+        keys = self._kernels.gumbel_argmax(logits, draws, model.vocab_start, len(model.offsets), model.offsets)
         if self._group.size > 1:
             keys = self._group.all_reduce_max(keys)
         self._kernels.place_drafts(keys, rows, state, place, table, self._block_size)
