@@ -58,6 +58,8 @@ class AdaptedMatrix(nn.Module):
         """shape: [rows, columns] of `base`. dtype: of x. stack: (number of experts,) where each has one."""
         super().__init__()
         self.base, self.kernels, self.pieces, self.rank, self.stack = base, kernels, pieces, room.rank, stack
+        self.type_name, self.scale_rows = base.type_name, base.scale_rows
+        self.has_static_inputs = base.has_static_inputs
         rows, columns = shape
         self.a = torch.zeros(room.slots, *stack, len(pieces) * room.rank, columns, dtype=dtype, device=device)
         self.b = torch.zeros(room.slots, *stack, rows, room.rank, dtype=dtype, device=device)
@@ -72,18 +74,6 @@ class AdaptedMatrix(nn.Module):
     @property
     def weight(self) -> Any:
         return self.base.weight
-
-    @property
-    def type_name(self) -> str:
-        return self.base.type_name
-
-    @property
-    def scale_rows(self) -> int | None:
-        return self.base.scale_rows
-
-    @property
-    def has_static_inputs(self) -> bool:
-        return self.base.has_static_inputs
 
     def note_experts(self, path: str) -> None:
         """Tells the path of the module of experts, as checkpoint_weights tells those of others."""
