@@ -1,6 +1,6 @@
 """Norms, and ReduceAddNorm, where the ranks' partial sums meet the residual stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +90,18 @@ class ReduceAddNorm(WeightedModule):
         elif self.group.size > 1:
             partial = self.group.all_reduce(self.whole(partial, residual))
         return self.add_norm(partial, residual, rounds)
+
+    def start(
+        self, partial: torch.Tensor, residual: torch.Tensor | None, half: int
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """See parallel/two_batch.py."""
+        assert self.group.overlap is not None
+        partial = self.whole(partial, residual)
+        if (sums := self.group.overlap.sums) is not None:
+            assert self.is_add_rms_norm
+            return sums.start(half, partial, residual, self.row_norm)
+        total = self.group.all_reduce(partial)
+        return lambda: self.add_norm(total, residual)
 
     def whole(self, partial: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
         """A partial sum as one addend [T, hidden] in the dtype of `like`, where it comes in parts of a sum."""

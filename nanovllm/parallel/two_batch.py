@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from nanovllm.kernels.pointwise.norm import Norm
-
 if TYPE_CHECKING:
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
 
@@ -48,48 +46,19 @@ Normed = tuple[torch.Tensor, torch.Tensor]
 """(normalised [T, hidden], residual [T, hidden])"""
 
 
-class Ranks(Protocol):
-    """The ranks that sum (parallel/group.py)."""
-
-    @property
-    def overlap(self) -> Overlap | None: ...
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 class ReduceNorm(Protocol):
     """Sum over the ranks, addition to the residual stream, norm (layers/norm.py)."""
 
-    is_add_rms_norm: bool
-
-    @property
-    def group(self) -> Ranks: ...
-
-    @property
-    def row_norm(self) -> Norm: ...
-
-    def whole(self, partial: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor: ...
-
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> Normed: ...
+    def start(self, partial: torch.Tensor, residual: torch.Tensor | None, half: int) -> Callable[[], Normed]:
+        """Starts it for half 0 or 1 of a step, partial sums ([T, hidden], or parts that are added up here) and residual
+        [T, hidden] (with `overlap.sums` this rank's rows of it), beside what this stream does next. They may not be
+        touched until it is waited for, by a call of what this returns: normalised rows [T, hidden], and the residual.
+        """
+        ...
 
 
 Block = tuple[ReduceNorm, Callable[..., Any]]
 """A ReduceNorm, and what follows it: (normalised rows, call) -> partial sums [T, hidden], or [parts, T, hidden]."""
-
-
-def start_reduce(
-    norm: ReduceNorm, partial: torch.Tensor, residual: torch.Tensor | None, half: int
-) -> Callable[[], Normed]:
-    """Starts `norm` for half 0 or 1 of a step, partial sums ([T, hidden], or parts that are added up here) and residual
-    [T, hidden] (with `overlap.sums` this rank's rows of it), beside what this stream does next. They may not be touched
-    until it is waited for, by a call of what this returns: normalised rows [T, hidden], and the residual."""
-    assert norm.group.overlap is not None
-    partial = norm.whole(partial, residual)
-    if (sums := norm.group.overlap.sums) is not None:
-        assert norm.is_add_rms_norm
-        return sums.start(half, partial, residual, norm.row_norm)
-    total = norm.group.all_reduce(partial)
-    return lambda: norm.add_norm(total, residual)
 
 
 def run_micro_batches(
@@ -99,10 +68,10 @@ def run_micro_batches(
     [both, hidden], normalised by `last`. The sums of each half run beside what the other computes; in every block the
     second half comes after the first, whose keys it sees."""
     norms = [*(norm for norm, _ in blocks), last]
-    halves = start_reduce(norms[0], partials[0], None, 0), start_reduce(norms[0], partials[1], None, 1)
+    halves = norms[0].start(partials[0], None, 0), norms[0].start(partials[1], None, 1)
     for (_, block), norm in zip(blocks, norms[1:], strict=True):
         x, residual = halves[0]()
-        first = start_reduce(norm, block(x, calls[0]), residual, 0)
+        first = norm.start(block(x, calls[0]), residual, 0)
         x, residual = halves[1]()
-        halves = first, start_reduce(norm, block(x, calls[1]), residual, 1)
+        halves = first, norm.start(block(x, calls[1]), residual, 1)
     return torch.cat([wait()[0] for wait in halves])

@@ -22,9 +22,8 @@ from nanovllm.layers.step import Call
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
-from nanovllm.parallel import two_batch
 from nanovllm.parallel.group import TensorParallelGroup
-from nanovllm.parallel.two_batch import Overlap, run_micro_batches, start_reduce
+from nanovllm.parallel.two_batch import Overlap, run_micro_batches
 
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -52,10 +51,10 @@ class Products(TorchDispatchMode):
 
 
 def logged_start(log: list[str]) -> Callable[..., Callable[[], Any]]:
-    names = itertools.count()
+    names, start = itertools.count(), ReduceAddNorm.start
 
     def begin(*args: Any) -> Callable[[], Any]:
-        wait, name = start_reduce(*args), next(names)
+        wait, name = start(*args), next(names)
         log.append(f"begun {name}")
 
         def logged() -> Any:
@@ -93,7 +92,7 @@ def test_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     config = parse_config({**PUBLISHED_SHAPES["Qwen3-0.6B"], **TINY})
-    monkeypatch.setattr(two_batch, "start_reduce", logged_start(log))
+    monkeypatch.setattr(ReduceAddNorm, "start", logged_start(log))
     group = group_of(all_reduce)
     context = ModelContext(group, select_kernels(CPU), torch.float32, CPU, config, 64)
     layer = DecoderLayer(context, config.layers[0], PositionTables.of(context), None)
@@ -126,7 +125,7 @@ def test_a_half_whose_product_comes_in_parts_is_one_addend() -> None:
         return x
 
     norm = ReduceAddNorm(LayerContext(group_of(all_reduce), select_kernels(CPU), torch.bfloat16, CPU), None)
-    start_reduce(norm, parts, torch.zeros(5, 8, dtype=torch.bfloat16), 0)
+    norm.start(parts, torch.zeros(5, 8, dtype=torch.bfloat16), 0)
     [made] = added
     assert made.dtype == torch.bfloat16 and made.shape == (5, 8)
     torch.testing.assert_close(made.float(), parts.sum(0), rtol=1e-2, atol=1e-2)
@@ -138,7 +137,7 @@ def test_what_a_sum_uses_lives_until_it_is_awaited() -> None:
     torch.nn.init.ones_(norm.row_norm.weight)
     partial, residual = torch.randn(4, 8), torch.randn(4, 8)
     alive = [weakref.ref(partial), weakref.ref(residual)]
-    wait = start_reduce(norm, partial, residual, 1)
+    wait = norm.start(partial, residual, 1)
     del partial, residual
     gc.collect()
     assert all(tensor() is not None for tensor in alive)
