@@ -97,7 +97,7 @@ class Drafter(shared.Drafter):
         head = target.lm_head
         if HEAD in settings.tensors:
             self.lm_head = head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
-        self._head, self.vocab_start = head.logits, head.vocab_start
+        self.logits, self.vocab_start = head.logits, head.vocab_start
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
         return self._normed(super().taken_in(taps), self.hidden_norm)
@@ -114,9 +114,6 @@ class Drafter(shared.Drafter):
         for layer in self.layers:
             stream = layer(stream, step)
         return self.norm(stream)[0]
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._head(x)
 
     def followed(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Logits [N, this rank's ids] of tokens that come after `previous`, int32 [N]."""

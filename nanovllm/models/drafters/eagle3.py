@@ -89,7 +89,7 @@ class Drafter(shared.Drafter):
         self.self_attn = Attention(context, spec, PositionTables.of(context), Around(adds_parts=True), 2 * hidden_size)
         self.mlp = dense_mlp(context, spec, SUMMED_AFTER)
         self.lm_head = VocabParallelEmbedding(context, settings.vocab_size, hidden_size)
-        self.vocab_start = self.lm_head.vocab_start
+        self.logits, self.vocab_start = self.lm_head.logits, self.lm_head.vocab_start
         self._has_offsets = _OFFSETS in settings.tensors
         if self._has_offsets:
             self.offsets = parameter(settings.vocab_size, dtype=torch.int64, device=context.device)
@@ -122,9 +122,6 @@ class Drafter(shared.Drafter):
         x, residual = self._kernels.add_norms(self._sum(partial), residual, norm.for_kernel())
         assert isinstance(x, torch.Tensor)
         return x, residual
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.logits(x)
 
     def attention_layers(self) -> Sequence[PagedAttention]:
         return [self.self_attn]

@@ -109,7 +109,7 @@ class Drafter(shared.Drafter):
         self.embedding_norm, self.hidden_norm = make_norm(context), make_norm(context)
         self.layer = DecoderLayer(context, spec, PositionTables.of(context), None)
         self.norm = taken_in(context, make_norm(context, is_last=True), self.layer)
-        self._head, self.vocab_start = target.logits, target.lm_head.vocab_start
+        self.logits, self.vocab_start = target.logits, target.lm_head.vocab_start
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
         return taps  # `fc` reads them beside embeddings, in `forward`: what drafted tokens leave goes through it too
@@ -130,10 +130,6 @@ class Drafter(shared.Drafter):
         if not is_alone:
             x, residual = (wanted_rows(rows, step.wanted) for rows in (x, self.norm.complete(residual)))
         return x, x if self._kind.feeds_normed else residual
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._head(x)
-        return found
 
     def attention_layers(self) -> Sequence[PagedAttention]:
         return [part for part in self.layer.self_attn.modules() if isinstance(part, PagedAttention)]

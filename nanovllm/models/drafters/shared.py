@@ -2,7 +2,7 @@
 known: it takes the step in, and drafts what may follow."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Drafter(WeightedModule, ABC):
 
     offsets: torch.Tensor
     """int64 [vocab_size]: of the target's ids to those that it drafts."""
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """[N, hidden] -> [N, this rank's ids, padding at the end]; by a head of its own or the target's."""
     vocab_start: int
     """First of this rank's ids."""
 
@@ -64,10 +66,6 @@ class Drafter(WeightedModule, ABC):
             taps = taps[:, self._group.rank * size :][:, :size]
             taps = pad(taps, (0, size - taps.shape[1])).contiguous()
         return self._sum(self.fc(taps, OUTSIDE))
-
-    @abstractmethod
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> [N, this rank's ids, padding at the end]."""
 
     @abstractmethod
     def attention_layers(self) -> Sequence[PagedAttention]:
