@@ -35,7 +35,6 @@ class StepWork:
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, context.max_model_len
         self._most_places = config.most_places
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
-        self._hidden_size, self._dtype = context.config.hidden_size, context.dtype
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
         self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
@@ -63,7 +62,7 @@ class StepWork:
         self.buffers = StepBuffers.allocate(max_rows, max_tokens, num_tables, self._device)
         self._taken.clear()
         if self.drafter is not None:
-            self.drafter.allocate(max_tokens, self._hidden_size, self._dtype, self._device)
+            self.drafter.allocate(max_tokens)
 
     def run_exact(
         self, step: torch.Tensor, packed: np.ndarray, keep_hidden: bool = False

@@ -64,12 +64,7 @@ def build(config: EngineConfig, context: ModelContext, target: Any) -> Drafter:
 
 def passes(config: EngineConfig, context: ModelContext, model: Drafter, backend: AttentionBackend) -> ModelDrafter:
     """The work of `model`, which was built with these, and whose layers the backend knows."""
-    drafter, block_size = context.config.drafter, config.kvcache_block_size
-    assert drafter is not None and config.speculation is not None and block_size
-    sizes = (config.max_num_seqs, config.most_drafting, context.max_model_len, block_size)
-    found: ModelDrafter = _module(config).Passes(
-        model, drafter, context.kernels, context.group, backend, *sizes, config.speculation.num_tokens
-    )
+    found: ModelDrafter = _module(config).Passes(model, config, context, backend)
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata
+from nanovllm.config import EngineConfig
 from nanovllm.errors import is_integer, refuse
-from nanovllm.kernels import Kernels
 from nanovllm.kernels.pointwise.norm import add_up
 from nanovllm.kernels.sampling.gumbel import Draws
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
@@ -22,7 +22,6 @@ from nanovllm.layers.step import OUTSIDE, ForwardStep
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
 from nanovllm.model_config import DrafterConfig
-from nanovllm.parallel.group import TensorParallelGroup
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -103,18 +102,17 @@ class ModelDrafter(ABC):
     taps: torch.Tensor
     """[tokens, taps * hidden of the target]: residual streams of a step."""
 
-    def __init__(
-        self, model: Any, settings: DrafterConfig, kernels: Kernels, group: TensorParallelGroup,
-        backend: AttentionBackend, max_num_seqs: int, most_rows: int, max_model_len: int, block_size: int,
-        num_drafts: int,
-    ) -> None:  # fmt: skip
-        """model: the Drafter. most_rows: maximum rows that it drafts for in a step."""
-        self.model, self.settings, self._kernels, self._group, self._backend = model, settings, kernels, group, backend
-        self.max_num_seqs, self._max_model_len, self._block_size = max_num_seqs, max_model_len, block_size
-        self.most_rows, self._num_drafts = most_rows, num_drafts
+    def __init__(self, model: Any, config: EngineConfig, context: ModelContext, backend: AttentionBackend) -> None:
+        """model: the Drafter. context: what its target was built with."""
+        assert context.config.drafter is not None and config.speculation is not None and config.kvcache_block_size
+        self.model, self.settings, self._context, self._backend = model, context.config.drafter, context, backend
+        self._kernels, self._group, self._max_model_len = context.kernels, context.group, context.max_model_len
+        self.max_num_seqs, self._num_drafts = config.max_num_seqs, config.speculation.num_tokens
+        self.most_rows, self._block_size = config.most_drafting, config.kvcache_block_size
 
-    def allocate(self, max_tokens: int, width: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Buffers of steps of at most so many tokens. width: hidden size of the target."""
+    def allocate(self, max_tokens: int) -> None:
+        """Buffers of steps of at most so many tokens."""
+        width, dtype, device = self._context.config.hidden_size, self._context.dtype, self._context.device
         self.taps = torch.zeros(max_tokens, len(self.settings.taps) * width, dtype=dtype, device=device)
         self.rows = DraftRows.allocate(self.max_num_seqs, self.settings.model.hidden_size, dtype, device)
         most_tokens = max(self.max_num_seqs, self.most_rows * (1 + self._num_drafts))
