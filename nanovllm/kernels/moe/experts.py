@@ -108,17 +108,14 @@ def experts_of(routing: Routing) -> list[tuple[int, int, int]]:
 
 def _products(x: Tensor, weight: ExpertWeight, expert: int, delta: Tensor | None) -> Tensor:
     """x times the weights of one expert, in float32, plus delta."""
-    y = _of_base(x, weight, expert)
-    return y if delta is None else y + delta
-
-
-def _of_base(x: Tensor, weight: ExpertWeight, expert: int) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return x.float() @ weight.widened(expert).T
-    if isinstance(weight, Tensor):
-        return x.float() @ weight[expert].float().T
-    own = weight._replace(values=weight.values[expert], scale=weight.scale[expert])
-    return linear_reference(quantize_rows_reference(x), own)
+        y = x.float() @ weight.widened(expert).T
+    elif isinstance(weight, Tensor):
+        y = x.float() @ weight[expert].float().T
+    else:
+        own = weight._replace(values=weight.values[expert], scale=weight.scale[expert])
+        y = linear_reference(quantize_rows_reference(x), own)
+    return y if delta is None else y + delta
 
 
 def expert_gate_up_reference(
