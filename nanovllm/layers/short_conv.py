@@ -1,7 +1,6 @@
 """Short convolution between two gates, the recurrent layer of LFM2 (arXiv 2511.23404)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -15,23 +14,18 @@ from nanovllm.layers.weights import CheckpointWeight, Cut, Piece, WeightedModule
 from nanovllm.model_config import LayerSpec
 
 
-class ConvOptions(NamedTuple):
-    """LayerSpec.options."""
-
-    width: int
-    """Tokens that the convolution sees, its own among them."""
-
-
 class ShortConv(WeightedModule):
     """out(c * conv(b * x)) of projections b, c and x: [T, hidden] -> [wanted, hidden], a partial sum of this rank's
-    channels. It remembers the convolution's last inputs."""
+    channels. It remembers the convolution's last inputs. LayerSpec.options is the number of tokens that it sees, its
+    own among them."""
 
     can_capture = True
     checkpoint_name = "conv"
 
     def __init__(self, context: ModelContext, spec: LayerSpec, tables: PositionTables, around: Around) -> None:
         super().__init__()
-        hidden, (width,) = context.config.hidden_size, ConvOptions(*spec.options)  # type: ignore[misc]
+        hidden, width = context.config.hidden_size, spec.options
+        assert isinstance(width, int)
         self.kernels = context.kernels
         precisions = spec.precision("qkv"), spec.precision("o")
         multiple = max(8, *map(column_multiple, precisions))

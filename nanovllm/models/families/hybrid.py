@@ -113,7 +113,7 @@ def _read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
     config = config.replaced(tie_word_embeddings=tied)
     fields = read_decoder(config, generation, eps="norm_eps", qk_norm="head")
-    return _with_mixers(fields, kinds, "conv", (config.integer("conv_L_cache", 3, low=2),))
+    return _with_mixers(fields, kinds, "conv", config.integer("conv_L_cache", 3, low=2))
 
 
 def read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
