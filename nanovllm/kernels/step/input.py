@@ -12,10 +12,16 @@ from nanovllm.kernels.step.state import DeviceState, StepBuffers
 from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
 # The same as constants of kernels.
-_HEADER = tl.constexpr(HEADER_SIZE)
+HEADER = tl.constexpr(HEADER_SIZE)
 _UPDATE = tl.constexpr(UPDATE_SIZE)
 _RECORD = tl.constexpr(RECORD_SIZE)
-_PLACES = tl.constexpr(PLACES_WORD)
+PLACES = tl.constexpr(PLACES_WORD)
+
+
+@triton.jit
+def words_behind_updates(BUFFER, S: tl.constexpr):
+    """Pointer to the token ids of a packed step, and what follows them: behind its block updates and slot records."""
+    return BUFFER + (HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
 
 
 @triton.jit
@@ -26,7 +32,7 @@ def _apply_deltas(
     """Applies entries first .. first + BLOCK - 1 of both lists, then those `step` further, and so on."""
     num_updates = tl.load(BUFFER + 4)
     num_records = tl.load(BUFFER + 5)
-    updates = BUFFER + (_HEADER + 3 * S)
+    updates = BUFFER + (HEADER + 3 * S)
     begin = first
     while begin < num_updates:
         entry = begin + tl.arange(0, BLOCK)
@@ -86,7 +92,7 @@ def _place_of(BUFFER, row, DRAFTS):
     """Number of a row among its decode's places, that of the decode, and that of places."""
     places = 1
     if DRAFTS is not None:
-        places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
+        places = tl.maximum(tl.load(BUFFER + PLACES), 1)
     return row % places, row // places, places
 
 
@@ -108,7 +114,7 @@ def _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S: tl.constexpr, S_P
     """Tokens of the chunks before a row. Reading S numbers in every program is cheaper than a scan kernel first."""
     rows = tl.arange(0, S_PADDED)
     before = (rows >= num_decode) & (rows < row) & (rows < num_rows)
-    return tl.sum(tl.load(BUFFER + (_HEADER + 2 * S) + rows, mask=before, other=0), 0)
+    return tl.sum(tl.load(BUFFER + (HEADER + 2 * S) + rows, mask=before, other=0), 0)
 
 
 @triton.jit(do_not_specialize=["out_rows", "out_tokens", "decode_rows", "padding_line"])
@@ -127,16 +133,16 @@ def _expand_rows_kernel(
     out_row = tl.program_id(0)
     share = tl.program_id(1)
     num_rows, num_decode, num_sample = tl.load(BUFFER + 0), tl.load(BUFFER + 1), tl.load(BUFFER + 2)
-    given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    given = words_behind_updates(BUFFER, S)
     decodes = out_row < decode_rows
     place, of_decode, places = _place_of(BUFFER, out_row, DRAFTS)
     row = tl.where(decodes, of_decode, out_row - decode_rows + num_decode)
     chunks_before = _chunk_tokens_before(BUFFER, row, num_decode, num_rows, S, S_PADDED)
     begin = tl.where(decodes, out_row, decode_rows + chunks_before)
     live = row < tl.where(decodes, num_decode, num_rows)
-    slot = tl.load(BUFFER + _HEADER + row, mask=live, other=-1)
-    start = tl.load(BUFFER + (_HEADER + S) + row, mask=live, other=0)
-    count = tl.load(BUFFER + (_HEADER + 2 * S) + row, mask=live, other=0)
+    slot = tl.load(BUFFER + HEADER + row, mask=live, other=-1)
+    start = tl.load(BUFFER + (HEADER + S) + row, mask=live, other=0)
+    count = tl.load(BUFFER + (HEADER + 2 * S) + row, mask=live, other=0)
     own_start, own_id, is_live = _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, start,
                                                live & decodes)  # fmt: skip
     if decodes:
@@ -191,8 +197,8 @@ def _prepare_decode_kernel(
     inside = row < out_rows
     place, of_decode, _ = _place_of(BUFFER, row, DRAFTS)
     live = of_decode < num_rows
-    slot = tl.load(BUFFER + _HEADER + of_decode, mask=live, other=-1)
-    latest = tl.load(BUFFER + (_HEADER + S) + of_decode, mask=live, other=0)
+    slot = tl.load(BUFFER + HEADER + of_decode, mask=live, other=-1)
+    latest = tl.load(BUFFER + (HEADER + S) + of_decode, mask=live, other=0)
     start, token_id, live = _decode_place(NUM_COMPUTED, LAST_TOKEN, DRAFTS, num_drafts, slot, place, latest, live)
     slot = tl.where(live, slot, -1)
     if DRAFTS is None:
@@ -213,7 +219,7 @@ def _prepare_decode_kernel(
     _map_other_tables(SLOT_MAPPING, table, row, start, live, inside, table_width, mapping_stride, NUM_TABLES,
                       BLOCK_SIZE)  # fmt: skip
     if padding_line is not None:
-        lines = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+        lines = words_behind_updates(BUFFER, S)
         copy_lines(LINES, OF_LINES, SPARE, lines, of_decode, num_rows, row, place, True, inside, live, lines_stride,
                    padding_line)  # fmt: skip
 

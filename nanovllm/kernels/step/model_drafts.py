@@ -9,13 +9,10 @@ import torch
 
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.gumbel import keys_to_tokens
+from nanovllm.kernels.step.input import HEADER, PLACES, words_behind_updates
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.wire.step import HEADER_SIZE, LINES_WORD, PLACES_WORD, RECORD_SIZE, UPDATE_SIZE
 
-_HEADER = tl.constexpr(HEADER_SIZE)
-_UPDATE = tl.constexpr(UPDATE_SIZE)
-_RECORD = tl.constexpr(RECORD_SIZE)
-_PLACES = tl.constexpr(PLACES_WORD)
 _LINES = tl.constexpr(LINES_WORD)
 
 
@@ -41,9 +38,9 @@ def _follow_rows_kernel(
     DraftRows. A program has one output row."""
     out_row = tl.program_id(0)
     num_rows, num_decodes, num_sample = tl.load(BUFFER + 0), tl.load(BUFFER + 1), tl.load(BUFFER + 2)
-    places = tl.maximum(tl.load(BUFFER + _PLACES), 1)
+    places = tl.maximum(tl.load(BUFFER + PLACES), 1)
     slot = tl.load(ROW_SLOT + out_row)
-    given = BUFFER + (_HEADER + 3 * S) + tl.load(BUFFER + 4) * _UPDATE + tl.load(BUFFER + 5) * _RECORD
+    given = words_behind_updates(BUFFER, S)
     follows = given + tl.load(BUFFER + 3) - num_decodes * places + 4 * tl.load(BUFFER + _LINES)
     if out_row < decode_rows:
         decode = out_row // places
@@ -53,7 +50,7 @@ def _follow_rows_kernel(
         if is_there & (out_row % places == 0):
             position = tl.load(POSITIONS + out_row)
             more = tl.maximum(tl.load(NUM_COMPUTED + slot, mask=slot >= 0, other=0) - position - 1, 0)
-            latest = tl.load(BUFFER + _HEADER + S + decode)
+            latest = tl.load(BUFFER + HEADER + S + decode)
             _note_row(decode, slot, tl.load(follows + decode), out_row + more, position + more, latest, OUT_SLOT,
                       OUT_ROW_SLOT, INDEX, OUT_POSITION, SAMPLED, LATEST, max_model_len, BLOCK_SIZE)  # fmt: skip
     else:
