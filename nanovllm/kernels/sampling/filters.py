@@ -28,11 +28,10 @@ from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.sampling.candidates import MAX_REGISTERS, row_tiles
 from nanovllm.kernels.sampling.gumbel import MIN_TEMPERATURE
 from nanovllm.kernels.sampling.kept import sample_kept, sample_kept_reference
+from nanovllm.kernels.sampling.penalties import RECORD
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.kernels.sampling.thresholds import KEY_SHIFT, key_at_least, row_peak, row_sums, search, unorder
-from nanovllm.wire.sampling import RECORD_WORDS
 
-_RECORD = tl.constexpr(RECORD_WORDS)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -78,7 +77,7 @@ def _filter_kernel(LOGITS, ROW, SLOT, RECORDS, TEMPERATURE, TARGET_ROW, TOKENS, 
     [G, RECORD_WORDS] and TEMPERATURE float32 [S] at SLOT int32 [G]. Row `program_id(0)`. WINNER: TOKENS has what the
     step itself sampled from the same logits; where the filters keep that token, the threshold is inf."""
     g = tl.program_id(0)
-    record = RECORDS + g * _RECORD
+    record = RECORDS + g * RECORD
     top_k = tl.load(record + 1)
     top_p = tl.load(record + 2).to(tl.float32, bitcast=True)
     log_min_p = tl.load(record + 3).to(tl.float32, bitcast=True)

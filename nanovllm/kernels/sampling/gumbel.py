@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels.base.device import pdl_options, start_early
 from nanovllm.kernels.base.float_order import to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.sampling.penalties import load_edited, load_penalties, mask_line
+from nanovllm.kernels.sampling.penalties import RECORD, load_edited, load_penalties, mask_line
 from nanovllm.kernels.sampling.rng import (
     WORD,
     gumbel_noise,
@@ -28,7 +28,6 @@ from nanovllm.kernels.sampling.rng import (
     row_key_reference,
 )
 from nanovllm.kernels.sampling.rows import Rows
-from nanovllm.wire.sampling import RECORD_WORDS
 
 MIN_TEMPERATURE = 1e-5
 """Temperature below which a row is greedy: the reciprocal would overflow the scores."""
@@ -37,7 +36,6 @@ NO_CANDIDATE = torch.iinfo(torch.int64).min
 
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _NO_CANDIDATE = tl.constexpr(NO_CANDIDATE)
-_RECORD = tl.constexpr(RECORD_WORDS)
 
 
 class Draws(NamedTuple):
@@ -134,10 +132,10 @@ def best_of_chunks_kernel(
         temperature = tl.load(TEMPERATURE + slot)
         flags, penalties = 0, (0.0, 0.0, 1.0, 1.0)
         if RECORDS is not None:
-            flags, penalties = tl.load(RECORDS + g * _RECORD), load_penalties(RECORDS + g * _RECORD)
+            flags, penalties = tl.load(RECORDS + g * RECORD), load_penalties(RECORDS + g * RECORD)
         counts_row = None if COUNTS is None else COUNTS + slot.to(tl.int64) * counts_stride
         input_id = None if COUNTS is None else INPUT_IDS + tl.load(TARGET_ROW + g)
-        masks_row = None if MASKS is None else MASKS + mask_line(slot, RECORDS + g * _RECORD) * mask_stride
+        masks_row = None if MASKS is None else MASKS + mask_line(slot, RECORDS + g * RECORD) * mask_stride
         if temperature >= _MIN_TEMPERATURE:
             inverse_temperature = 1.0 / temperature
             position = POSITIONS + (g if TARGET_ROW is None else tl.load(TARGET_ROW + g))

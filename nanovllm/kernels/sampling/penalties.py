@@ -13,7 +13,7 @@ from nanovllm.kernels.sampling.candidates import load_raw
 from nanovllm.kernels.sampling.rows import Rows
 from nanovllm.wire.sampling import EDIT_WORDS, MASK, MASK_WORD, PENALTIES, PLACE_SHIFT, RECORD_WORDS
 
-_RECORD = tl.constexpr(RECORD_WORDS)
+RECORD = tl.constexpr(RECORD_WORDS)
 _PENALTIES = tl.constexpr(PENALTIES)
 _MASK = tl.constexpr(MASK)
 _MASK_WORD = tl.constexpr(MASK_WORD)
@@ -85,7 +85,7 @@ def _edit_kernel(LOGITS, ROW, SLOT, RECORDS, TARGET_ROW, INPUT_IDS, COUNTS, MASK
     [lines, mask_stride], which may be None. Ids `program_id(0)` * TILE and on of row `program_id(1)`."""
     g = tl.program_id(1)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    record = RECORDS + g * _RECORD
+    record = RECORDS + g * RECORD
     slot = tl.load(SLOT + g).to(tl.int64)
     counts_row = None if COUNTS is None else COUNTS + slot * counts_stride
     masks_row = None if MASKS is None else MASKS + mask_line(slot, record) * mask_stride
@@ -113,7 +113,7 @@ def _edit_entries_kernel(
     target = tl.load(TARGET_ROW + g)
     position = tl.load(POSITIONS + target)
     live = live & tl.where(until > 0, position < until, position >= -until)
-    record = RECORDS + g * _RECORD
+    record = RECORDS + g * RECORD
     slot = tl.load(SLOT + g)
     flags = tl.load(record)
     row = tl.load(ROW + g).to(tl.int64)
@@ -193,7 +193,7 @@ def _count_kernel(SLOT, RECORDS, TARGET_ROW, TOKENS, COUNTS, counts_stride, num_
     """count_tokens of BLOCK rows of SLOT, TARGET_ROW int32 [num_rows] and RECORDS int32 [num_rows, RECORD_WORDS], in
     COUNTS int32 [S, counts_stride]; TOKENS int32 by row of the step."""
     g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    has = (g < num_rows) & ((tl.load(RECORDS + g * _RECORD, mask=g < num_rows, other=0) & _PENALTIES) != 0)
+    has = (g < num_rows) & ((tl.load(RECORDS + g * RECORD, mask=g < num_rows, other=0) & _PENALTIES) != 0)
     token = tl.load(TOKENS + tl.load(TARGET_ROW + g, mask=has, other=0), mask=has, other=-1)
     slot = tl.load(SLOT + g, mask=has, other=0).to(tl.int64)
     tl.atomic_add(COUNTS + slot * counts_stride + token, 2, mask=token >= 0, sem="relaxed")
