@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
-from nanovllm.kernels.plan.config import INT4 as CODE
 from nanovllm.layers.weights import PackedPart
 from nanovllm.model_config import Quantization
 
@@ -18,6 +17,3 @@ def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[Packe
     yield PackedPart(SCALES, scales.T, held.group, is_scale=True)
     if held.has_zeros:
         yield PackedPart(ZEROS, zeros.T, held.group)
-
-
-__all__ = ["CODE", "SCALES", "ZEROS", "parts"]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from nanovllm.kernels.gemm.packed import INT8 as CODE
 from nanovllm.kernels.gemm.packed import SPAN, PackedWeight, pack_bytes
 from nanovllm.layers.weights import PackedPart, Packing
 from nanovllm.model_config import Quantization
@@ -22,6 +21,3 @@ def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[Packe
         name, packing = "weight_packed", Packing(1, (-(-columns // 4),), torch.int32, SPAN // 4, _unsigned)
     yield PackedPart(name, held.words.transpose(0, 1), SPAN, packing)
     yield PackedPart("weight_scale", held.scales[..., 0].T, held.group, is_scale=True)
-
-
-__all__ = ["CODE", "parts"]

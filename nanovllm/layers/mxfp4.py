@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from nanovllm.kernels.gemm.e2m1 import E2M1 as CODE
 from nanovllm.kernels.gemm.e2m1 import MOST_EXPONENT, MX_GROUP, SPAN, quantize, scales_of, words_of
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.layers.weights import CheckpointWeight, PackedPart, Packing, Rounding, Shard
@@ -59,6 +58,3 @@ def stacked_weights(
     shards = [(Shard(target, dim, start),) for target in targets]
     yield CheckpointWeight(path + _BLOCKS, (*shape, SPAN // 4), shards[0], packing=words)
     yield CheckpointWeight(path + _SCALES, shape, shards[1], packing=scales._replace(dim=2, rounding=of_scales))
-
-
-__all__ = ["CODE", "parts", "stacked_weights"]

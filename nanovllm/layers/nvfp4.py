@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from nanovllm.kernels.gemm.e2m1 import E2M1 as CODE
 from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, words_of
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.layers.weights import PackedPart, Packing
@@ -37,6 +36,3 @@ def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[Packe
     yield PackedPart("weight_scale", held.scales.T, 4 * NV_GROUP, packing)
     packing = Packing(0, (), torch.float32, 1, lambda x: NV_FACTOR / x if divides else NV_FACTOR * x)
     yield PackedPart(of_tensor, held.factors, None, packing, is_scale=True)
-
-
-__all__ = ["CODE", "parts"]

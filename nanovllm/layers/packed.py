@@ -12,8 +12,10 @@ from torch import nn
 
 from nanovllm.kernels.gemm import packed_row
 from nanovllm.kernels.gemm import packed_tile as gemm
-from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
+from nanovllm.kernels.gemm.e2m1 import E2M1
+from nanovllm.kernels.gemm.packed import INT8, SPAN, PackedWeight
 from nanovllm.kernels.moe import linear as experts
+from nanovllm.kernels.plan.config import INT4
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers import int4, int8, mxfp4, nvfp4
 from nanovllm.layers.step import Call
@@ -21,9 +23,8 @@ from nanovllm.layers.weights import CheckpointWeight, Cut, PackedPart, Shard
 from nanovllm.model_config import Quantization
 
 FORMATS: dict[str, tuple[str, Callable[[PackedWeight, Quantization, int], Iterator[PackedPart]]]] = {
-    "int4": (int4.CODE, int4.parts), "int8": (int8.CODE, int8.parts), "mxfp4": (mxfp4.CODE, mxfp4.parts),
-    "nvfp4": (nvfp4.CODE, nvfp4.parts),
-}  # fmt: skip
+    "int4": (INT4, int4.parts), "int8": (INT8, int8.parts), "mxfp4": (E2M1, mxfp4.parts), "nvfp4": (E2M1, nvfp4.parts),
+}
 """Quantization.method -> code of a number, and the parts of a weight [rows, columns]."""
 
 
