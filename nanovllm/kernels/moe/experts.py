@@ -44,10 +44,6 @@ class ExpertActivation:
     gated: bool = True
 
 
-def _rows_of(weight: ExpertWeight) -> int:
-    return weight.n if isinstance(weight, PackedWeight) else values_of(weight).shape[1]
-
-
 def expert_gate_up(
     x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
     bias: Tensor | None = None, delta: Tensor | None = None,
@@ -55,7 +51,7 @@ def expert_gate_up(
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
     k, I] in routing's order. Not gated: weight [E, I, H], bias [E, I]. delta float32 [T * k, rows of a weight], in
     routing's order: added to the products in float32."""
-    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
+    out = x.new_empty(routing.order.shape[0], weight.shape[1] // (1 + activation.gated))
     return _launch(x, weight, routing, config, bias, delta, out, True, activation)
 
 
@@ -65,7 +61,7 @@ def expert_down(
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
     times its weight, by slot: a token's result is the sum over k. delta: see expert_gate_up."""
-    out = h.new_empty(routing.top_k, routing.num_tokens, _rows_of(weight), dtype=out_dtype)
+    out = h.new_empty(routing.top_k, routing.num_tokens, weight.shape[1], dtype=out_dtype)
     return _launch(h, weight, routing, config, bias, delta, out, False, ExpertActivation())
 
 
@@ -123,7 +119,7 @@ def expert_gate_up_reference(
     bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_gate_up`."""
-    out = x.new_empty(routing.order.shape[0], _rows_of(weight) // (1 + activation.gated))
+    out = x.new_empty(routing.order.shape[0], weight.shape[1] // (1 + activation.gated))
     tokens = routing.order.long() // routing.top_k
     for expert, first, end in experts_of(routing):
         y = _products(x[tokens[first:end]], weight, expert, None if delta is None else delta[first:end])
@@ -148,7 +144,7 @@ def expert_down_reference(
     bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain twin of `expert_down`."""
-    shape = (routing.num_tokens, routing.top_k, _rows_of(weight))
+    shape = (routing.num_tokens, routing.top_k, weight.shape[1])
     out = h.new_empty(shape, dtype=out_dtype).flatten(0, 1)
     weights = routing.weights.flatten()
     for expert, first, end in experts_of(routing):
