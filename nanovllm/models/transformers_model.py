@@ -23,7 +23,6 @@ from nanovllm.attention.base import AttentionSpec
 from nanovllm.errors import refuse, short
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.attention.reference import attend_reference
-from nanovllm.kernels.plan.plan import LayerPlan
 from nanovllm.kernels.pointwise.rope import QKNormRope
 from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.step import ForwardStep
@@ -181,10 +180,6 @@ class TransformersModel(WeightedModule):
         """positions: None for those that the module takes by itself."""
         places = None if positions is None else positions[None].long()
         return self.module(input_ids=input_ids[None].long(), position_ids=places, use_cache=False, **options).logits[0]
-
-    def plans(self, num_rows: int) -> list[LayerPlan]:
-        """An empty plan: there is nothing to choose."""
-        return [LayerPlan()]
 
     # -- the trial ----------------------------------------------------------------------------------------------
 
