@@ -59,11 +59,6 @@ class DeviceIO:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    @property
-    def ring_index(self) -> int:
-        """Index of the last step's staging buffer; a step's buffer is free when its tokens are here."""
-        return self._index
-
     def allocate(self, capacity: int, max_rows: int) -> None:
         """`capacity`: int32 words of the largest packed step. `max_rows`: most rows of a result."""
 
@@ -72,7 +67,8 @@ class DeviceIO:
 
         if not self.is_cuda:
             return
-        self._index = 0
+        self.ring_index = 0
+        """Index of the last step's staging buffer; a step's buffer is free when its tokens are here."""
         staging, self._results = on_host(capacity), on_host(max_rows).unbind()
         self._staging, self._staging_words = staging.unbind(), staging.numpy()
         self._events = [torch.cuda.Event() for _ in range(RING)]
@@ -83,11 +79,11 @@ class DeviceIO:
         """Copies a packed step to the device, before whatever is launched next; returns it there."""
         if not self.is_cuda:
             return torch.from_numpy(packed.copy())
-        self._index = (self._index + 1) % RING
-        self._events[self._index].synchronize()  # three steps ago: long done, unless a worker is very late
+        self.ring_index = (self.ring_index + 1) % RING
+        self._events[self.ring_index].synchronize()  # three steps ago: long done, unless a worker is very late
         size = packed.shape[0]
-        self._staging_words[self._index, :size] = packed
-        self.step_buffer[:size].copy_(self._staging[self._index][:size], non_blocking=True)
+        self._staging_words[self.ring_index, :size] = packed
+        self.step_buffer[:size].copy_(self._staging[self.ring_index][:size], non_blocking=True)
         return self.step_buffer
 
     def receive(self, tokens: torch.Tensor, padding: slice, scores: StepScores | None = None) -> None:
@@ -96,10 +92,10 @@ class DeviceIO:
         to the host, too."""
         event = None
         if self._keeps_tokens:
-            kept = self._results[self._index][: tokens.shape[0]] if self.is_cuda else torch.empty_like(tokens)
+            kept = self._results[self.ring_index][: tokens.shape[0]] if self.is_cuda else torch.empty_like(tokens)
             kept.copy_(tokens, non_blocking=True)
         if self.is_cuda:
-            event = self._events[self._index]
+            event = self._events[self.ring_index]
             event.record()
         if self._keeps_tokens:
             self._launched.append(_Result(kept, event, padding, scores))
