@@ -6,15 +6,12 @@ columns, in groups of 16 of 64, each begun anew, times a factor, added up in flo
 alone, not on the tile or on other rows.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import triton
 from nanovllm.kernels.gemm.packed import SPAN, PackedWeight
-from nanovllm.kernels.gemm.stream import operands_of, walk_constants
-from nanovllm.kernels.moe.packed_kernel import packed_stream_kernel, packed_tile_kernel
+from nanovllm.kernels.moe.packed_kernel import packed_tile_kernel
 from nanovllm.kernels.moe.routing import Routing
 from nanovllm.kernels.plan.config import GemmConfig
 
@@ -29,21 +26,11 @@ def multiply(
         raise ValueError(f"4-bit experts [{weight.n}, {weight.k}] do not fit x {list(x.shape)}, {x.stride()}")
     n_out = out.shape[-1]
     grid = (triton.cdiv(n_out, config.block_n), routing.tiles.shape[0])
-    operands = (
-        x, weight.words, weight.scales, weight.factors, bias, delta, routing.tiles, routing.order, routing.weights, out,
-        routing.num_tokens, n_out,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "TOP_K": routing.top_k, "GATED": gated, "ALPHA": activation[0], "LIMIT": activation[1],
-        "PAIRED": gated and weight.n == 2 * n_out, **pdl_options(x.device),
-    }  # fmt: skip
-    if config.block_m == 8:  # few rows of an expert
-        constants = walk_constants(operands_of(weight), config, weight.k, weight.k)
-        packed_stream_kernel[grid](*operands, **options, **constants)
-        return out
     packed_tile_kernel[grid](
-        *operands, weight.k, 1.0, CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, EVEN_K=weight.k % SPAN == 0,
-        PTX=x.is_cuda, num_warps=config.num_warps, **options,
+        x, weight.words, weight.scales, weight.factors, bias, delta, routing.tiles, routing.order, routing.weights, out,
+        routing.num_tokens, n_out, weight.k, 1.0, TOP_K=routing.top_k, GATED=gated, ALPHA=activation[0],
+        LIMIT=activation[1], CODE=weight.code, GROUP=weight.group, HAS_ZEROS=weight.has_zeros, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, STAGES=config.stages, EVEN_K=weight.k % SPAN == 0, PTX=x.is_cuda,
+        PAIRED=gated and weight.n == 2 * n_out, num_warps=config.num_warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
