@@ -44,8 +44,7 @@ class LayerInputs(WeightedModule):
     def forward(self, token_ids: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         _, embedded = self.whole(stream)
         projected = self.projection(embedded, OUTSIDE).view(-1, self.width)
-        normed: Any = self.kernels.add_norms(projected, None, self.norm.for_kernel())[0]
-        own = normed.view(-1, self.layers, self.width)[..., self.begin : self.begin + self.valid]
+        own = self.norm(projected).view(-1, self.layers, self.width)[..., self.begin : self.begin + self.valid]
         found = F.embedding(token_ids, self.table.flatten(1)).view(-1, self.layers, self.size).mul_(self._scale)
         return embedded, found.add_(F.pad(own, (0, self.size - self.valid))).mul_(2**-0.5)
 

@@ -45,17 +45,14 @@ class MLPBesideExperts(WeightedModule):
         dense, experts = self.dense(*of_dense), self.experts(*of_experts, of_router)
         if self.out_norms:
             return torch.stack((dense, experts))
-        first, second = (norm.for_kernel() for norm in self._out_norms.values())
-        total, _ = self.kernels.add_norms(dense, None, first)
-        return self.kernels.add_norms(experts, total, None, second)[1]
+        first, second = self._out_norms.values()
+        return self.kernels.add_norms(experts, first(dense), None, second.for_kernel())[1]
 
     def _normed(self, x: torch.Tensor, norm: RowNorm, first: Operation, call: Call) -> tuple[torch.Tensor, Call]:
         """Rows for an operation, and its call: normalised already, unless what is launched for it does so."""
         if first.launch(x.shape[0], call).norm:
             return x, call._replace(norm=norm.for_kernel())
-        normed, _ = self.kernels.add_norms(x, None, norm.for_kernel())
-        assert isinstance(normed, torch.Tensor)
-        return normed, call
+        return norm(x), call
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.dense.checkpoint_weights(prefix)

@@ -23,10 +23,14 @@ class RowNorm(WeightedModule):
         that multiplies in float32."""
         super().__init__()
         self.eps, self.kind, self.adds_one = eps, kind, adds_one
-        dtype, device = context.dtype, context.device
+        self.kernels, dtype, device = context.kernels, context.dtype, context.device
         is_wide = adds_one or kind == "rms_float32"
         self.weight = parameter(hidden_size, dtype=torch.float32 if is_wide else dtype, device=device)
         self.bias = parameter(hidden_size, dtype=dtype, device=device) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """[T, hidden] -> normalised rows, a tensor of their own."""
+        return self.kernels.add_norms(x, None, self.for_kernel())[0]
 
     def for_kernel(self) -> Norm:
         return Norm(self.weight, self.eps, self.kind, self.bias)
@@ -138,8 +142,5 @@ class ReduceAddNorm(WeightedModule):
 
     def _sum_of_normed(self, parts: torch.Tensor) -> torch.Tensor:
         """[parts, T, hidden] -> the sum of all, each normalised, [T, hidden]."""
-        norms: Any = self.parts
-        normed: list[Any] = [
-            self.kernels.add_norms(part, None, norm.for_kernel())[0] for part, norm in zip(parts, norms, strict=True)
-        ]
+        normed = [norm(part) for part, norm in zip(parts, self.parts, strict=True)]
         return sum(normed[1:], normed[0])

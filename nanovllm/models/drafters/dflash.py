@@ -100,7 +100,7 @@ class Drafter(shared.Drafter):
         self.logits, self.vocab_start = head.logits, head.vocab_start
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
-        return self._normed(super().taken_in(taps), self.hidden_norm)
+        return self.hidden_norm(super().taken_in(taps))
 
     def enter(self, hidden: torch.Tensor, step: ForwardStep) -> None:
         """Stores the entries of a step's tokens, which `taken_in` has made: their keys and values in each layer."""

@@ -97,18 +97,17 @@ class Drafter(shared.Drafter):
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:
         if len(self.fc_norm):
-            norms: list[Any] = list(self.fc_norm)
-            parts = zip(norms, taps.chunk(len(norms), 1), strict=True)
-            taps = torch.cat([self._normed(part.contiguous(), norm) for norm, part in parts], 1)
-        return super().taken_in(taps if self.input_norm is None else self._normed(taps, self.input_norm))
+            parts = zip(self.fc_norm, taps.chunk(len(self.fc_norm), 1), strict=True)
+            taps = torch.cat([norm(part.contiguous()) for norm, part in parts], 1)
+        return super().taken_in(taps if self.input_norm is None else self.input_norm(taps))
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries of token_ids int32 [T] and hidden [T, hidden], which it may overwrite: of those that the step wants
         what `logits` takes, and what the next entry takes, [N, hidden] each, whole on every rank."""
-        embedded = self._normed(self._sum(self._embed(token_ids)), self.input_layernorm)
-        normed = self._normed(hidden, self.hidden_norm)
+        embedded = self.input_layernorm(self._sum(self._embed(token_ids)))
+        normed = self.hidden_norm(hidden)
         attended = self.self_attn(torch.cat([embedded, normed], 1), Call(step))
         residual = wanted_rows(normed if self._keeps_normed else hidden, step.wanted)
         if not residual.shape[0]:

@@ -122,7 +122,7 @@ class Drafter(shared.Drafter):
         embedded = self._sum(self._embed(token_ids))
         if self._kind.begins_empty:
             embedded = embedded.masked_fill((step.positions == 0)[:, None], 0.0)
-        pairs = [self._normed(embedded, self.embedding_norm), self._normed(hidden, self.hidden_norm)]
+        pairs = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         stream, is_alone = Stream(super().taken_in(torch.cat(pairs, 1))), self._group.size == 1
         stream = self.layer(stream, step if is_alone else replace(step, wanted=None))
         x, residual = self.norm(stream)

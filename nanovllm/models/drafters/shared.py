@@ -17,7 +17,6 @@ from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.norm import RowNorm
 from nanovllm.layers.step import OUTSIDE, ForwardStep
 from nanovllm.layers.vocab import VocabParallelEmbedding
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule
@@ -78,11 +77,6 @@ class Drafter(WeightedModule, ABC):
 
     def check(self) -> None:
         """Raises ValueError for loaded tensors that it cannot draft with."""
-
-    def _normed(self, x: torch.Tensor, norm: RowNorm) -> torch.Tensor:
-        found, _ = self._kernels.add_norms(x, None, norm.for_kernel())
-        assert isinstance(found, torch.Tensor)
-        return found
 
     def _sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The ranks' partial sum [T, hidden], or parts of one, whole on every rank."""
