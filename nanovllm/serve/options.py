@@ -49,9 +49,9 @@ class ServeOptions:
     of the queue, or all of it with a single key."""
     request_timeout: float | None = option(None, _SECONDS)
     """Seconds after which a request is aborted; off by default."""
-    weight_update_timeout: float | None = option(600.0, _SECONDS)
+    weight_update_timeout: float = option(600.0, (lambda value: value >= 0, "a number >= 0, or inf"))
     """Seconds that requests wait for new weights while the trainer is silent. Then they get a 503 until an update
-    succeeds. None: no limit."""
+    succeeds. inf: no limit."""
     shutdown_timeout: float = option(30.0, _SECONDS)
     """Seconds that running requests get to finish after SIGTERM."""
     skip_tokenizer_init: bool = False
@@ -93,6 +93,8 @@ class ServeOptions:
                 refuse(each.name, value, bound)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path={self.root_path!r}: must begin with /")
+        if not all(self.served_model_name):
+            refuse("served_model_name", self.served_model_name, "names that are not empty")
         if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:
             refuse("lora_modules", wrong[0], "name=folder")
         if self.max_waiting_per_key is not None and not self.api_keys:
