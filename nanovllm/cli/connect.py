@@ -13,7 +13,7 @@ from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object
 from nanovllm.cli.serve import add_model, check_engine
 from nanovllm.config import DEMO_MODEL, EngineConfig
 
-_SAMPLING = {
+_SAMPLING: dict[str, Callable[[str], Any]] = {
     "temperature": number, "top_p": number, "top_k": int, "min_p": number, "seed": int, "max_tokens": int,
     "repetition_penalty": number,
 }  # fmt: skip
