@@ -44,7 +44,7 @@ def add_sampling_options(parser: Parser) -> None:
 
 
 def piped_text() -> str:
-    """All of stdin. Raises ValueError where it is not UTF-8, which no request can hold."""
+    """The text that is piped in. Raises ValueError where it is not UTF-8, which no request can hold."""
     try:
         text = sys.stdin.read()
         text.encode()

@@ -86,7 +86,7 @@ def read_request(line: bytes) -> tuple[str, bytes]:
 
 
 def _wrong_field(line: bytes) -> str:
-    """What of a line is wrong, in the server's words: the field, its value and what it must be."""
+    """The mistake in a line, in the server's words: field, value and bound; "" where the server would see none."""
     from nanovllm.serve.api.fields import convert
     from nanovllm.serve.errors import ApiError
 

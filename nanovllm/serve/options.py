@@ -39,7 +39,7 @@ class ServeOptions:
     ssl_certfile: str | None = option(None, _FILE)
     """Certificate for HTTPS, a PEM file."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call the server, such as https://your.page, or "*" for all; none by default."""
+    """Origins of web pages that may call the server, such as https://your.page; none by default. "*": all."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()

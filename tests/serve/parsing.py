@@ -139,7 +139,7 @@ class Model:
         assert plan.blame(self.refused(plan))[0] is None
 
     def refused(self, plan: Plan) -> str:
-        """What the engine says of a grammar that does not compile."""
+        """The engine's words for a grammar that does not compile."""
         assert plan.structured is not None and plan.structured.grammar is not None
         with pytest.raises(ValueError) as error:
             self.compiler.compile("grammar", plan.structured.grammar)

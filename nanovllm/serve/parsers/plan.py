@@ -17,7 +17,7 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")
 _EXCERPT = re.compile(r"\s\d+ \| ")
-"""Where the compiler says what is wrong, and what follows that: the lines of the grammar around it."""
+"""The place in a compiler's words, which comes first, and the lines of the grammar around it, which come last."""
 ReasoningState = Literal["none", "open", "optional"]
 """Whether an answer begins within reasoning, may begin with it, or has none."""
 
