@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.connect import add_sampling_options, add_server_options, answer_lines, server_url, stream_answer
+from nanovllm.cli.connect import (
+    add_sampling_options,
+    add_server_options,
+    answer_lines,
+    piped_text,
+    server_url,
+    stream_answer,
+)
 from nanovllm.cli.options import Parser
 
 _HELP = """/reset         begins a new chat
@@ -111,7 +118,7 @@ class Chat:
 
 def run(parser: Parser, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
-    piped = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    piped = None if sys.stdin.isatty() else piped_text().strip()
     if piped == "":
         raise ValueError("stdin is empty: nothing to ask")
     if given.no_thinking:

@@ -4,7 +4,14 @@ import argparse
 import asyncio
 import sys
 
-from nanovllm.cli.connect import add_sampling_options, add_server_options, answer_lines, server_url, stream_answer
+from nanovllm.cli.connect import (
+    add_sampling_options,
+    add_server_options,
+    answer_lines,
+    piped_text,
+    server_url,
+    stream_answer,
+)
 from nanovllm.cli.options import Parser
 
 
@@ -34,7 +41,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     prompt = given.prompt
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = piped_text().removesuffix("\n")
     if prompt == "":
         raise ValueError("prompt='': must not be empty")
     with server_url(given, quiet=given.quiet) as url:

@@ -21,7 +21,9 @@ def parse_with_config(parser: Parser, arguments: Sequence[str]) -> argparse.Name
     for key, value in entries.items():
         name = "--" + str(key).replace("_", "-")
         action = parser.action(name)
-        if action is None or name in ("--config", "--help"):
+        if name in ("--config", "--help"):
+            parser.error(f"{given.config}: {name[2:]}: not in a file")
+        if action is None:
             parser.refuse_unknown(name, f"{given.config}: ")
         if value is not None and getattr(given, action.dest, action.default) == action.default:
             words += _as_typed(parser, action, name, value, given.config)

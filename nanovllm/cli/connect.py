@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object
+from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object, number
 from nanovllm.cli.serve import add_model, check_engine
 from nanovllm.config import DEMO_MODEL, EngineConfig
 
-_SAMPLING = {
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
-    "repetition_penalty": float,
+_SAMPLING: dict[str, Callable[[str], Any]] = {
+    "temperature": number, "top_p": number, "top_k": int, "min_p": number, "seed": int, "max_tokens": int,
+    "repetition_penalty": number,
 }  # fmt: skip
 """Fields of requests that are options of `chat` and `complete`, beside `stop`."""
 
@@ -41,6 +41,16 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
     parser.add_argument("-q", "--quiet", action="store_true", help="print the answer only")
+
+
+def piped_text() -> str:
+    """The text that is piped in. Raises ValueError where it is not UTF-8, which no request can hold."""
+    try:
+        text = sys.stdin.read()
+        text.encode()
+        return text
+    except UnicodeError:
+        raise ValueError("stdin: must be UTF-8") from None
 
 
 async def stream_answer(

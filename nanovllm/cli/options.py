@@ -177,11 +177,23 @@ def count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not an integer such as 4096, 4k or 4K") from None
 
 
+def number(text: str) -> float:
+    """A number that JSON can say."""
+    try:
+        return float(json.dumps(float(text), allow_nan=False))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a finite number") from None
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON's")

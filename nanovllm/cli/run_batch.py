@@ -77,12 +77,27 @@ def read_request(line: bytes) -> tuple[str, bytes]:
         if request.body.get("seed") is None:
             request.body["seed"] = seed_of(request.custom_id)
         return request.url, json.dumps(request.body).encode()
-    except msgspec.ValidationError:
-        raise
+    except msgspec.ValidationError as error:
+        raise ValueError(_wrong_field(line) or str(error)) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"not valid JSON: {str(error)[:200]}") from None
     except RecursionError:
         raise ValueError("not valid JSON: too deeply nested") from None
+
+
+def _wrong_field(line: bytes) -> str:
+    """The mistake in a line, in the server's words: field, value and bound; "" where the server would see none."""
+    from nanovllm.serve.api.fields import convert
+    from nanovllm.serve.errors import ApiError
+
+    try:
+        entry = json.loads(line.removeprefix(codecs.BOM_UTF8))
+        if not isinstance(entry, dict):
+            return "must be a JSON object"
+        convert(Line, entry)
+    except ApiError as error:
+        return error.message
+    return ""
 
 
 def _custom_id(line: bytes) -> str | None:

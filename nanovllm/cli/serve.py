@@ -107,7 +107,10 @@ def _api_keys(given: list[str], option: str, variable: str) -> tuple[str, ...]:
         named.append((variable, set_outside))
     keys: list[str] = []
     for name, one in named:
-        found = Path(one[1:]).read_text(encoding="utf-8").split() if one.startswith("@") else [one.strip()]
+        try:
+            found = Path(one[1:]).read_text(encoding="utf-8").split() if one.startswith("@") else [one.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name}: {getattr(error, 'strerror', None) or 'must be UTF-8'}") from None
         if not all(found) or not found:
             raise ValueError(f"{name}: holds no key; leave it out for a server without one")
         keys += found

@@ -2,14 +2,19 @@
 
 import importlib.util
 import math
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanovllm.errors import Bound, option, refuse, shown
+from nanovllm.errors import Bound, near_miss, option, refuse, shown
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Entries of generation_config.json that requests without them get."""
 
 _SECONDS: Bound = (lambda value: 0 <= value < math.inf, "a number >= 0")
+_ORIGIN = re.compile(r"[\w+.-]+://[^/\s]+/?|\*|null")
 _FILE: Bound = (lambda value: Path(value).is_file(), "a file")
 _DEFAULTS: Bound = (
     lambda value: value in ("auto", "vllm") or (Path(value) / "generation_config.json").is_file(),
@@ -34,7 +39,7 @@ class ServeOptions:
     ssl_certfile: str | None = option(None, _FILE)
     """Certificate for HTTPS, a PEM file."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call the server, such as https://your.page; none by default."""
+    """Origins of web pages that may call the server, such as https://your.page; none by default. "*": all."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: tuple[str, ...] = ()
@@ -49,9 +54,9 @@ class ServeOptions:
     of the queue, or all of it with a single key."""
     request_timeout: float | None = option(None, _SECONDS)
     """Seconds after which a request is aborted; off by default."""
-    weight_update_timeout: float | None = option(600.0, _SECONDS)
+    weight_update_timeout: float = option(600.0, (lambda value: value >= 0, "a number >= 0, or inf"))
     """Seconds that requests wait for new weights while the trainer is silent. Then they get a 503 until an update
-    succeeds. None: no limit."""
+    succeeds. inf: no limit."""
     shutdown_timeout: float = option(30.0, _SECONDS)
     """Seconds that running requests get to finish after SIGTERM."""
     skip_tokenizer_init: bool = False
@@ -93,6 +98,13 @@ class ServeOptions:
                 refuse(each.name, value, bound)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path={self.root_path!r}: must begin with /")
+        if wrong := [origin for origin in self.allowed_origins if not _ORIGIN.fullmatch(origin)]:
+            refuse("allowed_origins", wrong[0], "an origin such as https://your.page, or *")
+        if unknown := [*self.override_generation_config.keys() - {*SAMPLING_DEFAULTS}]:
+            hint = near_miss(unknown[0], SAMPLING_DEFAULTS) or f"; must be one of {', '.join(SAMPLING_DEFAULTS)}"
+            raise ValueError(f"override_generation_config: unknown entry {shown(unknown[0])}{hint}")
+        if not all(self.served_model_name):
+            refuse("served_model_name", self.served_model_name, "names that are not empty")
         if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:
             refuse("lora_modules", wrong[0], "name=folder")
         if self.max_waiting_per_key is not None and not self.api_keys:

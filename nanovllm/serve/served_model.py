@@ -9,7 +9,7 @@ import nanovllm
 from nanovllm.engine.engine_state import LoadedAdapter
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError, bad_request
-from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.options import SAMPLING_DEFAULTS, ServeOptions
 from nanovllm.serve.parsers import OutputParser
 from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
 from nanovllm.text.no_tokenizer import NoTokenizer
@@ -21,7 +21,6 @@ _OTHER_RUNNER = {
     "pooling": "this server generates text; start it with --runner pooling for embeddings",
 }
 """Refusals of an endpoint, by the runner that it needs."""
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ServedModel:
@@ -64,8 +63,8 @@ class ServedModel:
         wanted = self.options.generation_config
         path = Path(folder if wanted == "auto" else wanted) / "generation_config.json"
         found = ({} if wanted == "vllm" else read_json(path)) | self.options.override_generation_config
-        self.defaults = {name: found[name] for name in _DEFAULTS if found.get(name) is not None}
-        self.default_max_tokens = found.get("max_new_tokens")
+        self.defaults = {name: found[name] for name in SAMPLING_DEFAULTS if found.get(name) is not None}
+        self.default_max_tokens = self.defaults.pop("max_new_tokens", None)
         try:
             SamplingParams(**self.defaults, max_tokens=1 if (most := self.default_max_tokens) is None else most)
         except ValueError as error:

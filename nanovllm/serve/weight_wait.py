@@ -7,8 +7,8 @@ from nanovllm.engine.engine_state import EngineState
 class WeightWait:
     """Wait of engines that have no weights to compute with: since when, and when a trainer was last heard."""
 
-    def __init__(self, limit: float | None) -> None:
-        """`limit`: seconds without a call of the trainer after which it counts as gone; None: never."""
+    def __init__(self, limit: float) -> None:
+        """`limit`: seconds without a call of the trainer after which it counts as gone."""
         self.limit = limit
         self._since: float | None = None
         self._heard = 0.0
@@ -28,4 +28,4 @@ class WeightWait:
 
     def is_over(self, now: float) -> bool:
         """Whether requests are to wait no longer."""
-        return self._since is not None and self.limit is not None and now - self._heard > self.limit
+        return self._since is not None and now - self._heard > self.limit

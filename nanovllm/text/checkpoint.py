@@ -280,7 +280,10 @@ def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path
     """Chat templates by name: from the file that was asked for, else from the folder's own files, else from
     tokenizer_config.json."""
     if named is not None:
-        return {"default": Path(named).read_text(encoding="utf-8")}
+        try:
+            return {"default": Path(named).read_text(encoding="utf-8")}
+        except UnicodeDecodeError:
+            raise ValueError(f"chat_template={str(named)!r}: must be a text in UTF-8") from None
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (single := folder / "chat_template.jinja").is_file():
         files["default"] = single

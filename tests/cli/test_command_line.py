@@ -1,5 +1,6 @@
 """Options on the command line: one source, V's spellings, files of options, mistakes named."""
 
+import io
 import json
 import re
 import shlex
@@ -113,12 +114,31 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["serve", "m", "--trust-remote-code"], "code from a checkpoint is never run"),
         (["serve", "--config", str(tmp_path / "options.yaml")], "code from a checkpoint is never run"),
         (["serve", "m", "--gpu-memory-utilization", "7"], "gpu_memory_utilization=7.0"),
+        (["serve", "owner/name", "--api-key", "@no-such"], "--api-key='@no-such': No such file"),
+        (["serve", "m", "--hf-overrides", '{"a": NaN}'], "NaN is no number"),
+        (["complete", "--temperature", "nan"], "--temperature: 'nan' is not a finite number"),
+        (["bench", "throughput", "--num-prompts", "0"], "--num-seqs=0: must be at least 1"),
     ):  # fmt: skip
         try:
             code: Any = main(arguments)
         except SystemExit as ended:
             code = ended.code
         assert code == 2 and said in capsys.readouterr().err, arguments
+
+
+@pytest.mark.parametrize("name", ["chat", "complete"])
+def test_piped_bytes_that_are_no_text_are_named(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for errors in ("strict", "surrogateescape"):  # of a UTF-8 locale, and of the C locale
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+        assert main([name, "--url", "http://localhost:1"]) == 2
+        assert "stdin: must be UTF-8" in capsys.readouterr().err
+
+
+def test_a_benchmark_of_a_server_needs_no_torch() -> None:
+    code = "import sys; from nanovllm.cli import bench; bench.make_parser(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_closed_streams_are_empty_ones() -> None:
@@ -167,7 +187,7 @@ def test_mistakes_in_the_file_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "bad.yaml"
     for text, said in (
         ("prot: 1", "did you mean --port?"), ("ui: 3", "not true or false"), ("port: [1, 2]", "takes one value"),
-        ("- a", "option: value"), ("a: [", "not valid YAML"), ("port: x", "--port"),
+        ("- a", "option: value"), ("a: [", "not valid YAML"), ("port: x", "--port"), ("config: a", "not in a file"),
     ):  # fmt: skip
         path.write_text(text)
         assert said in refused(capsys, "--config", str(path)), text

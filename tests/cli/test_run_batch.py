@@ -75,6 +75,8 @@ def test_broken_lines_get_records_and_the_rest_goes_on(server: Server, tmp_path:
     assert (again.returncode, again.stderr) == (0, "all 8 requests have their results already\n")
     found = records(tmp_path / "out")
     assert [found[f"batch_req_{n}"]["error"]["code"] for n in range(1, 6)] == ["invalid_line"] * 5
+    said = "url='/v1/files': must be one of '/v1/chat/completions', '/v1/completions'"
+    assert found["batch_req_4"]["error"]["message"] == said
     assert found["batch_req_6"]["response"]["status_code"] == 400
     assert "temperature" in found["batch_req_6"]["response"]["body"]["error"]["message"]
     assert "this server has `demo`" in found["batch_req_8"]["response"]["body"]["error"]["message"]

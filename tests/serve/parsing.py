@@ -9,8 +9,12 @@ from typing import Any
 
 import llguidance
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from nanovllm import StructuredOutput
+from nanovllm.engine.sampling.grammar_compiler import GrammarCompiler
+from nanovllm.errors import short
 from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
@@ -90,6 +94,7 @@ class Model:
         backend = self.tokenizer.backend_tokenizer
         self.eos = backend.token_to_id("<|return|>" if family == "harmony" else "<|im_end|>")
         self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
+        self.compiler = GrammarCompiler(backend.to_str(), len(self.tokenizer), [self.eos])
         closed = {"mistral": "[/THINK]", "gemma4": "<|channel>thought\n<channel|>"}
         self.closed = closed.get(family, "<think>\n\n</think>")
         """End of a prompt after which the model does not reason."""
@@ -118,6 +123,27 @@ class Model:
         matcher = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(plan.structured.grammar))
         assert not matcher.is_error(), matcher.get_error()
         return matcher
+
+    def check_blame(self, prompt: str = "") -> None:
+        """Has the compiler refuse the schema of one tool among others, and of an answer: the plan says which it is."""
+        wrong = {"type": "object", "properties": {"a_number": {"type": "integer", "minimum": "x"}}}
+        for name in ("first", "get_it", "last"):
+            tools = [
+                {"type": "function", "function": {"name": each, "parameters": wrong if each == name else WEATHER}}
+                for each in ("first", "get_it", "last")
+            ]
+            said = self.refused(self.plan(prompt, tools=tools))
+            found, why = self.plan(prompt, tools=tools).blame(said)
+            assert found == name and why.endswith("Expected f64 for 'minimum', got \"x\""), (said, why)
+        plan = self.plan(prompt, structured=StructuredOutput(json=wrong))
+        assert plan.blame(self.refused(plan))[0] is None
+
+    def refused(self, plan: Plan) -> str:
+        """The engine's words for a grammar that does not compile."""
+        assert plan.structured is not None and plan.structured.grammar is not None
+        with pytest.raises(ValueError) as error:
+            self.compiler.compile("grammar", plan.structured.grammar)
+        return short(error.value)
 
     def admits(self, plan: Plan, text: str) -> bool:
         """Whether an engine, which asks for each token what may come next, could write a text (the beginning of a long

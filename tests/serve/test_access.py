@@ -15,6 +15,7 @@ from serving import ASK, CHAT, JSON, MESSAGES, OPENING, ready_server, refusal, s
 
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.access import Access
+from nanovllm.serve.http.server import HttpServer
 from nanovllm.serve.options import ServeOptions
 
 KEYS = ("sesame", "from-file", "from-environment")
@@ -113,6 +114,12 @@ def test_names_are_checked_whatever_is_listened_on(host: str) -> None:
         for options in ({"api_keys": ("k",)}, {"uds": "/a"}, {"allowed_origins": ("*",)}):
             check(name, **options)
     check("a.example:80", allowed_origins=("https://a.example",))
+
+
+def test_files_that_are_no_certificate_are_named() -> None:
+    options = ServeOptions(ssl_certfile=__file__, ssl_keyfile=__file__)
+    with pytest.raises(ValueError, match=r"ssl_certfile=.*test_access\.py', ssl_keyfile=.*: must be a certificate"):
+        HttpServer(Mock(), options, Mock())
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

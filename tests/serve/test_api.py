@@ -111,6 +111,8 @@ def test_tokenize(client: httpx.Client) -> None:
     chat = client.post("/tokenize", json={"messages": ASK["messages"]}).json()["tokens"]
     wanted = hf.apply_chat_template(ASK["messages"], add_generation_prompt=True, tokenize=True, return_dict=False)
     assert chat == wanted
+    error = client.post("/tokenize", json={"messages": ASK["messages"], "tools": [{"5": 1}]}).json()["error"]
+    assert (error["param"], error["message"][:9]) == ("tools", "tools[0]:")
 
 
 def test_truncated_prompts(client: httpx.Client) -> None:

@@ -141,6 +141,10 @@ def test_the_rest_of_a_message_is_content(model: Model) -> None:
     assert plan.reader() is None and plan.reasoning == "none"
 
 
+def test_a_schema_that_does_not_compile_is_named_by_its_tool(model: Model) -> None:
+    model.check_blame(PROMPT)
+
+
 def test_harmony_is_both_parsers_and_needs_its_tokens_or_their_template(model: Model, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="harmony"):
         Model("harmony", False, tmp_path)

@@ -24,6 +24,7 @@ from parsing import (
 )
 
 from nanovllm import StructuredOutput
+from nanovllm.engine.sampling.grammar_limits import check_text
 from nanovllm.serve.parsers import Delta, OutputParser, check_schema, check_tools
 from nanovllm.serve.parsers.plan import term
 from nanovllm.text.checkpoint import CheckpointTokenizer
@@ -133,6 +134,10 @@ def test_a_reference_to_no_schema_is_left_to_the_grammar(model: Model) -> None:
     for reference in ("#/type/x", "#/required/0", "#/$defs/a/b"):
         schema = {"type": "object", "properties": {"a": {"$ref": reference}}, "required": ["a"]}
         assert model.plan("", "required", tools=[tool(parameters=schema)]).structured is not None
+
+
+def test_a_schema_that_does_not_compile_is_named_by_its_tool(model: Model) -> None:
+    model.check_blame()
 
 
 def test_a_schema_beside_tools_holds_the_content(model: Model) -> None:
@@ -283,6 +288,19 @@ def test_tools_whose_schemas_are_too_long_together_take_any_object(model: Model)
         plan = model.plan(model.closed, "required", tools=tools)
         assert not model.admits(plan, model.calls_text([(name, {"p0": "y"})]))
         assert model.admits(plan, model.calls_text([(name, {"p0": "x" * 50})]))
+
+
+def test_tools_that_take_too_many_rules_together_take_any_object(model: Model) -> None:
+    """An agent's tools are too many rules in the forms that have some for each parameter, and no engine takes them."""
+    entry = {"type": "object", "properties": {f"q{i}": {"type": "string", "minLength": 2} for i in range(4)}}
+    for num_tools in (3, 128):
+        tools = [tool(name=f"f{i}", parameters={**entry, "title": str(i)}) for i in range(num_tools)]
+        plan = model.plan(model.closed, "required", tools=tools)
+        assert plan.structured is not None and plan.structured.grammar is not None
+        check_text("grammar", plan.structured.grammar)
+        assert model.admits(plan, model.calls_text([("f2", {"q1": "xy"})]))
+    tools = [tool(name=f"f{i}") for i in range(128)]
+    model.matcher(model.plan(tools=tools))
 
 
 def test_which_tools_may_be_called() -> None:

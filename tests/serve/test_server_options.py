@@ -1,6 +1,7 @@
 """Options of the command that change answers, all of them at one server."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -125,6 +126,10 @@ def test_unknown_fields_are_refused_where_the_server_is_told_to(client: httpx.Cl
     ("options", "said"),
     [
         ({"api_keys": ("a", "b"), "admin_api_keys": ("b",)}, "admin_api_keys: must be other keys"),
+        ({"served_model_name": ("a", "")}, "served_model_name=.*: must be names that are not empty"),
+        ({"weight_update_timeout": math.nan}, "weight_update_timeout=nan: must be a number >= 0, or inf"),
+        ({"allowed_origins": ("your.page",)}, "allowed_origins='your.page': must be an origin such as https://your"),
+        ({"override_generation_config": {"topp": 1}}, "override_generation_config: unknown entry 'topp'; did you mean"),
         ({"root_path": "llm"}, "root_path='llm': must begin with /"),
         ({"api_keys": ("a", "")}, "must hold no empty key"), ({"port": 65536}, "port=65536: must be in"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout=-1.0: must be a number >= 0"),

@@ -82,6 +82,12 @@ tools = st.none() | st.lists(
 )
 
 
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "template").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"chat_template='.*template': must be a text in UTF-8"):
+        CheckpointTokenizer(DEMO, tmp_path / "template")
+
+
 def test_a_tokenizer_of_transformers_becomes_one_of_ours() -> None:
     theirs = AutoTokenizer.from_pretrained(DEMO)
     theirs.add_special_tokens({"additional_special_tokens": ["<stop>"]})

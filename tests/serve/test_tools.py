@@ -118,6 +118,23 @@ def test_tools_that_cannot_be(client: httpx.Client, wrong: dict[str, Any]) -> No
     assert error["message"].startswith("tool") and "start:" not in answer.text
 
 
+def test_the_schema_that_does_not_compile_is_named(client: httpx.Client) -> None:
+    """Of a tool, of an answer beside tools, and of one that comes after reasoning; without the grammar around it."""
+    wrong = {"type": "object", "properties": {"a": {"type": "objekt"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "broken", "parameters": wrong}}]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    for body, begin in (
+        ({"tools": tools}, "tools: function 'broken': "),
+        ({"tools": tools, "response_format": {"type": "json_object"}}, "tools: function 'broken': "),
+        ({"response_format": form}, "response_format: "),
+        ({"response_format": form, "tools": None} | thinks, "response_format: "),
+    ):
+        error = client.post(CHAT, json=ASK | body).json()["error"]
+        assert error["message"].startswith(begin) and len(error["message"]) < 200, error
+        assert error["param"] == begin.partition(":")[0]
+
+
 def edit(client: httpx.Client, grammar: str, **options: Any) -> httpx.Response:
     """Response to a request with one tool, whose text follows a Lark grammar."""
     tool = {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "lark", "definition": grammar}}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.bench.data import Sample, add_dataset_options, draw_samples
 from nanovllm.cli.bench.report import METRICS, Measured, summarise, table
-from nanovllm.cli.options import Parser, count, json_object
+from nanovllm.cli.options import Parser, count, json_object, number
 
 if TYPE_CHECKING:
     from nanovllm.cli.http_client import Client
@@ -46,7 +46,7 @@ def add_options(parser: Parser) -> None:
     group.add_argument("--max-concurrency", type=count, metavar="N", help="maximum requests in flight")
     group.add_argument("--num-warmups", type=count, default=0, metavar="N", help="requests before the clock runs [0]")
     group.add_argument("--ignore-eos", action="store_true")
-    group.add_argument("--temperature", type=float, metavar="N")
+    group.add_argument("--temperature", type=number, metavar="N")
     group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
     group.add_argument("--seed", type=int, default=0)
     group = parser.add_argument_group("results")

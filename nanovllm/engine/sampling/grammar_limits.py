@@ -49,6 +49,11 @@ def check_text(kind: str, text: str) -> None:
         _check_schema(schema)
 
 
+def is_too_long(grammar: str) -> bool:
+    """Whether a Lark grammar has more bytes or rules than are allowed."""
+    return len(grammar.encode()) > MAX_BYTES["grammar"] or len(_RULE.findall(grammar)) > MAX_RULES
+
+
 def schemas_of(kind: str, text: str) -> list[tuple[int, int, Any]]:
     """(begin, end, document) of the JSON schemas of a constraint: itself, or those within a grammar (%json {...}). What
     is none there is left to the compiler to refuse. Raises ValueError."""

@@ -10,9 +10,10 @@ from nanovllm.serve.api.answer import check_characters
 from nanovllm.serve.api.anthropic import model_list
 from nanovllm.serve.api.chat import check_body, encode, is_short
 from nanovllm.serve.api.reading import read
-from nanovllm.serve.errors import bad_request
+from nanovllm.serve.errors import bad_request, refusing
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
+from nanovllm.serve.parsers import check_tools
 from nanovllm.serve.served_model import ServedModel
 
 _SILENT_SECONDS = 20.0  # of engines, which give a sign of life each second
@@ -86,6 +87,8 @@ async def tokenize(front: Front, call: Call) -> None:
         fields: api.TokenizeChatFields | api.TokenizeFields
         if "messages" in body:
             fields = chat = read(front.model, call, api.TokenizeChatFields, body)
+            with refusing():
+                check_tools(chat.tools)
             _, ids = encode(front.model, call, chat)
         else:
             fields = read(front.model, call, api.TokenizeFields, body)

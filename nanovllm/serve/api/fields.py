@@ -378,7 +378,9 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     try:
         msgspec.msgpack.encode(found)  # as it travels to the engine
         return next((StructuredOutput(**wanted) for wanted in found.values()), None)
-    except (ValueError, OverflowError) as error:
+    except OverflowError:
+        raise bad_request(f"{next(iter(found))}: integers must be in -2**63..2**64 - 1", code="invalid_value") from None
+    except ValueError as error:
         failure = from_value_error(str(error))
         failure.param = next(iter(found))
         raise failure from None

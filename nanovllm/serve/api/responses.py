@@ -41,7 +41,7 @@ class ResponsesFields(DialectFields, kw_only=True):
     """Body of /v1/responses."""
 
     meaningless = frozenset(
-        "metadata store user service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+        "store user service_tier safety_identifier prompt_cache_key prompt_cache_retention "
         "prompt_cache_options stream_options request_id moderation".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
@@ -53,6 +53,8 @@ class ResponsesFields(DialectFields, kw_only=True):
     }
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES)]
     instructions: str | None = None
+    metadata: dict[str, str] | None = None
+    """Comes back in the answer."""
     max_output_tokens: Positive | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None

@@ -1,6 +1,5 @@
 """Base of formats: answers that follow OpenAI's schema of choices."""
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -63,9 +62,6 @@ class ChoicesFormat(Format):
         if error.code == "invalid_schema":
             given = (name for name in api.CONSTRAINTS if getattr(self.fields, name, None) is not None)
             error.param = next(given, error.param)
-            if error.param == "tools":  # without the grammar that they were made part of
-                why = error.message.rpartition(" must compile, but: ")[2]
-                error.message = "tools: " + re.split(r"\s\d+ \| ", why)[0]
 
     # -- what differs -------------------------------------------------------------------------------------------
 

@@ -35,6 +35,11 @@ class ChatFormat(ChoicesFormat):
 
     def explain(self, error: ApiError) -> None:
         super().explain(error)
+        if error.code == "invalid_schema" and (self.plan.choice is not None or self.plan.reasoning != "none"):
+            # without the grammar that the schemas were made part of
+            name, why = self.plan.blame(error.message.rpartition(" must compile, but: ")[2])
+            error.param = error.param if name is None else "tools"
+            error.message = f"{error.param}: " + ("" if name is None else f"function {name!r}: ") + why
         if error.param == "logprobs":
             error.param, error.message = "top_logprobs", f"top_{error.message}"
 

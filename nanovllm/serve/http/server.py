@@ -77,5 +77,9 @@ def _tls_context(options: ServeOptions) -> ssl.SSLContext | None:
     if options.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except ssl.SSLError as error:
+        files = f"ssl_certfile={options.ssl_certfile!r}, ssl_keyfile={options.ssl_keyfile!r}"
+        raise ValueError(f"{files}: must be a certificate and its key, in PEM ({error.reason})") from None
     return context

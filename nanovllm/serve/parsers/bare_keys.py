@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.engine.sampling.grammar_compiler import regex_term
-from nanovllm.serve.parsers.calls import ToolFamily, one_of
+from nanovllm.serve.parsers.calls import Beside, ToolFamily, one_of
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.text_bounds import ANYTHING
 from nanovllm.serve.parsers.tools import Tool, json_term
@@ -148,14 +148,15 @@ class BareKeys(ToolFamily):
     def _quote(self) -> Any:
         return self.marks[-1]
 
-    def _arguments(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
+    def _arguments(self, tool: Tool, terminals: dict[str, str], beside: Beside) -> str:
         if tool.text_grammar is not None:
             return self.text_argument(tool)
         held = tool if tool.is_held else Tool(tool.name, {})
-        made = self.rules(held, f"a{len(beside)}_", self.quote_term(), terminals)
-        term = made.object(held.parameters, True)
-        beside += made.rules
-        return term
+        schema = json.dumps([held.parameters, held.strict])
+        if schema not in beside:
+            made = self.rules(held, f"a{len(beside)}_", self.quote_term(), terminals)
+            beside[schema] = made.object(held.parameters, True), made.rules
+        return beside[schema][0]
 
     def quote_term(self) -> str:
         """The term of the tag around texts."""

@@ -30,6 +30,9 @@ _SCALARS = {
     "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
 
+Beside = dict[str, tuple[str, list[str]]]
+"""Terms for arguments, and the rules that these need, by their schemas."""
+
 
 class ToolFamily:
     """A family's form of calls, in one tokenizer's tags."""
@@ -66,14 +69,14 @@ class ToolFamily:
         behind it, where these begin with a tag."""
         form, terminals = self._form, dict[str, str]()
         more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        beside: list[str] = []
+        beside: Beside = {}
         functions = [self._function_term(tool, terminals, beside) for tool in tools]
         rules = [
             self._body(free),
             f"calls: {self._terms(form.first)} call {more} {self._terms(form.last)}",
             f"call: {self._terms(form.before)} function {self._terms(form.after)}",
-            one_of("function", functions),
-            *beside,
+            one_of("function", [f"({each})" for each in functions]),  # so that errors name the line of theirs
+            *(rule for _, found in beside.values() for rule in found),
             *(f"{name.upper()}: {expression}" for expression, name in terminals.items()),
             *(f"{name}[lazy]: {name.upper()}" for name in terminals.values() if name.islower()),
         ]
@@ -87,11 +90,11 @@ class ToolFamily:
         body = "TEXT | early" if free else f"{tag.lark} calls"
         return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
 
-    def _arguments(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
+    def _arguments(self, tool: Tool, terminals: dict[str, str], beside: Beside) -> str:
         """The arguments of a call, where they are one text, as a term; `beside` gains the rules that it needs."""
         return tool.arguments
 
-    def _function_term(self, tool: Tool, terminals: dict[str, str], beside: list[str]) -> str:
+    def _function_term(self, tool: Tool, terminals: dict[str, str], beside: Beside) -> str:
         if not self._form.value_end:
             arguments = self._arguments(tool, terminals, beside)
         else:

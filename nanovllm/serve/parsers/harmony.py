@@ -63,12 +63,12 @@ class Harmony:
             tools = [*enumerate(choice.tools)]
             rules += [
                 f'call: {channel} "commentary to={_FUNCTIONS}" named | "{_ADDRESS}{_FUNCTIONS}" addressed',
-                one_of("named", [f"{json.dumps(tool.name)} form {message} arguments_{i}" for i, tool in tools]),
+                one_of("named", [f"{json.dumps(tool.name)} form {message} a{i}_arguments" for i, tool in tools]),
                 one_of(
                     "addressed",
-                    [f'{json.dumps(t.name)} {channel} "commentary" form {message} arguments_{i}' for i, t in tools],
+                    [f'{json.dumps(t.name)} {channel} "commentary" form {message} a{i}_arguments' for i, t in tools],
                 ),
-                *(f"arguments_{i}: {tool.arguments}" for i, tool in tools),
+                *(f"a{i}_arguments: {tool.arguments}" for i, tool in tools),
             ]
         return StructuredOutput(grammar="\n".join([f"start: earlier* ({last})", *rules]))
 

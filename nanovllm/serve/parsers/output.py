@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+from nanovllm.engine.sampling.grammar_limits import is_too_long
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.bare_keys import BareKeys
 from nanovllm.serve.parsers.calls import ToolFamily
@@ -128,8 +129,15 @@ class OutputParser:
             if wanted is None or state == "none":
                 return wanted
             return self._grammar(state, "answer", "gap ", f"answer: {term(wanted)}")
-        is_free, is_tagged = choice.mode == "auto" and wanted is None, self._family.is_tagged
-        calls = self._family.grammar(choice.tools, choice.parallel, is_free)
+        made = self._calling(self._family, state, choice, wanted)
+        is_long = is_too_long(made.grammar or "")  # in forms whose rules are more than the schemas are long
+        return self._calling(self._family, state, choice.freed(), wanted) if is_long else made
+
+    def _calling(
+        self, family: ToolFamily, state: ReasoningState, choice: ToolChoice, wanted: StructuredOutput | None
+    ) -> StructuredOutput:
+        is_free, is_tagged = choice.mode == "auto" and wanted is None, family.is_tagged
+        calls = family.grammar(choice.tools, choice.parallel, is_free)
         if is_free:
             return self._grammar(state, "body", "", calls, is_tagged)
         if choice.mode == "auto" and wanted is not None:

@@ -1,6 +1,7 @@
 """The plan for one answer: what it is held to, and how its text is read."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,9 @@ from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag
 from nanovllm.serve.parsers.tools import ToolChoice, json_term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")
+_EXCERPT = re.compile(r"\s\d+ \| ")
+"""The place in a compiler's words, which comes first, and the lines of the grammar around it, which come last."""
 ReasoningState = Literal["none", "open", "optional"]
 """Whether an answer begins within reasoning, may begin with it, or has none."""
 
@@ -51,6 +55,22 @@ class Plan:
             return None
         stand_ins = {ord(tag.text): tag.name for tag in self.marks if tag.token_id is not None}
         return Reader(self.program, Output(stand_ins))
+
+    def blame(self, why: str) -> tuple[str | None, str]:
+        """The name of the tool whose part of the grammar does not compile, None where it is another part, and what is
+        wrong with it. `why`: the compiler's words."""
+        place = _PLACE.match(why)
+        reason = _EXCERPT.split(why)[0][place.end() if place else 0 :]
+        if place is None or self.choice is None or self.structured is None or self.structured.grammar is None:
+            return None, reason
+        lines, number = self.structured.grammar.split("\n"), int(place[1]) - 1
+        rule = next((line for line in lines[number::-1] if line[0] != " "), "")
+        prefix = f" {rule.partition('_')[0]}_"  # of the rules that are one tool's alone
+        for name in (tool.name for tool in self.choice.tools):
+            own = [line for line in lines if re.match(rf'(\w+:|  \|) \(?"{name}" ', line)]
+            if lines[number] in own or any(prefix in line for line in own):
+                return name, reason
+        return None, reason
 
     def finish_reason(self, engine_reason: str, reader: Reader | None) -> str:
         """OpenAI's: "tool_calls" only where the model ended by itself after whole calls that it chose to make."""

@@ -67,6 +67,11 @@ class ToolChoice:
     parallel: bool
     """Whether an answer may hold more than one call."""
 
+    def freed(self) -> "ToolChoice":
+        """The choice whose tools may have any arguments, unless they are strict."""
+        tools = (replace(tool, is_held=tool.strict or tool.text_grammar is not None) for tool in self.tools)
+        return replace(self, tools=tuple(tools))
+
 
 def json_term(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """JSON that a schema admits, as a term of a Lark grammar."""
@@ -96,9 +101,9 @@ def check_tools(
     mode, checked = _chosen(tool_choice, checked)
     if mode == "none":
         return None
-    if sum(len(tool.text_grammar or tool.arguments) for tool in checked) > MAX_GRAMMAR_BYTES:
-        checked = tuple(replace(tool, is_held=tool.strict or tool.text_grammar is not None) for tool in checked)
-    return ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
+    choice = ToolChoice(checked, mode, parallel_tool_calls is not False and mode != "named")
+    is_long = sum(len(tool.text_grammar or tool.arguments) for tool in checked) > MAX_GRAMMAR_BYTES
+    return choice.freed() if is_long else choice
 
 
 def _chosen(choice: Any, tools: tuple[Tool, ...]) -> tuple[Any, tuple[Tool, ...]]:
