@@ -44,7 +44,7 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
     from nanovllm.runner.kernel_choice import rules_of
 
     options = {"load_format": "dummy", "skip_tokenizer_init": True, **chosen(given, EngineConfig)}
-    config = resolve_model_folder(EngineConfig(**options))
+    config = resolve_model_folder(EngineConfig.from_options(**options))
     model = read_model_config(config)
     if given.gpu is not None:
         device = Device.named(given.gpu)

@@ -40,7 +40,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     """Raises ValueError with the engine's own words where no number of ranks can serve the model."""
     given = parser.parse_args(arguments)
     options = chosen(given, EngineConfig)
-    config = EngineConfig(**{"skip_tokenizer_init": True, "device": "cuda", **options})
+    config = EngineConfig.from_options(**{"skip_tokenizer_init": True, "device": "cuda", **options})
     gpu = _gpu(given.gpu)
     config, model, notes = _read(config, gpu)
     from nanovllm.models.drafters import with_drafter
