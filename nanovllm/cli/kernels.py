@@ -27,7 +27,7 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a published name such as Qwen3-8B")
     parser.add_argument("--rows", type=numbers, default=ROWS, metavar="LIST", help="numbers of rows [1,8,64,256,4096]")
     parser.add_argument("--device", dest="gpu", metavar="X", help="a GPU such as H200, cpu, or a JSON file [this one]")
-    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
+    add_fields(parser, EngineConfig, leave_out=["model", "device"])
     parser.epilog = "The engine's options are taken too; -tp, --quantization or --exact-bits change the kernels."
     return parser
 

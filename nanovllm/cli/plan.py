@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or the GiB of one like it [H200]")
     parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
+    add_fields(parser, EngineConfig, leave_out=["model", "device"])
     return parser
 
 
