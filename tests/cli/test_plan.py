@@ -98,7 +98,8 @@ def test_a_shape_that_is_known_by_name(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_values_by_vllms_names(capsys: pytest.CaptureFixture[str]) -> None:
     """As `serve` takes them."""
-    ours, theirs = (["--dtype", "float16", "--kv-cache-dtype", "fp8"], ["--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"])
+    ours = ["--dtype", "float16", "--kv-cache-dtype", "fp8"]
+    theirs = ["--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"]
     assert plan(capsys, "Qwen3-8B", "-tp", "1", *theirs) == plan(capsys, "Qwen3-8B", "-tp", "1", *ours)
     printed = []
     for dtype in ("float16", "half"):
