@@ -199,7 +199,7 @@ class EngineControl:
         self._loop.wake()
 
     def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
-        wanted = TAGS if tags is None else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
+        wanted = TAGS if tags is None else tuple(dict.fromkeys(tags))
         if not wanted or not set(wanted) <= set(TAGS):
             refuse("tags", tags, "some of " + ", ".join(map(repr, TAGS)))
         return wanted
