@@ -255,7 +255,7 @@ class ToolFamily:
                 yield from self._read_parameters(known[name], begin, end, source, output)
             else:
                 yield from self._pass_over([piece], source)
-                if name is not None and output.num_calls == num_calls:
+                if name is not None and not isinstance(piece, Slot) and output.num_calls == num_calls:
                     _begin_call(name, known, source, output)
 
     def _read_arguments(self, source: Source, output: Output) -> Steps:
