@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.engine_state import TAGS, EngineState, LoadedAdapter
+from nanovllm.engine.engine_state import IN_FLIGHT, TAGS, EngineState, LoadedAdapter
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse, shown
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from nanovllm.executor.protocol import Weights
     from nanovllm.transfer.receiver import WeightReceiver
 
-IN_FLIGHT = ("recompute", "keep", "wait", "abort")
-"""Modes for requests in flight when new weights come. "recompute": they start over from their tokens so far. "keep":
-they go on with the KV that the old weights computed. "wait": they end first, while no other begins. "abort": they are
-aborted."""
 _DROPPED = "sleep(level=2) has dropped the weights"
 
 

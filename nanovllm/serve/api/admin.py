@@ -11,8 +11,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from nanovllm.engine.calls import CALLS, InFlight
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.calls import CALLS
+from nanovllm.engine.engine_state import EngineState, InFlight
 from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
