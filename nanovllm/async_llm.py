@@ -127,10 +127,10 @@ class AsyncLLM:
         self, prompt: GivenPrompt, dimensions: int | None = None, prompt_name: str | None = None
     ) -> "np.ndarray":
         """Embedding of a prompt, float32 [dimensions]; see LLM.embed."""
-        pooling = pooling_of(self.llm.model_config, dimensions)
-        given = pooling.prompt(prompt_name) + prompt if isinstance(prompt, str) else prompt
+        before = pooling_of(self.llm.model_config, dimensions).prompt(prompt_name)
+        given = before + prompt if isinstance(prompt, str) else prompt
         [last] = [delta async for delta in self.generate(given, SamplingParams(max_tokens=0))]
-        return stacked([last.pooled], dimensions, pooling)[0]
+        return stacked([last.pooled], dimensions, self.llm.model_config)[0]
 
     async def close(self) -> None:
         """Ends the engine; requests that are unfinished raise RuntimeError. Harmless when called again."""

@@ -53,13 +53,13 @@ def _require(condition: bool, name: str, value: Any, bound: str) -> None:
 
 def _disabled(names: Any) -> tuple[str, ...]:
     """EngineConfig.disable in one order, each name once."""
-    if isinstance(names, str):
-        names = [name.strip() for name in names.split(",") if name.strip()]
-    is_list = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+    given = [names] if isinstance(names, str) else names
+    is_list = isinstance(given, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in given)
     _require(is_list, "disable", names, "names of optimisations")
-    for name in names:
+    found = sorted({name.strip() for text in given for name in text.split(",") if name.strip()})
+    for name in found:
         _require(name in OPTIMISATIONS, "disable", name, "one of " + ", ".join(map(repr, OPTIMISATIONS)))
-    return tuple(sorted(set(names)))
+    return tuple(found)
 
 
 def _files(paths: Any) -> tuple[str, ...]:

@@ -32,11 +32,10 @@ class Embedding:
         `dimensions`: the first of each embedding, normalised anew; default: all. `prompt_name`: of the model's prompts,
         the one put before each text; default: the model's own default. Raises ValueError as `generate` does.
         """
-        pooling = pooling_of(self.engine.model_config, dimensions)
-        before = pooling.prompt(prompt_name)
+        before = pooling_of(self.engine.model_config, dimensions).prompt(prompt_name)
         given = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
         outputs = self.generate(given, SamplingParams(max_tokens=0), use_tqdm)
-        return stacked((output.pooled for output in outputs), dimensions, pooling)
+        return stacked((output.pooled for output in outputs), dimensions, self.engine.model_config)
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], instruction: str | None = None,

@@ -329,12 +329,12 @@ class LLM(Embedding, Adapters):
         over from their tokens so far. Asleep, steps are refused. On a CPU no memory moves. Activations and graphs
         keep theirs. Raises OutOfMemory, with nothing changed, where the host has no room for the weights.
         """
-        return int(self._turns.call("sleep", level=level, mode=None, tags=tags)["freed_bytes"])
+        return int(self._turns.call("sleep", level=level, mode=None, tags=_listed(tags))["freed_bytes"])
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps.
         Raises OutOfMemory, with nothing changed, while others hold it: the call may be made again."""
-        self._turns.call("wake_up", tags=tags)
+        self._turns.call("wake_up", tags=_listed(tags))
 
     # -- pauses -------------------------------------------------------------------------------------------------
 
@@ -375,6 +375,11 @@ class LLM(Embedding, Adapters):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _listed(tags: Iterable[str] | None) -> list[str] | None:
+    """Tags as a list, which can be read again and sent to replicas."""
+    return tags if tags is None else [tags] if isinstance(tags, str) else list(tags)
 
 
 def start_engine(config: EngineConfig) -> Engine:

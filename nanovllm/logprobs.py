@@ -128,9 +128,7 @@ class KeptIds(Sequence[np.ndarray | None]):
 
     def append_ids(self, ids: np.ndarray) -> None:
         """`ids` int32 [any number]: those of a token."""
-        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        bits[ids] = 1
-        self._lines.append(np.packbits(bits, bitorder="little").view("<i4"))
+        self._lines.append(id_bits(ids, self._vocab_size))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -146,6 +144,13 @@ class KeptIds(Sequence[np.ndarray | None]):
         if line is None:
             return None
         return np.unpackbits(line.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
+
+
+def id_bits(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 words in which bit i % 32 of word i // 32 says whether id i is among these."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _own_logprob(words: np.ndarray) -> int:

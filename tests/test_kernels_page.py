@@ -60,6 +60,13 @@ def test_a_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[s
     assert "must be positive integers" in capsys.readouterr().err
 
 
+def test_it_shows_what_an_engine_of_the_options_runs() -> None:
+    """A GPU computes wide checkpoints in bfloat16, and without fused kernels no kernel of ours."""
+    command = "kernels Qwen3-8B --device H200 --rows 1,64"
+    assert printed(f"""{command} --hf-overrides '{{"torch_dtype": "float32"}}'""") == printed(command)
+    assert not re.search(r"fma|tile|roles", printed(f"{command} --disable fused_kernels"))
+
+
 def test_nothing_is_allocated_and_no_gpu_is_asked() -> None:
     """235B on eight ranks, by a process without GPUs."""
     command = [sys.executable, "-m", "nanovllm", "kernels", "Qwen3-235B-A22B", "--device", "H200", "-tp", "8"]

@@ -29,7 +29,7 @@ def add_server_options(parser: Parser, model_option: bool = False) -> None:
         add_model(parser)
     group.add_argument("--url", help="a running server instead of a model; unix:PATH for a socket")
     group.add_argument("--api-key", default=os.environ.get("NANOVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"))
-    add_fields(parser, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
+    add_fields(parser, EngineConfig, leave_out=["model", "seed"])
     parser.epilog = "With a model, all engine options of `nanovllm serve` work too."
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nanovllm.cli.options import Parser, add_fields, chosen
 from nanovllm.config import EngineConfig
@@ -26,7 +27,7 @@ def make_parser() -> Parser:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or a published name such as Qwen3-8B")
     parser.add_argument("--rows", type=numbers, default=ROWS, metavar="LIST", help="numbers of rows [1,8,64,256,4096]")
     parser.add_argument("--device", dest="gpu", metavar="X", help="a GPU such as H200, cpu, or a JSON file [this one]")
-    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
+    add_fields(parser, EngineConfig, leave_out=["model", "device"])
     parser.epilog = "The engine's options are taken too; -tp, --quantization or --exact-bits change the kernels."
     return parser
 
@@ -36,23 +37,21 @@ def run(parser: Parser, arguments: Sequence[str]) -> int:
 
     import torch
 
+    from nanovllm.executor.resolve import settle
     from nanovllm.kernels.plan.device import Device
     from nanovllm.models.planned import lines
-    from nanovllm.models.published import PUBLISHED_SHAPES
     from nanovllm.models.registry import read_model_config, resolve_model_folder
     from nanovllm.runner.kernel_choice import rules_of
 
-    published = given.model in PUBLISHED_SHAPES
     options = {"load_format": "dummy", "skip_tokenizer_init": True, **chosen(given, EngineConfig)}
-    config = EngineConfig(**options)
-    model = read_model_config(config if published else resolve_model_folder(config))
+    config = resolve_model_folder(EngineConfig.from_options(**options))
+    model = read_model_config(config)
     if given.gpu is not None:
         device = Device.named(given.gpu)
     else:
         device = Device.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = model.torch_dtype if device.is_cuda else "float32"
-    for line in lines(model, rules_of(config, model, device, device.is_cuda), dtype, given.rows):
+    config = settle(replace(config, device="cuda" if device.is_cuda else "cpu"), model, device.capability)
+    rules = rules_of(config, model, device, device.is_cuda and config.uses("fused_kernels"))
+    for line in lines(model, rules, config.dtype, given.rows):
         print(line)
     return 0

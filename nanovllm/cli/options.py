@@ -37,14 +37,10 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{place}{argument[:100]!r}: one argument too many")
-        longer = [option for option in self.option_names if option.startswith(name)]
-        near = longer or difflib.get_close_matches(name, self.option_names, 1)
+        known = [*self._option_string_actions]
+        near = [option for option in known if option.startswith(name)] or difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         self.error(f"{place}unknown option {name[:100]}{hint}")
-
-    @property
-    def option_names(self) -> list[str]:
-        return list(self._option_string_actions)
 
     def action(self, option: str) -> argparse.Action | None:
         """The action of an option such as --port; None for an unknown one."""
@@ -99,21 +95,20 @@ def field_docs(kind: type) -> dict[str, str]:
 def add_fields(
     parser: argparse._ActionsContainer,
     kind: type,
-    groups: Mapping[str, str],
+    groups: Mapping[str, str] | None = None,
     leave_out: Sequence[str] = (),
-    shown: bool = True,
 ) -> None:
-    """An option for each field of a dataclass. `groups`: heading of the group that begins with a field. `shown`: in the
-    help. A namespace has only those that were given, so that the dataclass owns the defaults."""
+    """An option for each field of a dataclass. `groups`: heading of the group that begins with a field; None: the help
+    has none of them. A namespace has only those that were given, so that the dataclass owns the defaults."""
     docs = field_docs(kind)
     group: Any = parser
     for option in fields(kind):
-        if option.name in groups:
+        if groups and option.name in groups:
             group = parser.add_argument_group(groups[option.name])
         if option.name not in leave_out and has_text(option):
             how: Any = {"dest": option.name, "default": argparse.SUPPRESS, **_how(option)}
             names = [SHORT.get(option.name), dashed(option.name)]
-            text = _help(option, docs.get(option.name, "")) if shown else argparse.SUPPRESS
+            text = _help(option, docs.get(option.name, "")) if groups else argparse.SUPPRESS
             group.add_argument(*filter(None, names), help=text, **how)
             for other in (theirs for theirs, ours in RENAMED.items() if ours == option.name):
                 group.add_argument(dashed(other), help=argparse.SUPPRESS, **how)

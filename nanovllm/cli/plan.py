@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--gpu", default="H200", metavar="X", help="its name, or the GiB of one like it [H200]")
     parser.add_argument("--length", type=count, nargs="+", metavar="N", help="tokens of a user [4k 32k longest]")
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    add_fields(parser, EngineConfig, {}, leave_out=["model", "device"], shown=False)
+    add_fields(parser, EngineConfig, leave_out=["model", "device"])
     return parser
 
 
@@ -40,7 +40,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     """Raises ValueError with the engine's own words where no number of ranks can serve the model."""
     given = parser.parse_args(arguments)
     options = chosen(given, EngineConfig)
-    config = EngineConfig(**{"skip_tokenizer_init": True, "device": "cuda", **options})
+    config = EngineConfig.from_options(**{"skip_tokenizer_init": True, "device": "cuda", **options})
     gpu = _gpu(given.gpu)
     config, model, notes = _read(config, gpu)
     from nanovllm.models.drafters import with_drafter

@@ -8,11 +8,11 @@ yields where they must run. What it returns is what its endpoint answers.
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
 
-from nanovllm.engine.engine_state import TAGS, EngineState, Tag
+from nanovllm.engine.engine_state import TAGS, EngineState, InFlight, Tag
 from nanovllm.errors import ReplicaError, refuse, shown
 from nanovllm.models.files import weight_files
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Steps = Generator[None, None, Any]
 Options = dict[str, Any]
 Mode = Literal["abort", "wait", "keep"]
-InFlight = Literal["recompute", "keep", "wait", "abort"]
-PAUSES = ("keep", "wait", "abort")
 
 
 class CalledEngine(Protocol):
@@ -52,8 +50,8 @@ class Pause(msgspec.Struct):
 
 
 def _pause(engine: CalledEngine, mode: str = "abort", clear_cache: bool = False) -> Steps:
-    if mode not in PAUSES:
-        refuse("mode", mode, "one of " + ", ".join(map(repr, PAUSES)))
+    if mode not in get_args(Mode):
+        refuse("mode", mode, "one of " + ", ".join(map(repr, get_args(Mode))))
     yield from engine.control.end_requests(mode, "mode")
     engine.control.pause(mode)
     if clear_cache:

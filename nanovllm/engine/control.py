@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.engine_state import TAGS, EngineState, LoadedAdapter
+from nanovllm.engine.engine_state import IN_FLIGHT, TAGS, EngineState, LoadedAdapter
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
 from nanovllm.errors import is_integer, refuse, shown
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from nanovllm.executor.protocol import Weights
     from nanovllm.transfer.receiver import WeightReceiver
 
-IN_FLIGHT = ("recompute", "keep", "wait", "abort")
-"""Modes for requests in flight when new weights come. "recompute": they start over from their tokens so far. "keep":
-they go on with the KV that the old weights computed. "wait": they end first, while no other begins. "abort": they are
-aborted."""
 _DROPPED = "sleep(level=2) has dropped the weights"
 
 
@@ -199,7 +195,7 @@ class EngineControl:
         self._loop.wake()
 
     def _tags(self, tags: Iterable[str] | None) -> tuple[str, ...]:
-        wanted = TAGS if tags is None else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
+        wanted = TAGS if tags is None else tuple(dict.fromkeys(tags))
         if not wanted or not set(wanted) <= set(TAGS):
             refuse("tags", tags, "some of " + ", ".join(map(repr, TAGS)))
         return wanted

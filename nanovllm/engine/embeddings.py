@@ -22,12 +22,12 @@ def pooling_of(model: ModelConfig, dimensions: int | None) -> Pooling:
     return model.pooling
 
 
-def stacked(vectors: Iterable[np.ndarray | None], dimensions: int | None, pooling: Pooling) -> np.ndarray:
-    """Vectors as one array, float32 [vectors, dimensions], cut after the first `dimensions`. Raises RuntimeError where
-    one is None: its request was aborted."""
-    found = []
+def stacked(vectors: Iterable[np.ndarray | None], dimensions: int | None, model: ModelConfig) -> np.ndarray:
+    """Vectors of a model of embeddings as one array, float32 [vectors, dimensions], cut after the first `dimensions`.
+    Raises RuntimeError where one is None: its request was aborted."""
+    found, pooling = [], pooling_of(model, dimensions)
     for vector in vectors:
         if vector is None:
             raise RuntimeError("embed: a request was aborted")
         found.append(vector if dimensions is None else finished(vector[:dimensions], pooling))
-    return np.stack(found) if found else np.empty((0, dimensions or 0), np.float32)
+    return np.stack(found) if found else np.empty((0, dimensions or model.hidden_size), np.float32)

@@ -1,15 +1,21 @@
-"""State of an engine that calls change, and the kinds of its memory that can sleep."""
+"""State of an engine that calls change, the kinds of its memory that can sleep, and what becomes of requests when it
+gets new weights."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from nanovllm.errors import EngineAsleep, WeightsIncomplete
 
 Tag = Literal["weights", "kv_cache"]
-TAGS = ("weights", "kv_cache")
+TAGS: tuple[Tag, ...] = get_args(Tag)
 """Kinds of memory that can sleep."""
+InFlight = Literal["recompute", "keep", "wait", "abort"]
+IN_FLIGHT: tuple[InFlight, ...] = get_args(InFlight)
+"""Modes for requests in flight when new weights come. "recompute": they start over from their tokens so far. "keep":
+they go on with the KV that the old weights computed. "wait": they end first, while no other begins. "abort": they are
+aborted."""
 
 
 class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):

@@ -66,8 +66,9 @@ class PrefixCache:
         self._to_keep: set[bytes] = set()
         """Keys of the blocks after which prompts that run keep a state: rows that can begin with one wait for it."""
         self.block_size, self.groups, self.enabled = block_size, groups, enabled
-        self._full = [index for index, group in enumerate(groups) if group.window is None]
-        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self.full = [index for index, group in enumerate(groups) if group.window is None]
+        self.windows = [index for index, group in enumerate(groups) if group.window is not None]
+        """Indices of the groups without a window, and of those with one."""
         self._pages: list[dict[bytes, Page]] = [{} for _ in groups]
         """Cached or owned pages by key, for each group."""
         self._generation = 0
@@ -125,8 +126,10 @@ class PrefixCache:
         a whole block that it would share, or half of all that it would compute."""
         most, size = most_cached_tokens(seq), self.block_size
         num_blocks = self.num_hits(seq, most)
-        if self._to_keep and not self._to_keep.isdisjoint(self._keys(seq, most // size)[num_blocks:]):
-            return None
+        if self._to_keep:
+            self._extend_keys(seq, most // size)
+            if not self._to_keep.isdisjoint(seq.prefix.keys[num_blocks : most // size]):
+                return None
         start = self._start_of(seq, num_blocks, most)
         if start is None:
             return self._cut(seq, self.prefix_of(seq, num_blocks))
@@ -166,7 +169,7 @@ class PrefixCache:
         A repeated look-up goes on where the last one ended, or at the first page that was lost since. A text is hashed
         about as far as it is cached."""
         end = limit = most_tokens // self.block_size if self.enabled else 0
-        keys, matched, tables = seq.prefix.keys, self._still_matched(seq), [self._pages[group] for group in self._full]
+        keys, matched, tables = seq.prefix.keys, self._still_matched(seq), [self._pages[group] for group in self.full]
         if not matched:
             self._extend_keys(seq, limit)
         for index in range(len(matched[0]), limit) if matched else ():
@@ -178,7 +181,7 @@ class PrefixCache:
                 break
             for found, page in zip(matched, pages, strict=True):
                 found.append(page)
-        while (shorter := min((self._window_hits(group, keys, end) for group in self._windows), default=end)) < end:
+        while (shorter := min((self._window_hits(group, keys, end) for group in self.windows), default=end)) < end:
             end = shorter
         if self._lines is not None:
             seq.prefix.num_cached = end
@@ -190,7 +193,7 @@ class PrefixCache:
         """Pages that the last look-up of a row found and that are still cached, by group without a window."""
         num_gone, matched = self._generation - seq.prefix.matched_at, seq.prefix.matched
         if not matched or num_gone > len(self._gone):
-            seq.prefix.matched = matched = [[] for _ in self._full]
+            seq.prefix.matched = matched = [[] for _ in self.full]
         elif num_gone:
             for page in islice(reversed(self._gone), num_gone):
                 if any(page.index < len(found) and found[page.index] is page for found in matched):
@@ -221,10 +224,6 @@ class PrefixCache:
         self._extend_keys(seq, index)
         before = before_block(seq.prefix.keys, index, self.block_size, seq.prompt.extras)
         return block_start(before, seq.token_ids[begin:end])
-
-    def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        self._extend_keys(seq, num_blocks)
-        return seq.prefix.keys[:num_blocks]
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
         extend_keys(seq.prefix.keys, seq.token_ids, num_blocks, self.block_size, seq.prompt.extras)

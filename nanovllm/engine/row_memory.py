@@ -36,8 +36,7 @@ class RowMemory:
         self.lines = LinePool(size.num_lines) if size.num_lines else None
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines, recomputes)
         self.pool = BlockPool(num_blocks, self.cache.forget)
-        self._full = [index for index, group in enumerate(groups) if group.window is None]
-        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self._full, self._windows = self.cache.full, self.cache.windows
         self._groups = groups
         self.num_tables = size.num_tables
         self.num_full_tables = sum(groups[index].num_tables for index in self._full)

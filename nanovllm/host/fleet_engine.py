@@ -227,7 +227,6 @@ class FleetEngine(Work):
     def _begin(
         self, name: str, options: dict[str, Any], weights: "Iterable[tuple[str, torch.Tensor]] | None"
     ) -> PendingCall:
-        options = {key: list(value) if isinstance(value, (set, tuple)) else value for key, value in options.items()}
         pending = self.fleet.call(name, options, weights is not None)
         if weights is not None:
             self._send_weights(pending, weights)

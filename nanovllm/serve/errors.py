@@ -43,7 +43,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def from_value_error(text: str) -> ApiError:
     """A ValueError of the library as a 400: its options are the request's fields."""
-    text = text.replace("\ud800", "?").encode("utf-8", "replace").decode()
+    text = text.encode("utf-8", "replace").decode()
     if text.startswith("StructuredOutput"):
         return bad_request(text.partition(".")[2], "structured_outputs", "invalid_schema")
     return bad_request(text.removeprefix("SamplingParams."), code="invalid_value")

@@ -98,9 +98,7 @@ def _decoded(raw: bytes | msgspec.Raw) -> Any:
     """The value of valid JSON; a large one, which a Raw has without blanks around it, is made piece by piece, between
     which other threads may run, and without copies of it."""
     text = memoryview(raw)
-    if len(text) <= _PIECE:
-        return msgspec.json.decode(raw)
-    if text[0] not in b"[{":
+    if len(text) <= _PIECE or text[0] not in b"[{":
         return msgspec.json.decode(raw)
     if text[0] == ord("{"):
         return {name: _decoded(one) for name, one in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items()}

@@ -168,8 +168,8 @@ class Metrics:
         yield self._family(CounterMetricFamily, "request_success", self.finished, "finished_reason")
         yield self._family(CounterMetricFamily, "admission_rejections", self.rejected, "reason")
         state = self._state()
-        now = _SLEEP_STATES[state.level if state.asleep else 0]
-        states = {name: float(name == now) for name in _SLEEP_STATES}
+        current = _SLEEP_STATES[state.level if state.asleep else 0]
+        states = {name: float(name == current) for name in _SLEEP_STATES}
         yield self._family(GaugeMetricFamily, "engine_sleep_state", states, "sleep_state")
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=[*self._labels])

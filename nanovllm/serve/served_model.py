@@ -8,7 +8,7 @@ from typing import Any
 import nanovllm
 from nanovllm.engine.engine_state import LoadedAdapter
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import SAMPLING_DEFAULTS, ServeOptions
 from nanovllm.serve.parsers import OutputParser
 from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
@@ -69,11 +69,6 @@ class ServedModel:
             SamplingParams(**self.defaults, max_tokens=1 if (most := self.default_max_tokens) is None else most)
         except ValueError as error:
             raise ValueError(f"generation_config={wanted!r}, override_generation_config: {error}") from None
-
-    def require_tokenizer(self) -> None:
-        """Raises ApiError (400) under skip_tokenizer_init."""
-        if self.options.skip_tokenizer_init:
-            raise bad_request("skip_tokenizer_init: the server has no tokenizer")
 
     def require_runner(self, runner: str) -> None:
         """Raises ApiError (400) where the engines run the model otherwise; "": any way will do."""

@@ -8,7 +8,8 @@ from hashlib import blake2b
 from itertools import product
 from typing import Any, NamedTuple
 
-Chat = list[dict[str, Any]]
+from nanovllm.text.system_messages import Chat
+
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 _COMMENTARY = "<|end|><|start|>assistant<|channel|>commentary<|message|>"
 """Tokens between thoughts and words before a call in OpenAI's harmony format."""

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 from nanovllm.text.call_messages import CallMessages
-from nanovllm.text.system_messages import SystemMessages
+from nanovllm.text.system_messages import Chat, SystemMessages
 
 Messages = Sequence[Mapping[str, Any]]
 """Messages of a chat; also its tools."""
@@ -59,14 +59,14 @@ class ChatTemplate:
         self.literals = "\0".join(literals)
         """All text that the template itself can write."""
 
-    def _probe(self, chat: list[dict[str, Any]], **values: Any) -> str:
+    def _probe(self, chat: Chat, **values: Any) -> str:
         """A chat as it is, rendered; "" where the template refuses it."""
         try:
             return self._fill(RENDER_SECONDS, messages=chat, **values)
         except ValueError:
             return ""
 
-    def _probe_calls(self, chat: list[dict[str, Any]]) -> str:
+    def _probe_calls(self, chat: Chat) -> str:
         """A chat rendered beside tools, or without any where the template wants it so; "" where it refuses both."""
         return self._probe(chat, tools=_TOOLS, add_generation_prompt=True) or self._probe(
             chat, add_generation_prompt=True
@@ -154,7 +154,7 @@ class ChatTemplate:
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
 
 
-def _readable(messages: Messages, template: ChatTemplate) -> list[dict[str, Any]]:
+def _readable(messages: Messages, template: ChatTemplate) -> Chat:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
     joined into one text unless the template goes through parts itself, and one text as a part where it sees nothing
     else, `developer` as `system` unless the template knows it."""

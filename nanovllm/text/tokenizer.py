@@ -2,7 +2,6 @@
 asks for one of its tokenizers."""
 
 import copy
-import json
 import sys
 import threading
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import require_known, short
-from nanovllm.text.checkpoint import CheckpointTokenizer
+from nanovllm.text.checkpoint import CheckpointTokenizer, read_json
 from nanovllm.text.no_tokenizer import NoTokenizer
 from nanovllm.text.template import Messages
 
@@ -57,9 +56,7 @@ class Tokenizer:
             # import of the program's own has the first module in hand.
             found = sys.modules["transformers"].AutoTokenizer.from_pretrained(self._folder)
         if found.chat_template is None:  # older files have that of a processor of images apart
-            path = Path(self._folder) / "chat_template.json"
-            if path.is_file():
-                found.chat_template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+            found.chat_template = read_json(Path(self._folder) / "chat_template.json").get("chat_template")
         # The engine knows its own bound and names it; the library's warns of an index error that never comes.
         seen: dict[str, bool] = getattr(found, "deprecation_warnings", {})
         seen["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -113,17 +113,16 @@ def packed_capacity(size: StateSize, max_num_seqs: int, max_num_batched_tokens: 
 
 def pack_step(
     max_num_seqs: int, *, slots: list[int], starts: list[int], counts: list[int], num_decode_rows: int,
-    num_sample_rows: int, num_tokens: int, block_updates: list[int],
-    slot_records: Iterable[tuple[int, SlotConstants, int, int] | SlotRecord], token_ids: list[int],
-    block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1,
+    num_sample_rows: int, num_tokens: int, block_updates: list[int], slot_records: Iterable[SlotRecord],
+    token_ids: list[int], block_copies: Sequence[int] = (), lines: Sequence[list[int]] = (), places: int = 1,
     following_ids: Sequence[int] = (), drafts: int = 0, num_adapted: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Packs a step into the int32 array of the drawing. slot_records: SlotRecords, or their first fields, of each row
-    that took a slot; block_copies: flat pairs; lines: the four of the drawing, each by row, less 1. following_ids,
-    drafts: as in the drawing. num_adapted: rows with an adapter."""
+    """Packs a step into the int32 array of the drawing. slot_records: of each row that took a slot; block_copies: flat
+    pairs; lines: the four of the drawing, each by row, less 1. following_ids, drafts: as in the drawing. num_adapted:
+    rows with an adapter."""
     records = [
-        _RECORD.pack(slot, constants.temperature, constants.seed, last_token, num_computed, adapter)
-        for slot, constants, last_token, num_computed, adapter in (SlotRecord(*record) for record in slot_records)
+        _RECORD.pack(slot, *constants, last_token, num_computed, adapter)
+        for slot, constants, last_token, num_computed, adapter in slot_records
     ]
     num_updates, num_copies = len(block_updates) // UPDATE_SIZE, len(block_copies) // COPY_SIZE
     longest = max(counts, default=0)

@@ -82,7 +82,7 @@ def test_sharegpt(server: Server, tmp_path: Path) -> None:
         (("--metric-percentiles", "50,9O"), "metric_percentiles='50,9O': must be"),
         (("--dataset-name", "sharegpt", "--dataset-path", __file__), "test_bench_command.py': must be ShareGPT's"),
         (("--backend", "openai-chat", "--prompt-token-ids"), "chats take text"),
-        (("--tokenizer", "/no/such"), "tokenizer.json"),
+        (("--tokenizer", "/no/such"), "no such folder, and not a hub id"),
         (("--extra-body", '{"temperature": -1}'), "temperature"),
         (("--dataset-name", "sharegpt"), "dataset_path"),
     ],

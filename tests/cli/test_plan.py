@@ -96,6 +96,18 @@ def test_a_shape_that_is_known_by_name(capsys: pytest.CaptureFixture[str]) -> No
         assert users == large["num_kvcache_blocks"] // (int(length) // 128)
 
 
+def test_values_by_vllms_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `serve` takes them."""
+    ours = ["--dtype", "float16", "--kv-cache-dtype", "fp8"]
+    theirs = ["--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"]
+    assert plan(capsys, "Qwen3-8B", "-tp", "1", *theirs) == plan(capsys, "Qwen3-8B", "-tp", "1", *ours)
+    printed = []
+    for dtype in ("float16", "half"):
+        assert main(["kernels", "Qwen3-8B", "--device", "H200", "--rows", "1", "--dtype", dtype]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+
+
 def test_windows_are_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     groups = plan(capsys, "gpt-oss-20b", "-tp", "2")["plans"][0]["kv_cache"]
     assert [(one["window"], one["layers"], one["kv_heads"]) for one in groups] == [(128, 12, 4), (None, 12, 4)]

@@ -286,7 +286,7 @@ def test_a_corrupt_config_is_named(tmp_path: Path, content: bytes, message: str)
 def test_optimisations_are_disabled_by_name() -> None:
     assert EngineConfig("m").disable == () and all(EngineConfig("m").uses(name) for name in OPTIMISATIONS)
     lists = ["pdl", "lookahead", "pdl"], ("lookahead", "pdl"), {"pdl", "lookahead"}
-    for given in (*lists, "pdl, lookahead", "lookahead,pdl"):
+    for given in (*lists, "pdl, lookahead", "lookahead,pdl", ("lookahead,pdl",)):  # the last: of a command line
         config = EngineConfig("m", disable=given)  # type: ignore[arg-type]
         assert config.disable == ("lookahead", "pdl")
         assert {name for name in OPTIMISATIONS if not config.uses(name)} == {"lookahead", "pdl"}

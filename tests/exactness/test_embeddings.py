@@ -54,6 +54,7 @@ def test_embeddings_are_those_of_transformers(embedder: Path, expected: np.ndarr
         few = llm.embed(TEXTS, dimensions=24, use_tqdm=False)
         cut = expected[:, :24] / np.linalg.norm(expected[:, :24], axis=1, keepdims=True)
         np.testing.assert_allclose(few, cut, atol=1e-5)
+        assert [llm.embed([], dimensions=count).shape for count in (None, 24)] == [(0, 192), (0, 24)]
         assert (llm.embed("Rome", prompt_name="query") == llm.embed(QUERY + "Rome")).all()
         with pytest.raises(ValueError, match=r"prompt_name='title': .* model's prompts: 'query', 'document'"):
             llm.embed("Rome", prompt_name="title")

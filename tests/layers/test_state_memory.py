@@ -11,7 +11,7 @@ from nanovllm.kernels import select_kernels
 from nanovllm.layers.memory import Pages, Slot, pages_of
 from nanovllm.runner.state_layout import layout_of, one_group
 from nanovllm.runner.state_memory import StateMemory
-from nanovllm.wire.step import SlotConstants, pack_step
+from nanovllm.wire.step import SlotConstants, SlotRecord, pack_step
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 5, 16
@@ -137,7 +137,7 @@ def test_a_step_begins_with_copied_blocks() -> None:
     slots[:] = 5
     packed = pack_step(
         3, slots=[1], starts=[0], counts=[1], num_decode_rows=0, num_sample_rows=1, num_tokens=1, block_updates=[],
-        slot_records=[(1, SlotConstants(0.0, 0), 9, 0)], token_ids=[9], block_copies=[1, 3, 3, 4],
+        slot_records=[SlotRecord(1, SlotConstants(0.0, 0), 9, 0)], token_ids=[9], block_copies=[1, 3, 3, 4],
     )  # fmt: skip
     memory.begin(torch.from_numpy(packed), packed)
     assert (slots == 5).all()

@@ -31,6 +31,13 @@ def test_texts_are_equal_afterwards(sleeper: LLM, tags: Any) -> None:
         sleeper.wake_up()
 
 
+def test_tags_may_be_readable_but_once(sleeper: LLM) -> None:
+    before = texts(sleeper)
+    sleeper.sleep(tags=iter(["weights"]))
+    sleeper.wake_up(tags=iter(["weights"]))
+    assert texts(sleeper) == before
+
+
 def test_dropped_weights_come_anew(sleeper: LLM, policies: tuple[Policy, Policy]) -> None:
     """In the order of a trainer that shares the device: weights awake, new values, then the cache."""
     before = texts(sleeper)

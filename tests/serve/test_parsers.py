@@ -170,6 +170,15 @@ def test_calls_of_minimax_as_its_template_writes_them(models: dict[tuple[str, bo
         assert model.read(plan, text, [2]) == [Delta("content", text)]
 
 
+def test_a_glm_name_that_is_cut_off_is_no_call_of_a_shorter_one(models: dict[tuple[str, bool], Model]) -> None:
+    """Nothing but a blank need stand behind the name: what ends it is a parameter, or the end of the call."""
+    model = models["glm45", True]
+    plan = model.plan(tools=[*TOOLS, {"type": "function", "function": {"name": "get"}}])
+    for text, found in (("<tool_call>get", []), ("<tool_call>get it", [Delta("content", "<tool_call>get it")])):
+        assert model.read(plan, text, [1]) == found
+    assert message_of(model.read(plan, "<tool_call>get</tool_call>", [1])).calls == [("get", {})]
+
+
 def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
     model = models["llama3_json", True]
     made = [("get_weather", {"city": "{Paris}"}), ("now", {})]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import DEMO_MODEL, EngineConfig
+from nanovllm.config import EngineConfig
+from nanovllm.models.files import fetch, names_hub
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 Prompt = str | list[int]
@@ -26,12 +27,9 @@ class PromptTokenizer:
 
     def __init__(self, folder: str) -> None:
         """`folder`: of a checkpoint, a hub id, or "demo". Raises FileNotFoundError without a tokenizer.json."""
-        if folder == DEMO_MODEL:
-            folder = EngineConfig(folder).model
-        if not Path(folder).exists() and folder.count("/") == 1 and not folder.startswith(("/", ".")):
-            from huggingface_hub import snapshot_download
-
-            folder = snapshot_download(folder, allow_patterns=["tokenizer*.json", "special_tokens_map.json"])
+        folder = EngineConfig(folder).model
+        if names_hub("tokenizer", folder):
+            folder = fetch(folder, ("tokenizer*.json", "special_tokens_map.json"))
         self._tokenizer = CheckpointTokenizer(folder)
         added = self._tokenizer.added_tokens_decoder
         special = {number for number, token in added.items() if token.special}

@@ -71,7 +71,7 @@ def add_engine_options(parser: Parser, model: str = "0.6B") -> None:
     group = parser.add_argument_group("engine", text)
     sizes = f"demo (ships with nanovllm), or, for random weights, one of {SIZES}"
     group.add_argument("--model", default=model, help=f"a folder, a hub id, {sizes} [{model}]")
-    add_fields(group, EngineConfig, {}, leave_out=["model", "seed"], shown=False)
+    add_fields(group, EngineConfig, leave_out=["model", "seed"])
 
 
 def engine_options(parser: Parser, args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:

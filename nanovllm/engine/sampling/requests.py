@@ -81,27 +81,23 @@ class RequestSampling:
         or temperature is all there is to it. Raises ValueError where these cannot be such an output's."""
         if params.is_plain:
             return [None] * params.n
-        bad_words = [word for text in params.bad_words for word in self._words(text)]
-        rows = [self._row(params, stop_ids, bad_words, prompt_token_ids) for _ in range(params.n)]
+        bad_words, wanted = [word for text in params.bad_words for word in self._words(text)], params.structured_outputs
+        rows = [
+            SamplingRow(
+                params, stop_ids=stop_ids, vocab_size=self._model.vocab_size,
+                text=self._text(params, prompt_token_ids) if params.stop else None, bad_words=bad_words,
+                matcher=None if wanted is None else self._constraints().matcher(wanted),
+                num_prompt_tokens=len(prompt_token_ids),
+                token_text=self._tokenizer.own.token_text,
+                is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
+            )
+            for _ in range(params.n)
+        ]  # fmt: skip
         if params.prompt_logprobs is not None:
             rows[0].expect_prompt_logprobs(len(prompt_token_ids))
         for row in rows:
             row.begin_with(prompt_token_ids, output_token_ids)
         return [row if row.uses_step or row.text is not None else None for row in rows]
-
-    def _row(
-        self, params: SamplingParams, stop_ids: frozenset[int], bad_words: list[tuple[int, ...]],
-        prompt_token_ids: list[int],
-    ) -> SamplingRow:  # fmt: skip
-        wanted = params.structured_outputs
-        return SamplingRow(
-            params, stop_ids=stop_ids, vocab_size=self._model.vocab_size,
-            text=self._text(params, prompt_token_ids) if params.stop else None, bad_words=bad_words,
-            matcher=None if wanted is None else self._constraints().matcher(wanted),
-            num_prompt_tokens=len(prompt_token_ids),
-            token_text=self._tokenizer.own.token_text,
-            is_processed=(params.logprobs_mode or self._logprobs_mode) == "processed",
-        )  # fmt: skip
 
     def _text(self, params: SamplingParams, prompt_token_ids: list[int]) -> StreamedText:
         detokenizer = self._tokenizer.own.detokenizer(params.skip_special_tokens, prompt_token_ids)

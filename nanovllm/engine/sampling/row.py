@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nanovllm.logprobs import KeptIds, LogprobRows
+from nanovllm.logprobs import KeptIds, LogprobRows, id_bits
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stops import StreamedText
 from nanovllm.wire.sampling import (
@@ -19,7 +19,6 @@ from nanovllm.wire.sampling import (
     RECORD,
     TEMPERED,
     UNCHANGED,
-    mask_words,
 )
 
 if TYPE_CHECKING:
@@ -158,9 +157,7 @@ class SamplingRow:
         if self.params.allowed_token_ids is None:
             return None
         if self._allowed is None:
-            bits = np.zeros(32 * mask_words(self._vocab_size), np.uint8)
-            bits[list(self.params.allowed_token_ids)] = 1
-            self._allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+            self._allowed = id_bits(list(self.params.allowed_token_ids), self._vocab_size)
         return self._allowed
 
     def counts(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int) -> np.ndarray:

@@ -11,8 +11,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from nanovllm.engine.calls import CALLS, InFlight
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.calls import CALLS
+from nanovllm.engine.engine_state import EngineState, InFlight
 from nanovllm.serve.api.fields import Struct, convert
 from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
@@ -118,8 +118,8 @@ async def server_info(front: Front, call: Call) -> None:
         "parallel_config": {name: front.model.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
         "weight_transfer_config": {},
     }
-    state, now = msgspec.structs.asdict(front.engines.state), front.engines.state
-    state |= {"paused": now.is_paused, "lacks_weights": now.lacks_weights}
+    current = front.engines.state
+    state = msgspec.structs.asdict(current) | {"paused": current.is_paused, "lacks_weights": current.lacks_weights}
     await call.respond_json({"vllm_config": config, "engine": engine, "server": options, "state": state})
 
 

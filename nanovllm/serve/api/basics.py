@@ -74,7 +74,8 @@ def _require_tokenizer(front: Front) -> None:
     """Raises ApiError where there is none, or not yet."""
     if not front.model.info:
         front.admission.admit()
-    front.model.require_tokenizer()
+    if front.options.skip_tokenizer_init:
+        raise bad_request("skip_tokenizer_init: the server has no tokenizer")
 
 
 async def tokenize(front: Front, call: Call) -> None:

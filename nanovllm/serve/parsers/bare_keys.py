@@ -3,11 +3,11 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.sampling.grammar_compiler import regex_term
-from nanovllm.serve.parsers.calls import Beside, ToolFamily, one_of
+from nanovllm.serve.parsers.calls import Beside, ToolFamily, any_but, one_of
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.text_bounds import ANYTHING
 from nanovllm.serve.parsers.tools import Tool, json_term
@@ -69,20 +69,13 @@ class Rules:
 
     def texts(self, schema: Any) -> list[str]:
         """Terms of the texts that a part admits."""
-        text = self._bound(schema)
+        text = self._tool.text_bound(schema)
         term = "TEXT" if text is None else self._terminal(f"{regex_term(ANYTHING)} & ({text})")
         return [f"{self._quote} {term} {self._quote}"]
 
     def scalars(self, schema: Any, types: list[str]) -> list[str]:
         """Terms of a part's values of these types."""
         return [json_term({**self._document.alone(schema), "type": types}, lenient=not self._tool.strict)]
-
-    def _bound(self, schema: Any) -> str | None:
-        """The texts that a part admits, see Document.text."""
-        try:
-            return self._document.text(schema)
-        except ValueError as error:
-            raise ValueError(f"tools: function {self._tool.name!r}: {error}") from None
 
     def _terminal(self, expression: str) -> str:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
@@ -128,10 +121,7 @@ class Rules:
 
     def other_key(self, named: dict[str, Any], is_outer: bool) -> str:
         """The term of any name but these, and what stands behind it."""
-        return self._other(_OTHER_KEY, named) + ' ":"'
-
-    def _other(self, term: str, named: Iterable[str]) -> str:
-        return self._terminal(term + (f" & ~({' | '.join(map(json.dumps, named))})" if named else ""))
+        return self._terminal(any_but(_OTHER_KEY, named)) + ' ":"'
 
     def _word(self, name: str, others: str) -> str:
         if set(name) & set(others):

@@ -1,3 +1,5 @@
+"""Tool calls in a family's form (families.py): the grammar that an answer is held to, and their reader."""
+
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -114,8 +116,7 @@ class ToolFamily:
             term = self._parameter(json.dumps(name), value, tool, terminals)
             terms.append(term if name in required else f"({term})?")
         if others is not False:
-            but = f" & ~({' | '.join(map(json.dumps, named))})" if named else ""
-            name = terminals.setdefault(_OTHER_NAME + but, f"T{len(terminals)}")
+            name = terminals.setdefault(any_but(_OTHER_NAME, named), f"T{len(terminals)}")
             terms.append(f"({self._parameter(name, others, tool, terminals)}){{0,64}}")
         return " ".join(terms) or '""'
 
@@ -141,10 +142,7 @@ class ToolFamily:
 
         if "string" not in types:
             return f"{begin} {as_value()}"
-        try:
-            text = document.text(value)
-        except ValueError as error:
-            raise ValueError(f"tools: function {tool.name!r}: {error}") from None
+        text = tool.text_bound(value)
         if text is None and (not others or document.is_free(value)):
             return "words"
         if text is not None and "null" in types:
@@ -260,7 +258,7 @@ class ToolFamily:
                 yield from self._read_parameters(known[name], begin, end, source, output)
             else:
                 yield from self._pass_over([piece], source)
-                if name is not None and output.num_calls == num_calls:
+                if name is not None and not isinstance(piece, Slot) and output.num_calls == num_calls:
                     _begin_call(name, known, source, output)
 
     def _read_arguments(self, source: Source, output: Output) -> Steps:
@@ -324,6 +322,11 @@ class ToolFamily:
             yield from source.blanks()
             if not isinstance(piece, Slot) and (text := self._text(piece).strip()):
                 yield from source.expect(text)
+
+
+def any_but(term: str, names: Collection[str]) -> str:
+    """The term of all that a term admits, but for these names."""
+    return term + (f" & ~({' | '.join(map(json.dumps, names))})" if names else "")
 
 
 def one_of(rule: str, terms: list[str]) -> str:

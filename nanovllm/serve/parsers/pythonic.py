@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.serve.parsers.bare_keys import BareKeys, Rules, as_json, within_json
+from nanovllm.serve.parsers.calls import any_but
 from nanovllm.serve.parsers.reader import Malformed, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
@@ -31,7 +32,7 @@ class _PythonRules(Rules):
     outer = "(", ")"
 
     def texts(self, schema: Any) -> list[str]:
-        text = self._bound(schema)
+        text = self._tool.text_bound(schema)
         if text is None:
             return [self._terminal(_TEXT)]
         plain = self._terminal(rf"/[^'\\]*/ & ({text})")
@@ -59,8 +60,9 @@ class _PythonRules(Rules):
 
     def other_key(self, named: dict[str, Any], is_outer: bool) -> str:
         if is_outer:
-            return self._other(_OTHER_NAME, named) + ' "="'
-        return self._other(_OTHER_KEY, [each for name in named for each in _quoted(name)]) + " /: ?/"
+            return self._terminal(any_but(_OTHER_NAME, named)) + ' "="'
+        quoted = [each for name in named for each in _quoted(name)]
+        return self._terminal(any_but(_OTHER_KEY, quoted)) + " /: ?/"
 
 
 def _quoted(name: str) -> list[str]:

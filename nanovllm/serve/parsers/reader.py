@@ -95,19 +95,14 @@ class Source:
 
     def string(self) -> Generator[None, None, str]:
         """Takes a JSON string."""
-        raw = ""
-
-        def collect(piece: str) -> None:
-            nonlocal raw
-            raw += piece
-
+        pieces: list[str] = []
         while not self.text and not self.ended:
             yield
         if not self.text.startswith('"'):
             raise Malformed
-        yield from self.value(collect)
+        yield from self.value(pieces.append)
         try:
-            return str(json.loads(raw))
+            return str(json.loads("".join(pieces)))
         except ValueError:
             raise Malformed from None
 

@@ -47,6 +47,13 @@ class Tool:
             return f'/\\{{ ?"input" ?: ?"/ {self.text_term()} /" ?\\}}/'
         return json_term(self.parameters if self.is_held else {"type": "object"}, lenient=not self.strict)
 
+    def text_bound(self, schema: Any) -> str | None:
+        """The texts that a part of its schema admits, see Document.text. Raises ValueError naming the tool."""
+        try:
+            return self.document.text(schema)
+        except ValueError as error:
+            raise ValueError(f"tools: function {self.name!r}: {error}") from None
+
     def text_term(self, end: str | None = None) -> str:
         """The term of the tool's text: with the term `end` behind it, or as JSON writes it. Raises ValueError where
         there is none."""
