@@ -242,13 +242,15 @@ class LocalExecutor:
 
     def update_weights(self, weights: "Weights") -> None:
         """Writes tensors, whole ones or those of a folder, in place. Raises ValueError naming what cannot be loaded,
-        before anything of a folder is written; whole tensors that came before it are.
+        before anything of a folder is written, if it is no value; whole tensors that came before it are.
 
         Each rank reads its own byte ranges of a folder. Rank 0 looks at names and shapes first, since a worker that
         raised would be gone."""
         if isinstance(weights, (str, Path)):
             self.check_weights(weights)
-            self.call("weights.load_folder", Path(weights).absolute())  # ranks may have other working folders
+            folder = Path(weights).absolute()  # ranks may have other working folders
+            if wrong := [said for said in self.call("weights.load_folder", folder) if said]:
+                raise ValueError(wrong[0])
             return
         try:
             named = map(named_tensor, weights)

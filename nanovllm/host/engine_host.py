@@ -250,7 +250,7 @@ class EngineHost:
             return
         if self._fresh:
             self._add_begun(step)
-        for request_id, sent in self._detailed.items():
+        for request_id, sent in self._detailed.copy().items():  # threads add to it
             self._add_details(step, request_id, sent)
         for done in step.done:
             self._engine.book.forget(done.request_id)

@@ -48,7 +48,6 @@ class FleetRows:
                 if end.token is not None:
                     self._gain(seq, end.token, now)
                     self.num_generated += 1
-                plain.pop(seq.number, None)
                 seq.metrics.finished_time = now
                 if end.weight_versions:
                     seq.version_starts = [(version, start) for version, start, _ in end.weight_versions]
@@ -56,6 +55,7 @@ class FleetRows:
                     seq.pooled = np.frombuffer(end.pooled, np.float32)
                 self.num_finished[end.reason] += 1
                 seq.end(end.reason, end.stop_reason)
+            plain.pop(end.row, None)  # also of a request that its book has forgotten
         for done in step.done:
             self._take_done(done, now)
 

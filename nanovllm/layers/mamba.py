@@ -77,7 +77,8 @@ class Mamba2(WeightedModule):
         )
         self.norm = parameter(sizes.inner, dtype=dtype, device=device)
         self.eps, self.least = context.config.norm_eps, net.least
-        self.memory = (Slot((sizes.heads, net.state, net.dim)), Slot((net.width - 1, sizes.channels), dtype))
+        of_states = getattr(torch, context.config.state_dtype)
+        self.memory = (Slot((sizes.heads, net.state, net.dim), of_states), Slot((net.width - 1, sizes.channels), dtype))
 
     def bind(self, *memory: torch.Tensor) -> None:
         self.states, self.last_inputs = memory

@@ -152,10 +152,11 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
         found = replace(found, pooling=pooling, tie_word_embeddings=True)
     if config.lm_head_dtype != "auto":
         found = replace(found, head_precision=_head_precision(found))
-    if all(layer.mixer == "attention" for layer in found.layers):
-        for name, default in (("state_dtype", "float32"), ("num_state_lines", None)):
-            if (given := getattr(config, name)) != default:
-                refuse(name, given, f"{default!r} for a model without recurrent layers")
+    mixers = {layer.mixer for layer in found.layers}
+    needs = ("num_state_lines", None, {"attention"}), ("state_dtype", "float32", {"attention", "conv"})
+    for name, default, others in needs:
+        if (given := getattr(config, name)) != default and mixers <= others:  # "conv": it keeps inputs alone
+            refuse(name, given, f"{default!r} for a model without recurrent states")
     found = replace(found, state_dtype=config.state_dtype)
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found

@@ -29,7 +29,7 @@ def in_checkpoint(weights: Iterable[CheckpointWeight], config: ModelConfig) -> I
 def _deinterleaved(weight: CheckpointWeight, config: ModelConfig) -> CheckpointWeight:
     """Queries' and keys' rows in the order in which layers/attention.py rotates them."""
     parts = weight.name.split(".")
-    if len(parts) < 3 or parts[-2] not in ("q_proj", "k_proj"):
+    if len(parts) < 3 or parts[-2] not in ("q_proj", "k_proj") or not weight.shape:  # a scale of all rows
         return weight
     spec = config.layers[int(parts[2])]
     if spec.rope is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from nanovllm.errors import refuse
+from nanovllm.errors import refuse, short, shown
 from nanovllm.layers.adapted import AdaptedMatrix, AdapterPart
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
@@ -49,6 +49,9 @@ class RankAdapters:
                 self._held[adapter.digest] = self._halves(adapter)
         except (OSError, ValueError) as error:
             return "", str(error)
+        except Exception as error:  # of a library that reads what is none
+            said = f"must be an adapter as PEFT writes it: {type(error).__name__}: {short(error)}"
+            return "", f"lora_path={shown(str(folder))}: {said}"
         return adapter.digest, ""
 
     def drop(self, digests: list[str]) -> None:
@@ -118,7 +121,7 @@ class RankAdapters:
         of_a, of_b, kind = part.a, part.b, part.path.rpartition(".")[2]
         if len(of_a.shape) > a.dim():
             of_a, of_b = (_of_expert(weight, int(name.split(".")[-2])) for weight in (of_a, of_b))
-        elif a.dim() == 3:
+        elif a.dim() == len(of_a.shape) == 3:
             interleaves = self._config.moe is not None and self._config.moe.layout == "transposed"
             columns, is_square = of_a.shape[2], a.shape[2] == b.shape[1]
             turns = turns_experts(adapter.config) if is_square else b.shape[1] == columns != a.shape[2]
@@ -129,8 +132,8 @@ class RankAdapters:
                 b = b[:, second::2] if interleaves else b.chunk(2, 1)[second]
         for half, tensor, weight, dim in (("lora_A", a, of_a, -1), ("lora_B", b, of_b, -2)):
             if tensor.shape[dim] != weight.shape[dim] or tensor.dim() != len(weight.shape):
-                bound = f"must be {weight.shape[dim]} of {name}"
-                raise ValueError(f"{name}: {half} is {list(tensor.shape)}: dimension {dim} {bound}")
+                bound = f"dimension {dim} of {len(weight.shape)} must be {weight.shape[dim]}"
+                raise ValueError(f"{name}: {half} is {list(tensor.shape)}: {bound}")
             if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
                 raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
             if (tensor.dtype != (dtype := self._dtype) or scale != 1) and not is_finite(tensor.to(dtype)):

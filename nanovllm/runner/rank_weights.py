@@ -107,11 +107,16 @@ class RankWeights:
         return tensors
 
     @torch.inference_mode()
-    def load_folder(self, folder: Path) -> None:
-        """Copies this rank's share of a folder's tensors into its parameters, in place."""
-        with self._io.stream_context():
-            load_checkpoint(self.all, self.open_folder(folder), self._device, self._progress)
+    def load_folder(self, folder: Path) -> str:
+        """Copies this rank's share of a folder's tensors into its parameters, in place. Returns what is wrong with a
+        value there, "" where nothing is: a rank that raised would be gone."""
+        try:
+            with self._io.stream_context():
+                load_checkpoint(self.all, self.open_folder(folder), self._device, self._progress)
+        except (OSError, ValueError) as error:
+            return str(error)
         self.update.expect_no_more()
+        return ""
 
     @torch.inference_mode()
     def checksums(self) -> dict[str, list[ShardChecksums]]:

@@ -296,13 +296,20 @@ def test_a_bad_adapter_changes_nothing(qwen: Any, tmp_path: Path) -> None:
         ({key: value for key, value in tensors.items() if module not in key}, "target_modules"),
         (tensors | {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 48),
                     "base_model.model.lm_head.lora_B.weight": torch.ones(211, 4)}, "lm_head"),
+        ({key: value[None] for key, value in tensors.items()}, "lora_A is"),
+        ({key: value.to(torch.float8_e4m3fn) for key, value in tensors.items()}, "lora_path=.*as PEFT writes it"),
     ]  # fmt: skip
+    unread = ({"layers_to_transform": [0], "layers_pattern": "("}, {"rank_pattern": {"(?i)q_proj": 4}},
+              {"lora_alpha": 10**400})  # fmt: skip
     with LLM(str(folder), **LORA) as llm:
         good = llm.load_adapter("a", made[0][0])
         before = [scores(output) for output in generate(llm, PROMPTS, good)]
         for number, (given, said) in enumerate(spoilt):
             with pytest.raises(ValueError, match=said):
                 llm.load_adapter("a", save(tmp_path / str(number), given, target_modules="all-linear"))
+        for changed in unread:
+            with pytest.raises(ValueError, match=r"lora_path=.*as PEFT writes it"):
+                llm.load_adapter("a", save(tmp_path / "unread", tensors, target_modules="all-linear", **changed))
         with pytest.raises(ValueError, match="must be a folder"):
             llm.load_adapter("a", tmp_path)
         with pytest.raises(ValueError, match="a path, or tensors and config"):

@@ -15,6 +15,7 @@ from nanovllm.engine.request_book import RequestBook
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step, aborted
 from nanovllm.host import wire
 from nanovllm.host.engine_host import EngineHost
 from nanovllm.host.fleet_rows import FleetRows
@@ -126,6 +127,42 @@ def outputs_of(tokens_per_step: int) -> list[Any]:
             assert logprobs in (None, one.token_ids)
             found.append((one.text, one.token_ids, one.finish_reason, one.stop_reason, one.cumulative_logprob))
     return found
+
+
+def test_the_driver_keeps_nothing_of_a_request_that_its_caller_forgot() -> None:
+    """As generate() does after Ctrl-C, before the engine has ended it."""
+    engine = fake_engine(1, None, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16)
+    rows = FleetRows(engine.book)
+    number = engine.add_request(Prompt([1, 2, 3]), SamplingParams(max_tokens=9))
+    rows.take(Step(rows=[number], tokens=[5]))
+    assert rows._plain
+    engine.book.forget(number)
+    rows.take(aborted(number, 1))
+    assert not rows._plain
+
+
+def test_a_request_may_come_while_a_step_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with grammars come from threads that have checked them."""
+    engine = fake_engine(1, None, max_num_seqs=8, max_model_len=128, num_kvcache_blocks=24, kvcache_block_size=16)
+    host = EngineHost(engine, lambda frame: None, cast(Any, None))
+    params = wire.params_fields(SamplingParams(max_tokens=9, logprobs=0))
+
+    def add(number: int) -> None:
+        host.handle(wire.Add.of(number, Prompt([1, 2, 3 + number]), params))
+
+    add_details = host._add_details
+
+    def add_one_meanwhile(step: Step, request_id: int, sent: list[int]) -> None:
+        if 9 not in engine.book.rows:
+            add(9)
+        add_details(step, request_id, sent)
+
+    monkeypatch.setattr(host, "_add_details", add_one_meanwhile)
+    for number in (0, 1):
+        add(number)
+    while engine.has_unfinished_requests():
+        host._send_gained(engine.step())
+    assert not engine.book.rows and not host._detailed
 
 
 def test_engine_and_driver_hand_out_the_same_whatever_a_step_brings() -> None:

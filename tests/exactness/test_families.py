@@ -81,9 +81,10 @@ def compare_logits(llm: LLM, model: Any, once: bool = False) -> tuple[int, int]:
     return cached[-1].num_cached_tokens, witness.num_rows_after_preemption
 
 
-def test_states_in_bfloat16_stay_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+def test_states_in_bfloat16_stay_close(name: str, tmp_path: Path) -> None:
     """A state is rounded once a step: log-probabilities move by a hundredth or so, and mostly less."""
-    case = CASES["qwen3_5"]
+    case = CASES[name]
     model, params = make_model(case), replace(GREEDY, prompt_logprobs=0)
     folder = str(save(model, case, tmp_path))
     found = []
@@ -92,10 +93,15 @@ def test_states_in_bfloat16_stay_close(tmp_path: Path) -> None:
             lines = [line for line in llm.generate(PROMPTS[2], params, use_tqdm=False)[0].prompt_logprobs or [] if line]
             found.append(torch.tensor([entry.logprob for line in lines for entry in line.values()]))
     assert 0 < (found[0] - found[1]).abs().max() < 0.05
-    given = {"state_dtype": ("bfloat16", "float32"), "num_state_lines": (8, None)}
-    for name, (value, default) in given.items():
-        with pytest.raises(ValueError, match=f"^{name}={value!r}: must be {default!r} for a model without recurrent"):
-            LLM("demo", device="cpu", **{name: value})
+
+
+def test_models_without_states_take_no_options_of_states(tmp_path: Path) -> None:
+    """LFM2's layers keep inputs, in lines, and no states."""
+    conv = str(save(make_model(CASES["lfm2"]), CASES["lfm2"], tmp_path))
+    given = ("demo", "state_dtype", "bfloat16"), ("demo", "num_state_lines", 8), (conv, "state_dtype", "bfloat16")
+    for model, name, value in given:
+        with pytest.raises(ValueError, match=f"^{name}={value!r}: must be .* for a model without recurrent"):
+            LLM(model, device="cpu", skip_tokenizer_init=True, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["cohere2", "qwen3", "qwen3_moe"])

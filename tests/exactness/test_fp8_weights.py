@@ -63,8 +63,22 @@ def make_hybrid() -> Any:
     return transformers.Qwen3_5ForCausalLM(config)
 
 
+def make_glm() -> Any:
+    """A model that rotates pairs of neighbours, and has gate and up as one."""
+    shape = {**SHAPE, "vocab_size": 301, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    torch.manual_seed(1)
+    config = transformers.GlmConfig(**shape, eos_token_id=7, pad_token_id=None, initializer_range=0.15)
+    return transformers.GlmForCausalLM(config)
+
+
+OF_GLM = CONFIGS["tensor, static"]
+
+
 def checkpoint(kind: str, folder: Path) -> dict[str, Any]:
-    """Options of an engine that serves one of MODELS or CONFIGS, or make_hybrid()."""
+    """Options of an engine that serves one of MODELS or CONFIGS, make_hybrid() or make_glm()."""
+    if kind == "glm":
+        make_glm().save_pretrained(folder)
+        return {"model": str(quantize(folder, OF_GLM))}
     if kind == "hybrid":
         make_hybrid().save_pretrained(folder)
         return {"model": str(folder), "quantization": "fp8"}
@@ -119,12 +133,12 @@ def error_of_logits(llm: LLM, wide: torch.nn.Module, *lengths: int) -> torch.Ten
     return torch.cat(errors)
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, "while loading", "hybrid"])
+@pytest.mark.parametrize("kind", [*CONFIGS, "while loading", "hybrid", "glm"])
 def test_logits_are_those_of_the_definition_in_float64(kind: str, tmp_path: Path) -> None:
     """Up to roundings to e4m3 that go the other way, which are rare."""
     options = checkpoint(kind, tmp_path)
-    model = make_hybrid() if kind == "hybrid" else make_model(seed=3, **SHAPE)
-    wide = by_definition(model.double(), CONFIGS.get(kind))
+    model = {"hybrid": make_hybrid, "glm": make_glm}.get(kind, lambda: make_model(seed=3, **SHAPE))()
+    wide = by_definition(model.double(), OF_GLM if kind == "glm" else CONFIGS.get(kind))
     with LLM(**options, **ROOMY) as llm:
         error = error_of_logits(llm, wide, 1, 15, 40)
     assert error.median() < 1e-4 and error.max() < 0.1, error

@@ -19,6 +19,7 @@ from workload import ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
+from nanovllm.errors import WeightsIncomplete
 from nanovllm.runner.memory_plan import weight_bytes
 
 REQUESTS = make_requests(most_tokens=10)
@@ -222,3 +223,22 @@ def test_dummy_weights_are_numbers(name: str, tmp_path: Path) -> None:
         of_experts, of_o = layer.mlp.down.matrix.for_kernel(), layer.self_attn.o_proj.matrix.for_kernel()
         for weight in (of_experts.widened(1), of_o.widened()):
             assert 0.001 < weight.std() < 1 and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, TWO_RANKS])
+def test_a_folder_with_a_wrong_value_leaves_an_engine_that_takes_another(
+    dense: Callable[[str], tuple[Path, Path]], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Values are read when other weights are written already."""
+    packed, _ = dense("nvfp4")
+    name = "model.layers.1.mlp.down_proj.weight_scale"
+    spoil(packed, name, lambda scales: (-scales.float()).to(scales.dtype), to=tmp_path)
+    with LLM(str(packed), **{**ROOMY, **options}) as llm:
+        before = llm.checksum()
+        with pytest.raises(ValueError, match=f"{name}.*must be finite"):
+            llm.load_weights(tmp_path)
+        with pytest.raises(WeightsIncomplete):
+            run(llm, REQUESTS[:1])
+        llm.load_weights(packed)
+        assert llm.checksum() == before
+        assert run(llm, REQUESTS[:1])

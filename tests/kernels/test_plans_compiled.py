@@ -162,15 +162,17 @@ def compile_recurrent(name: str) -> None:
         heads, wide = delta.value_heads, delta.value_heads * delta.value_dim
         convolve(delta.channels, 4, unit=delta.unit)
         of_delta = DeltaWeights(floats(heads), floats(heads), empty(delta.value_dim), 1e-6)
-        states = floats(lines, heads, delta.key_dim, delta.value_dim)
         x, gates, z = empty(tokens, delta.channels), empty(tokens, heads), empty(tokens, wide)
-        gated_delta_rule(x, gates, gates, z, of_delta, delta, states, rows)
+        for dtype in (torch.float32, torch.bfloat16):
+            states = empty(lines, heads, delta.key_dim, delta.value_dim, dtype=dtype)
+            gated_delta_rule(x, gates, gates, z, of_delta, delta, states, rows)
     for sizes in (MambaSizes(64, 8, 64, 128), MambaSizes(48, 1, 64, 128)):  # Nemotron 3 Nano, Granite 4 H Tiny
         convolve(sizes.channels, 4, bias=empty(sizes.channels))
         of_mamba = MambaWeights(*(floats(sizes.heads) for _ in range(3)), empty(sizes.inner), 1e-5, 0.001)
-        states = floats(lines, sizes.heads, sizes.state, sizes.dim)
         x, dt, z = (empty(tokens, size) for size in (sizes.channels, sizes.heads, sizes.inner))
-        mamba(x, dt, z, of_mamba, sizes, states, rows)
+        for dtype in (torch.float32, torch.bfloat16):
+            states = empty(lines, sizes.heads, sizes.state, sizes.dim, dtype=dtype)
+            mamba(x, dt, z, of_mamba, sizes, states, rows)
     convolve(2048, 3, gated=True)  # LFM2-1.2B
 
 

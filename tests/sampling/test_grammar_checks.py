@@ -70,6 +70,25 @@ def group(leader: int) -> dict[int, float]:
     return found
 
 
+def test_an_interrupt_leaves_nobody_waiting(
+    constraints: StructuredOutputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a constraint is compiled: the next request with it compiles it anew."""
+
+    def interrupt(*_: str) -> None:
+        raise KeyboardInterrupt
+
+    wanted = StructuredOutput(regex="a+")
+    with monkeypatch.context() as patch:
+        patch.setattr(constraints._checks, "check", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            constraints.matcher(wanted)
+    again = threading.Thread(target=constraints.matcher, args=(wanted,), daemon=True)
+    again.start()
+    again.join(LONG)
+    assert not again.is_alive() and constraints.is_compiled(wanted.given)
+
+
 def test_states_that_double_take_a_bounded_part_of_the_machine(constraints: StructuredOutputs) -> None:
     """Four at once: others are served first, and what they are told is not worked out again."""
     constraints.matcher(StructuredOutput(regex="a"))

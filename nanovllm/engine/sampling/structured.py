@@ -141,12 +141,16 @@ class StructuredOutputs:
             made = self._made[key] = made or Future()
             self._made.move_to_end(key)
         if is_first:
-            found, is_lasting = self._compiled(kind, value)
-            made.set_result(found)
-            with self._lock:
-                if not is_lasting:
-                    self._made.pop(key, None)
-                self._make_room()
+            found: _Start | str = "who asked for it first was interrupted"
+            is_lasting = False
+            try:
+                found, is_lasting = self._compiled(kind, value)
+            finally:  # also at Ctrl-C: others wait
+                made.set_result(found)
+                with self._lock:
+                    if not is_lasting:
+                        self._made.pop(key, None)
+                    self._make_room()
         if isinstance(found := made.result(), str):
             raise ValueError(found)
         return found
