@@ -18,16 +18,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nanovllm.cli.bench.modes import Bench
-from nanovllm.cli.bench.roofline import DeviceFigures, Roofline, device_figures
 from nanovllm.cli.bench.workloads import StallWorkload, sampling
 from nanovllm.cli.options import Parser, add_fields, chosen
 from nanovllm.config import DEMO_MODEL, EngineConfig
 from nanovllm.models.published import PUBLISHED_SHAPES
+
+if TYPE_CHECKING:
+    from nanovllm.cli.bench.roofline import Roofline
 
 IMPORTED_AT = time.perf_counter()
 SIZES = ", ".join(name.removeprefix("Qwen3-") for name in PUBLISHED_SHAPES)
@@ -145,8 +146,10 @@ def check(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
     return engine_options(parser, args, **replicas)
 
 
-def find_limits(llm: Any, info: dict[str, Any], args: argparse.Namespace) -> Roofline | None:
+def find_limits(llm: Any, info: dict[str, Any], args: argparse.Namespace) -> "Roofline | None":
     """The roofline of this model on this device, where its figures are known or were given."""
+    from nanovllm.cli.bench.roofline import DeviceFigures, Roofline, device_figures
+
     known = device_figures(info["device"])
     bandwidth = args.peak_bandwidth * 1e12 if args.peak_bandwidth else known and known.read_bytes_per_second
     flops = args.peak_tflops * 1e12 if args.peak_tflops else known and known.flops_per_second
@@ -172,6 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    from nanovllm.cli.bench.modes import Bench
     from nanovllm.llm import LLM
 
     started = time.perf_counter()
