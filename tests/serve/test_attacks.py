@@ -202,9 +202,10 @@ def path_of_slashes(server: Server) -> None:
 
 def page_of_another_name(server: Server) -> None:
     """A page whose name is made to lead here may ask for nothing, however often."""
-    for path, body in ((CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 1900})):
-        for host in ["a.example", f"a.example:{server.port}"] * 50:
-            answer = httpx.post(server.url + path, json=body, headers={"host": host})
+    bodies = (CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 1900})
+    with server.client() as client:
+        for (path, body), host in itertools.product(bodies, ["a.example", f"a.example:{server.port}"] * 50):
+            answer = client.post(path, json=body, headers={"host": host})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host")
     assert server.num_running() <= 1
 
