@@ -28,7 +28,7 @@ from system import PATIENCE, wait_for
 
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
-# Each client and each call of httpx would read the certificates of all authorities, which takes 20 ms, a quick test's time.
+# Each client and each call of httpx would read the certificates of all authorities: 20 ms, as long as a quick test.
 httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
