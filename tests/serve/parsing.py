@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import llguidance
 import numpy as np
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ WEATHER: dict[str, Any] = {
     "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
 }  # fmt: skip
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object"}}
+VALIDATORS = {name: jsonschema.Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
