@@ -8,6 +8,7 @@ finds out whether the place is the row's.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,18 @@ from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 _QUERY_BLOCK = 128  # of a BlockMask; a tile is one
 _CPU_TILE = 32
-_compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 _COMPILING = {"recompile_limit": 256, "specialize_float": True}
 """Options of torch.compile. There is a variant for one tile and several, one query and more, each kind of layers and
 each user's function; PyTorch would stop at 8 and compute uncompiled. Floats in functions are constants: as inputs,
 which `dynamic` would make of them, they do not compile for a GPU."""
 
 Mod = Callable[..., torch.Tensor]
+
+
+@cache
+def _compiled() -> Any:
+    """Made when it is first used: torch.compile imports its compiler, which takes more than a second."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 class _Tiles(NamedTuple):
@@ -165,7 +171,7 @@ class FlexBackend(AttentionBackend):
         pages = slice(None) if work.pages is None else work.pages.long()
         # [pages, heads, tokens, D] as [1, heads, pages x tokens, D]: a view of a cache that has the tokens first
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[None] for part in (cache.k, cache.v))
-        attend: Any = flex_attention if self._on_cpu else _compiled
+        attend: Any = flex_attention if self._on_cpu else _compiled()
         for tiles, mask in work.tiles:
             with torch._dynamo.config.patch(_COMPILING):
                 found = attend(q[tiles.tokens].transpose(1, 2), k, v, score_mod=self._scores(tiles, spec.softcap),

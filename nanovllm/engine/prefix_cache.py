@@ -181,12 +181,17 @@ class PrefixCache:
                 break
             for found, page in zip(matched, pages, strict=True):
                 found.append(page)
-        while (shorter := min((self._window_hits(group, keys, end) for group in self.windows), default=end)) < end:
-            end = shorter
+        end = self._within_windows(keys, end)
         if self._lines is not None:
             seq.prefix.num_cached = end
             while end and keys[end - 1] not in self._lines:
-                end -= 1
+                end = self._within_windows(keys, end - 1)
+        return end
+
+    def _within_windows(self, keys: list[bytes], end: int) -> int:
+        """Most blocks, at most `end`, at whose end each window reaches only cached pages."""
+        while (shorter := min((self._window_hits(group, keys, end) for group in self.windows), default=end)) < end:
+            end = shorter
         return end
 
     def _still_matched(self, seq: Sequence) -> list[list[Page]]:
@@ -203,7 +208,7 @@ class PrefixCache:
         return matched
 
     def _window_hits(self, group: int, keys: list[bytes], end: int) -> int:
-        """Most blocks, at most `end`, at whose end the window reaches only cached pages."""
+        """Most blocks, at most `end`, at whose end this group's window reaches only cached pages."""
         window, pages = self.groups[group].window, self._pages[group]
         assert window is not None
         reached, run = -(-(window - 1 + self._recomputes) // self.block_size), 0

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -57,6 +58,12 @@ def test_mistakes(server: Server) -> None:
         assert said in done.stderr and "Traceback" not in done.stderr
 
 
+def _before_it_runs() -> None:
+    """Tests may run in the background of a shell, where Ctrl-C is ignored."""
+    end_with_test_run()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The command as somebody sees it who sits before it."""
 
@@ -65,7 +72,7 @@ class Terminal:
         command = [sys.executable, "-m", "nanovllm", *arguments]
         self.process = subprocess.Popen(
             command, stdin=side, stdout=side, stderr=side, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "TERM": "dumb"}, preexec_fn=end_with_test_run,
+            env={**os.environ, "TERM": "dumb"}, preexec_fn=_before_it_runs,
         )  # fmt: skip
         os.close(side)
         self.seen = ""
@@ -109,7 +116,8 @@ def test_terminal(terminal: Terminal, server: Server, tmp_path: Path) -> None:
     wait_for(server.num_running, "answer")
     terminal.wait_for("\x1b[0m")
     terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the program
-    terminal.wait_for("tok/s")
+    found = re.search(r"([\d,]+) tokens", terminal.wait_for("tok/s"))
+    assert found and int(found[1].replace(",", "")) < 1000, terminal.seen
     terminal.wait_for("\n> ")
     wait_for(lambda: server.num_running() == 0, "abort")
     say(f"/save {saved}")

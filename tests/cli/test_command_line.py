@@ -216,6 +216,13 @@ def test_where_no_model_is_named_the_demo_is_served(monkeypatch: pytest.MonkeyPa
     assert served == ["demo"] * 3
 
 
+def test_commands_start_without_torch() -> None:
+    """Which takes two seconds to import, and some never need; `plan` always does."""
+    code = "import sys; sys.modules['torch'] = None; from nanovllm.cli.main import COMMANDS, command"
+    code += "; [command(name).make_parser() for name in COMMANDS if name != 'plan']"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_version_and_help_of_the_program() -> None:
     run = [sys.executable, "-m", "nanovllm"]
     assert subprocess.check_output([*run, "--version"], text=True).strip() == nanovllm.__version__

@@ -6,7 +6,7 @@ from itertools import product, takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulation import blocks_of, make_sequence
+from simulation import Simulation, blocks_of, make_sequence
 
 from nanovllm.engine.block_starts import BlockStarts, block_start
 from nanovllm.engine.prefix_keys import KEY_SIZE, prefix_keys
@@ -88,6 +88,16 @@ def test_a_window_that_moves_on_leaves_hits_behind() -> None:
         memory.release(row)
     memory.check_integrity([])
     assert memory.num_free_blocks == 60
+
+
+def test_a_kept_state_is_no_hit_where_the_window_before_it_has_gone() -> None:
+    """The prefix that all windows reach has no state, and a shorter one that has it has lost pages of its window."""
+    groups = PageGroup(), PageGroup(6)
+    engine = Simulation(num_blocks=15, groups=groups, num_lines=3, depth=1, max_num_seqs=2, max_num_batched_tokens=8)
+    for prompt, max_tokens in (([1] * 16 + [3] * 2, 3), ([1] * 12 + [3] * 2, 5), ([1] * 16 + [3] * 3, 3)):
+        engine.add(prompt, max_tokens)
+        engine.step()
+    engine.run_to_end()
 
 
 def test_what_fits_is_admitted_where_a_copy_is_given_up() -> None:

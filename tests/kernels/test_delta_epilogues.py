@@ -194,20 +194,22 @@ def compile_all() -> None:
     launch_dependently(adapters, fma, stream, tile, packed_tile, packed_row, experts, packed_experts, pointwise)
     compile_only(check_order, most_spilled=None)
 
-    def shrunk(rows: int, few: bool, rank: int = 16, late: bool = False) -> Any:
-        a, b = empty(8, 2 * rank, 4096), empty(8, 4096, rank)
-        return shrink(empty(rows, 4096), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few, late=late)
+    def shrunk(rows: int, few: bool, rank: int = 16, late: bool = False, k: int = 4096) -> Any:
+        a, b = empty(8, 2 * rank, k), empty(8, 4096, rank)
+        return shrink(empty(rows, k), empty(rows, dtype=torch.int32), a, b, (0, 2048), few=few, late=late)
 
+    # Kernels that unroll their steps take seconds to compile where these are many.
     for gated in (False, True):
-        for rows, config in ((1, GemmConfig("fma", 8, block_k=1024, stages=2)), (4, streaming(4, 2, columns=64)),
-                             (16, GemmConfig("tile", 64, 32, 128, 5))):  # fmt: skip
-            delta = shrunk(rows, config.is_skinny, 64 if gated else 16, config.kernel == "tile")
-            dense.linear(empty(rows, 4096), empty(4096, 4096), config, gated=gated, delta=delta)
+        for rows, k, config in ((1, 4096, GemmConfig("fma", 8, block_k=1024, stages=2)),
+                                (4, 1024, streaming(4, 2, columns=64)),
+                                (16, 4096, GemmConfig("tile", 64, 32, 128, 5))):  # fmt: skip
+            delta = shrunk(rows, config.is_skinny, 64 if gated else 16, config.kernel == "tile", k)
+            dense.linear(empty(rows, k), empty(4096, k), config, gated=gated, delta=delta)
         weight = PackedWeight.empty(4096, 4096, 128, False, torch.bfloat16, torch.device("cpu"))
         packed_row.linear(empty(1, 4096), weight, streaming(4, 3, 32), gated=gated, delta=shrunk(1, True))
         packed_tile.linear(empty(16, 4096), weight, INT4, gated=gated, delta=shrunk(16, False))
         config = streaming(4, 2, columns=128)
-        gemm.linear(empty(1, 4096), empty_fp8(4096, 4096), config, gated=gated, delta=shrunk(1, True))
+        gemm.linear(empty(1, 2048), empty_fp8(4096, 2048), config, gated=gated, delta=shrunk(1, True, k=2048))
     for rows in (16, 128, 512):
         activation(empty(rows, 4096), "silu", True, delta=shrunk(rows, False))
     routing = Routing(empty(8, 2, dtype=torch.float32), *(empty(*n, dtype=torch.int32) for n in ((16,), (8, 3))), 2)

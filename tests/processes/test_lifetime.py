@@ -15,7 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids
-from programs import end_with_test_run
+from programs import end_with_test_run, run_forked
 from system import wait_for
 from threads import run_in_threads
 
@@ -168,10 +168,9 @@ print(token_ids(llm, [5] * 9) == expected)
 
 def test_a_fork_that_uses_the_engine_is_told_and_does_no_harm(tiny: str, new_mark: str) -> None:
     """As multiprocessing's pools do where they fork. Its threads are not there, and its ring is ours."""
-    program = start(PROLOGUE + USED_IN_A_FORK, tiny, new_mark)
-    out, err = program.communicate(timeout=120)
-    assert err == ""
-    assert out.splitlines() == [f"this engine is process {program.pid}'s: a fork of it cannot use it"] * 4 + ["True"]
+    code = f"import sys; sys.argv[1:] = [{tiny!r}]{PROLOGUE}print(os.getpid(), flush=True){USED_IN_A_FORK}"
+    program, *said = run_forked({**os.environ, "PYTHONPATH": str(ROOT), MARK: new_mark}, code).splitlines()
+    assert said == [f"this engine is process {program}'s: a fork of it cannot use it"] * 4 + ["True"]
 
 
 def test_ctrl_c_in_generate_leaves_the_engine_usable(tiny: str, mark: str) -> None:

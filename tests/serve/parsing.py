@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import llguidance
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ WEATHER: dict[str, Any] = {
     "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
 }  # fmt: skip
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object"}}
+VALIDATORS = {name: jsonschema.Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
@@ -98,6 +100,10 @@ class Model:
         closed = {"mistral": "[/THINK]", "gemma4": "<|channel>thought\n<channel|>"}
         self.closed = closed.get(family, "<think>\n\n</think>")
         """End of a prompt after which the model does not reason."""
+        self._matchers: dict[str, Any] = {}
+        own = {"gemma4": ('<|"|>',), "lfm2": ("'", ")"), "llama4_pythonic": ("'", ")")}.get(family, ())
+        self.endings = [self.tokenizer.encode(text) for text in (*_ENDINGS, *own)]
+        """Tokens of texts by which a value or a call may end."""
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -120,9 +126,12 @@ class Model:
 
     def matcher(self, plan: Plan) -> Any:
         assert plan.structured is not None and plan.structured.grammar is not None
-        matcher = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(plan.structured.grammar))
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        grammar = plan.structured.grammar
+        if grammar not in self._matchers:
+            made = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(grammar))
+            assert not made.is_error(), made.get_error()
+            self._matchers[grammar] = made
+        return self._matchers[grammar].deep_copy()
 
     def check_blame(self, prompt: str = "") -> None:
         """Has the compiler refuse the schema of one tool among others, and of an answer: the plan says which it is."""
@@ -150,7 +159,7 @@ class Model:
         one)."""
         matcher, ids = self.matcher(plan), self.ids(text)
         for token in ids[:200]:
-            if token not in next_ids(self, matcher):
+            if not _next_bits(self, matcher)[token >> 3] >> (token & 7) & 1:
                 return False
             matcher.consume_token(token)
         return matcher.try_consume_tokens(ids[200:]) == len(ids[200:]) and matcher.is_accepting()
@@ -247,12 +256,18 @@ def message_of(deltas: list[Delta]) -> Message:
     return Message(texts["reasoning"] or None, texts["content"], calls)
 
 
-def next_ids(model: Model, matcher: Any) -> np.ndarray:
-    """Tokens that may come next; an engine that cannot find them out ends the answer with an error."""
-    mask = np.zeros((1, (len(model.tokenizer) + 31) // 32), np.int32)
+def _next_bits(model: Model, matcher: Any) -> np.ndarray:
+    """A bit for each token, the lowest of a byte first: whether it may come next. An engine that cannot find them out
+    ends the answer with an error."""
+    mask = np.zeros((len(model.tokenizer) + 31) // 32, np.int32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     assert not matcher.is_error(), matcher.get_error()
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(model.tokenizer)])
+    return mask.view(np.uint8)
+
+
+def next_ids(model: Model, matcher: Any) -> np.ndarray:
+    """Tokens that may come next."""
+    return np.flatnonzero(np.unpackbits(_next_bits(model, matcher), bitorder="little")[: len(model.tokenizer)])
 
 
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
@@ -262,12 +277,10 @@ def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple
     """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
     rng = random.Random(seed)
     matcher, ids = model.matcher(plan), []
-    own = {"gemma4": ('<|"|>',), "lfm2": ("'", ")"), "llama4_pythonic": ("'", ")")}.get(model.family, ())
-    endings = [model.tokenizer.encode(text) for text in (*_ENDINGS, *own)]
     while len(ids) < most:
         allowed = next_ids(model, matcher)
         if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):
             return ids, True
-        tokens = rng.choice(endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
+        tokens = rng.choice(model.endings) if rng.random() < 0.4 else [int(rng.choice(allowed[allowed != model.eos]))]
         ids += tokens[: matcher.try_consume_tokens(tokens)]
     return ids, False

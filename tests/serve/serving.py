@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from system import PATIENCE, wait_for
 
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
+# Each client and each call of httpx would read the certificates of all authorities: 20 ms, as long as a quick test.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "assets" / "demo-qwen3"
 ENGINE = ("--device", "cpu", "--max-num-seqs", "32", "--num-kvcache-blocks", "1024")

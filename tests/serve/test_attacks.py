@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -53,12 +54,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 def post(path: str, *statuses: int, **fields: Any) -> Attack:
     """Sends a request, which is answered by one of these."""
     computes = "echo" in fields or "prompt_logprobs" in fields
-    return send(path, *statuses, body=json.dumps(fields).encode(), computes=computes)
+    return send(path, *statuses, body=lambda: json.dumps(fields).encode(), computes=computes)
 
 
-def send(path: str, *statuses: int, body: bytes, computes: bool = False) -> Attack:
+def send(path: str, *statuses: int, body: Callable[[], bytes], computes: bool = False) -> Attack:
+    """`body`: makes one, of which all together would take hundreds of megabytes."""
+
     def run(server: Server) -> None:
-        content = body.replace(NONCE, b"%08d" % next(_tries)) if NONCE in body else body
+        if NONCE in (content := body()):
+            content = content.replace(NONCE, b"%08d" % next(_tries))
         headers = {"content-type": "application/json"}
         answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
         assert answer.status_code in statuses, answer.text[:500]
@@ -202,9 +206,10 @@ def path_of_slashes(server: Server) -> None:
 
 def page_of_another_name(server: Server) -> None:
     """A page whose name is made to lead here may ask for nothing, however often."""
-    for path, body in ((CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 1900})):
-        for host in ["a.example", f"a.example:{server.port}"] * 50:
-            answer = httpx.post(server.url + path, json=body, headers={"host": host})
+    bodies = (CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a", "n": 32, "max_tokens": 1900})
+    with server.client() as client:
+        for (path, body), host in itertools.product(bodies, ["a.example", f"a.example:{server.port}"] * 50):
+            answer = client.post(path, json=body, headers={"host": host})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host")
     assert server.num_running() <= 1
 
@@ -311,7 +316,7 @@ ATTACKS = {
     "a replica that dies": lost_replica(signal.SIGKILL, "died by signal 9"),
     "a replica that lingers": lost_replica(signal.SIGUSR1, "closed its connection"),
 } | {
-    f"{path}: the largest body of {kind}": send(path, 400, body=b'{"%b": %b}' % (name, value))
+    f"{path}: the largest body of {kind}": send(path, 400, body=partial(b'{"%b": %b}'.__mod__, (name, value)))
     for path, name in (
         (CHAT, b"messages"), (COMPLETIONS, b"prompt"), (MESSAGES, b"messages"), (RESPONSES, b"input"),
         ("/inference/v1/generate", b"token_ids"), (DETOKENIZE, b"tokens"),

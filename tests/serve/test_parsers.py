@@ -1,10 +1,10 @@
 """Tools and reasoning: what the grammars let a model write, and that a stream cut anywhere reads as the whole does."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from parsing import (
     REASONING,
     SCHEMAS,
     TOOLS,
+    VALIDATORS,
     Message,
     Model,
     calls,
@@ -25,7 +26,7 @@ from parsing import (
 
 from nanovllm import StructuredOutput
 from nanovllm.engine.sampling.grammar_limits import check_text
-from nanovllm.serve.parsers import Delta, OutputParser, check_schema, check_tools
+from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools
 from nanovllm.serve.parsers.plan import term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
@@ -33,6 +34,12 @@ PIECES = [
     *'<>tolcarhink/_{}[]":;,\n =', "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]",
     "<minimax:tool_call>", '<invoke name="now">', "</invoke>",
 ]  # fmt: skip
+
+
+@cache
+def usual_plan(model: Model, prompt: str = "") -> Plan:
+    """The plan of an output that may call TOOLS."""
+    return model.plan(prompt)
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,7 +55,7 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     message = Message(reasoning, content if prose else "", made)
     openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n"}
     prompt = openings.get(model.family, "<think>\n") if opens else "assistant\n"
-    plan = model.plan(prompt)
+    plan = usual_plan(model, prompt)
     text = model.write(message, opens)
     assert model.admits(plan, text)
     whole = model.read(plan, text)
@@ -62,7 +69,7 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
     model: Model, made: list[Any], end: int, cuts: list[int]
 ) -> None:
     text = model.write(Message("why" if model.family in REASONING else None, "", made))
-    plan = model.plan()
+    plan = usual_plan(model)
     ids = model.ids(text)[:end]
     assert read(plan, ids, cuts) == read(plan, ids)
     assert plan.finish_reason("length", model.reader(plan, ids)) == "length"
@@ -71,7 +78,7 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
 @settings(max_examples=30, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
-    plan = model.plan()
+    plan = usual_plan(model)
     assert model.read(plan, text, cuts) == model.read(plan, text)
 
 
@@ -96,7 +103,7 @@ def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -
             made = message_of(deltas).calls
             assert made and (choice == "required" or [name for name, _ in made] == ["get_weather"])
             for name, arguments in made:
-                jsonschema.validate(arguments, SCHEMAS[name])
+                VALIDATORS[name].validate(arguments)
             reader = model.reader(plan, ids)
             assert plan.finish_reason("stop", reader) == ("tool_calls" if choice == "required" else "stop")
             assert plan.finish_reason("length", reader) == "length"

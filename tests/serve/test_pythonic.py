@@ -4,11 +4,10 @@ import json
 import time
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import MODELS, SCHEMAS, Model, message_of, random_output, read, steps
+from parsing import MODELS, VALIDATORS, Model, message_of, random_output, read, steps
 from test_tool_values import COUNT, LETTERS, NESTED, NULL, POINT, ROOT, TEXT, loose_and_strict, plan_of, schema_of
 
 FAMILIES = [key for key in MODELS if key[0] in ("lfm2", "llama4_pythonic")]
@@ -135,7 +134,7 @@ def test_whatever_the_grammar_admits_is_valid(model: Model) -> None:
         deltas = read(plan, ids, [1 + seed % 7])
         assert deltas == read(plan, ids)
         for name, arguments in message_of(deltas).calls if whole else ():
-            jsonschema.validate(arguments, SCHEMAS[name])
+            VALIDATORS[name].validate(arguments)
 
 
 def test_a_call_of_llama_4_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
