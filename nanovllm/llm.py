@@ -1,6 +1,7 @@
 """The user's front: text and chats in, finished requests out."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.adapters import Adapters, LoRARequest
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _PAUSE_LOOK = 0.1  # seconds between two looks of generate() at a paused engine
+_MANY = 64  # requests during which a full garbage collection is likely enough
 
 
 class LLM(Embedding, Adapters):
@@ -179,7 +181,8 @@ class LLM(Embedding, Adapters):
 
     def _run_until_finished(self, request_ids: list[int], use_tqdm: bool, interrupt: Interrupt) -> None:
         unfinished = set(request_ids)
-        with frozen_objects(), ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
+        frozen = frozen_objects() if len(request_ids) >= _MANY else nullcontext()
+        with frozen, ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
             while unfinished and not interrupt.has_come:
                 with self._turns.step_lock:
                     if not self.engine.has_unfinished_requests():

@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,25 +127,28 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
     assert dict(output)["text"] == output.text
 
 
-def test_a_run_exempts_what_was_there_from_collection_and_leaves_the_collector_as_it_was(
+def test_a_large_batch_exempts_what_was_there_from_collection_and_leaves_the_collector_as_it_was(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full collection in the middle of a run would wait for all that the program has imported and made."""
+    """A full collection in the middle of it would wait for all that the program has imported and made."""
     step, during = llm.engine.step, []
 
     def observed() -> Any:
         during.append(gc.get_freeze_count())
         return step()
 
+    def frozen_objects_during(num_requests: int) -> int:
+        during.clear()
+        llm.generate(["Red"] * num_requests, replace(FIXED, max_tokens=1), use_tqdm=False)
+        return min(during)
+
     monkeypatch.setattr(llm.engine, "step", observed)
     gc.freeze()  # as a caller does, who knows
-    llm.generate("Red", FIXED, use_tqdm=False)
-    assert gc.get_freeze_count() > 10_000
+    assert frozen_objects_during(64) > 10_000 and gc.get_freeze_count() > 10_000
     gc.unfreeze()
     try:
-        during.clear()
-        llm.generate("Red", FIXED, use_tqdm=False)
-        assert min(during) > 10_000 and gc.get_freeze_count() == 0
+        assert frozen_objects_during(64) > 10_000 and gc.get_freeze_count() == 0
+        assert frozen_objects_during(2) == 0
     finally:
         gc.freeze()  # as conftest.py left it
 

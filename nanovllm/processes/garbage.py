@@ -19,6 +19,7 @@ def frozen_objects() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    gc.collect(1)  # or what is young and garbage would become old, and stay until the next full collection
     gc.freeze()
     try:
         yield
