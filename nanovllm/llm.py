@@ -8,7 +8,17 @@ from nanovllm.adapters import Adapters, LoRARequest
 from nanovllm.config import EngineConfig
 from nanovllm.embedding import Embedding
 from nanovllm.engine.engine_stats import EngineStats
-from nanovllm.engine.inputs import GivenPrompt, as_batch, as_chats, as_params, as_prompt, as_token_ids, ids_of_texts
+from nanovllm.engine.inputs import (
+    GivenPrompt,
+    as_batch,
+    as_chats,
+    as_params,
+    as_prompt,
+    as_tags,
+    as_token_ids,
+    as_weights,
+    ids_of_texts,
+)
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.protocol import Engine
 from nanovllm.errors import refuse
@@ -281,7 +291,8 @@ class LLM(Embedding, Adapters):
         goes on with the weights that it has, unless `weights` can be read but once, as a generator can: steps are then
         refused until a call succeeds, as they are after any other failure.
         """
-        self._turns.call("load_weights", weights=weights, in_flight=in_flight, weight_version=version)
+        given = as_weights(weights)
+        self._turns.call("load_weights", weights=given, in_flight=in_flight, weight_version=version)
 
     def begin_update(self, in_flight: str = "recompute", partial: bool = False) -> None:
         """Begins an update of the weights, which calls of `update` bring. Until finish_update succeeds, steps are
@@ -292,7 +303,7 @@ class LLM(Embedding, Adapters):
     def update(self, weights: "Weights") -> None:
         """Replaces some of the weights, as load_weights replaces all. Raises ValueError naming one that is unknown,
         misshapen or was there already; those before it are written, and a corrected call can follow."""
-        self._turns.call("update", weights=weights)
+        self._turns.call("update", weights=as_weights(weights))
 
     def finish_update(self, version: int | None = None) -> None:
         """Ends an update: steps go on with the new weights. Raises ValueError naming weights that did not come, or a
@@ -332,12 +343,12 @@ class LLM(Embedding, Adapters):
         over from their tokens so far. Asleep, steps are refused. On a CPU no memory moves. Activations and graphs
         keep theirs. Raises OutOfMemory, with nothing changed, where the host has no room for the weights.
         """
-        return int(self._turns.call("sleep", level=level, mode=None, tags=_listed(tags))["freed_bytes"])
+        return int(self._turns.call("sleep", level=level, mode=None, tags=as_tags(tags))["freed_bytes"])
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes the memory again, at the same addresses, so that graphs stay valid; default: of all that sleeps.
         Raises OutOfMemory, with nothing changed, while others hold it: the call may be made again."""
-        self._turns.call("wake_up", tags=_listed(tags))
+        self._turns.call("wake_up", tags=as_tags(tags))
 
     # -- pauses -------------------------------------------------------------------------------------------------
 
@@ -378,11 +389,6 @@ class LLM(Embedding, Adapters):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _listed(tags: Iterable[str] | None) -> list[str] | None:
-    """Tags as a list, which can be read again and sent to replicas."""
-    return tags if tags is None else [tags] if isinstance(tags, str) else list(tags)
 
 
 def start_engine(config: EngineConfig) -> Engine:

@@ -1,7 +1,8 @@
-"""Prompts, chats and parameters of a user, brought into one form; errors name what is wrong. No torch."""
+"""Prompts, chats, parameters and weights of a user, brought into one form; errors name what is wrong. No torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import TEXT_ALONE, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.executor.protocol import Weights
 
 GivenPrompt = str | list[int] | Mapping[str, str | list[int]] | Prompt
 """Prompt as a user may give it, vLLM's forms included: {"prompt": text} or {"prompt_token_ids": ids}; or one that was
@@ -121,3 +125,15 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} given, must be one or as many as prompts ({count})")
     return list(params)
+
+
+def as_weights(given: "Weights") -> "Weights":
+    """New weights as they are. Raises TypeError for what is none, before anything of an engine changes."""
+    if not isinstance(given, (str, Path, Iterable)):
+        raise TypeError(f"weights: must be a folder or (name, tensor) pairs, found {type(given).__name__}")
+    return given
+
+
+def as_tags(tags: Iterable[str] | None) -> list[str] | None:
+    """Tags as a list, which can be read again and sent to replicas."""
+    return tags if tags is None else [tags] if isinstance(tags, str) else list(tags)

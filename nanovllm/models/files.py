@@ -108,7 +108,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [path for path in sorted(folder.glob(*WEIGHTS)) if not any(map(path.match, _TWICE[1:]))]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{index}: corrupt: its weight_map names the files {names or 'none'}")

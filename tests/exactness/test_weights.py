@@ -305,9 +305,10 @@ def test_file_of_the_index_is_missing(tmp_path: Path) -> None:
     expect_refusal(tmp_path, ValueError, "missing")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [']
-)
+NO_MAPS = ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [']
+
+
+@pytest.mark.parametrize("text", [*NO_MAPS, "[" * 100_000])
 def test_index_that_is_none(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     expect_refusal(folder, ValueError, "model.safetensors.index.json")

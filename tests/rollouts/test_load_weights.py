@@ -127,6 +127,14 @@ def test_what_can_be_looked_at_before_is_refused_before_anything_is_written(
     expect_texts_of(first, llm)
 
 
+@pytest.mark.parametrize("given", [None, 5, Policy])
+def test_what_are_no_weights_changes_nothing(llm: LLM, policies: tuple[Policy, Policy], given: Any) -> None:
+    for call in (llm.load_weights, llm.update):
+        with pytest.raises(TypeError, match=r"weights: must be a folder or \(name, tensor\) pairs, found"):
+            call(given)
+    expect_texts_of(policies[0], llm)
+
+
 def test_a_tied_model_may_bring_its_head(tmp_path: Path) -> None:
     tied = Policy(tmp_path, seed=5, tie_word_embeddings=True)
     assert "lm_head.weight" in tied.weights
