@@ -61,7 +61,7 @@ def compile_only(
         assert kernel.metadata.shared <= SHARED_BYTES[capability], (self.__name__, kernel.metadata.shared)
         if most_spilled is not None:
             [spilled] = re.findall(rb"(\d+) bytes spill stores", kernel.asm["cubin"])
-            assert int(spilled) <= most_spilled, self.__name__
+            assert int(spilled) <= most_spilled, (self.__name__, spilled)
         check(kernel.asm["ptx"], options)
         return kernel
 

@@ -22,10 +22,11 @@ from nanovllm.kernels.moe.combine import combine
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.linear import Routed
 from nanovllm.kernels.moe.routing import TopK, route
-from nanovllm.kernels.plan.config import FP8, PACKED
+from nanovllm.kernels.plan.config import FP8, PACKED, Gemm
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import Launch, Planner, Rules
 from nanovllm.kernels.plan.product import Product
+from nanovllm.kernels.plan.rules import int4_config
 from nanovllm.kernels.plan.table import shipped_table
 from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.recurrent.conv import causal_conv
@@ -54,12 +55,14 @@ def check_experts(ptx: str, options: dict[str, Any]) -> None:
         assert "wgmma" in ptx and "cp.async.bulk.tensor" in ptx, options
 
 
-def compile_for(device: Device, of_experts: bool = False) -> None:
+def compile_for(device: Device, of_experts: bool = False, most_spilled: int | None = 12) -> None:
     from triton.runtime.jit import JITFunction
 
     Device.of = lambda _: device
     # 12 bytes are those of gpt-oss's widest tiles, which add a bias.
-    checks: dict[str, Any] = {"check": check_experts, "most_spilled": 12} if of_experts and device.has_roles else {}
+    checks: dict[str, Any] = {}
+    if of_experts and device.has_roles:
+        checks = {"check": check_experts, "most_spilled": most_spilled}
     compile_only(**{"most_spilled": None, **checks}, capability=10 * device.capability[0] + device.capability[1])
     compiled = JITFunction.run
     JITFunction.run = lambda self, *args, **options: compiled(  # what the interpreter does otherwise
@@ -111,7 +114,9 @@ def compile_plans(
 ) -> None:
     """Compiles what the plans of models launch at these numbers of rows on a rank of so many, each kernel once."""
     device, done = Device.named(name), set()
-    compile_for(device, of_experts=models == MIXTURES)
+    # Experts in 4 and 8 bits of few tokens have 128 registers and spill some: NVFP4 most but for integers of 8 bits.
+    most_spilled = None if quantization == "int8" else 68 if quantization in GROUPS else 12
+    compile_for(device, models == MIXTURES, most_spilled)
     for model in models if quantization is None or models == DENSE else models[:1]:
         made = quantization if quantization in ("fp8", "int4") else None
         config = read_model_config(EngineConfig(model, load_format="dummy", quantization=made))
@@ -194,6 +199,17 @@ def test_every_dense_models_plan_compiles(device: str, quantization: str | None)
     if quantization == "fp8" and device not in ("H200", "H100", "B200"):
         pytest.skip("FP8 weights are widened there")
     run_alone(compile_plans, device, quantization, DENSE, (1, 2, 4, 8, 64, 256))
+
+
+@pytest.mark.parametrize("kind", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("dtype", PACKED)
+def test_tiles_of_packed_weights_fit_in_small_shared_memory(dtype: str, kind: str) -> None:
+    """Steps that are on their way: all but one. That these compile is for the nightly tests below."""
+    for device in map(Device.named, ("L40S", "5090", "A100")):
+        for rows in (2, 16, 32, 64, 128, 129, 256):
+            one = int4_config(Gemm(kind, 24576, 4096, dtype, False), rows, device.processors, device.shared_bytes)
+            step = 256 * one.block_m + (128 if dtype == "int8" else 64) * one.block_n
+            assert (one.stages - 1) * step <= device.shared_bytes, (device, rows, one)
 
 
 @pytest.mark.slow

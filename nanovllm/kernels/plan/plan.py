@@ -197,7 +197,7 @@ def _by_rule(gemm: Gemm, rows: int, device: Device) -> GemmConfig | None:
     """Kernel of a rule that goes before the nearest shape, if there is one."""
     if gemm.dtype in PACKED:
         if rows > 1:
-            return int4_config(gemm, rows, device.processors)
+            return int4_config(gemm, rows, device.processors, device.shared_bytes)
         config = packed_row_config(gemm)
         while config.stages > 1 and why_not(gemm, config, most_shared=device.shared_bytes):
             config = replace(config, stages=config.stages - 1)
@@ -219,7 +219,7 @@ def _by_library(product: Product, rows: int, device: Device) -> GemmConfig:
         return GemmConfig("scaled") if fits and device.scaled_library else FP8_MANY_ROWS
     if product.dtype in PACKED:
         if device.is_cuda and rows <= INT4_ROWS:
-            return int4_config(product.gemm(1)._replace(kind=""), rows, device.processors)
+            return int4_config(product.gemm(1)._replace(kind=""), rows, device.processors, device.shared_bytes)
         return GemmConfig("widened")
     return LIBRARY
 

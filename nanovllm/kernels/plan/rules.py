@@ -79,6 +79,10 @@ def packed_row_config(gemm: Gemm) -> GemmConfig:
     return streaming(warps if gemm.k > 1024 else 4, stages, block_n)
 
 
+_SHARED_OF_TALL_TILES = 160 << 10
+"""Bytes of shared memory that tiles of 256 rows need, some compilers' copies of x included."""
+
+
 def _packed_tile(gemm: Gemm, rows: int) -> tuple[int, int, int, int]:
     """Rows of x, weight rows, stages and warps of a tile: the best for the four products of 8B on an H200. Eight warps
     unpack a tile twice as large, of which a processor holds one."""
@@ -92,9 +96,10 @@ def _packed_tile(gemm: Gemm, rows: int) -> tuple[int, int, int, int]:
     return next(tile for tile in _INT4_TILES if rows <= tile[0] or tile is _INT4_TILES[-1])
 
 
-def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
+def int4_config(gemm: Gemm, rows: int, processors: int, most_shared: int = SHARED_BYTES) -> GemmConfig:
     """Kernel for weights of 4 and 8 bits: tiles, and as many parts of K as keep two or more programs, or one of eight
-    warps, on each processor; more than four pay where the sums are short.
+    warps, on each processor; more than four pay where the sums are short. most_shared: bytes of shared memory that a
+    program may have.
 
     Parts that the kernel adds up itself are long: those of 1,024 columns save 5 to 8 % of 8B's steps of 2 to 32 rows,
     those of 256 cost 3 to 11 % of 0.6B's, where programs would wait for each other longer than they multiply.
@@ -102,6 +107,9 @@ def int4_config(gemm: Gemm, rows: int, processors: int) -> GemmConfig:
     if rows > INT4_ROWS:
         return LIBRARY
     block_m, block_n, stages, warps = _packed_tile(gemm, rows)
+    if most_shared < _SHARED_OF_TALL_TILES:
+        block_m = min(block_m, 128)
+    stages = min(stages, most_shared // (256 * block_m + (128 if gemm.dtype == INT8 else 64) * block_n) + 1)
     enough = processors * 9 // 10 if warps == 8 else 2 * processors
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     most = 8 if block_m == 16 else 4
