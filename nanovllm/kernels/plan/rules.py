@@ -109,7 +109,7 @@ def int4_config(gemm: Gemm, rows: int, processors: int, most_shared: int = SHARE
     block_m, block_n, stages, warps = _packed_tile(gemm, rows)
     if most_shared < _SHARED_OF_TALL_TILES:
         block_m = min(block_m, 128)
-    stages = min(stages, most_shared // (256 * block_m + (128 if gemm.dtype == INT8 else 64) * block_n) + 1)
+    stages = _stages_that_fit(stages, 256 * block_m + (128 if gemm.dtype == INT8 else 64) * block_n, most_shared)
     enough = processors * 9 // 10 if warps == 8 else 2 * processors
     programs, parts = -(-gemm.n // block_n) * -(-rows // block_m), 1
     most = 8 if block_m == 16 else 4
@@ -201,10 +201,15 @@ def expert_tiles(
 
 
 def _shortened(config: GemmConfig, weights: int, item_size: int, most_shared: int) -> GemmConfig:
-    """The tiles with as many stages as fit, on a GPU without tensor copy engines, where a ring holds one step less.
+    """The tiles with as many stages as fit, on a GPU without tensor copy engines.
     weights: tiles of them in a step; item_size: bytes of their numbers; those of x have 2 at least."""
     step = config.block_k * (max(2, item_size) * config.block_m + item_size * weights * config.block_n)
-    return replace(config, stages=min(config.stages, most_shared // step + 1))
+    return replace(config, stages=_stages_that_fit(config.stages, step, most_shared))
+
+
+def _stages_that_fit(most: int, step: int, most_shared: int) -> int:
+    """Stages, at most so many, of steps of so many bytes, of which a ring in shared memory holds one less."""
+    return min(most, most_shared // step + 1)
 
 
 def _narrower(config: GemmConfig) -> GemmConfig:
