@@ -209,9 +209,9 @@ class RemoveAdapter(msgspec.Struct):
 def _load_adapter(
     engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None,
     keeps: Iterable[str] = (),
-) -> Any:  # fmt: skip
+) -> Steps:  # fmt: skip
     """`digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
-    return {"digest": engine.control.load_adapter(lora_name, lora_path, load_inplace, digest, keeps)}
+    return {"digest": (yield from engine.control.load_adapter(lora_name, lora_path, load_inplace, digest, keeps))}
 
 
 def _remove_adapter(engine: CalledEngine, lora_name: str, keeps: Iterable[str] = ()) -> Any:
@@ -301,6 +301,8 @@ class CallSpec:
     """True: the answers are compared, so that engines which wait for the weights of the others are left out."""
     counts_version: bool = False
     """Option `weight_version` is the version of the new weights that it ends with, one for all engines."""
+    runs_beside: bool = False
+    """It lets steps run, and waits for none of their requests: a `resume` behind it waits for its end."""
     drops_adapters: bool = False
     """Option `keeps` names, by digest, the adapters of requests that an engine may not have got yet."""
     relayed_as: Callable[[Options], str | None] = lambda options: None
@@ -350,7 +352,7 @@ CALLS: dict[str, CallSpec] = {
     ),
     "load_adapter": CallSpec(
         _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters,
-        drops_adapters=True,
+        runs_beside=True, drops_adapters=True,
     ),
     "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", drops_adapters=True),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),

@@ -1,5 +1,6 @@
 """Control of a live engine by a trainer: new weights, sleep, pauses, abort of everything."""
 
+import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.transfer.receiver import WeightReceiver
 
 _DROPPED = "sleep(level=2) has dropped the weights"
+_LOOK_SECONDS = 0.001  # between two looks at an adapter that is read
 
 
 class EngineControl:
@@ -25,6 +27,8 @@ class EngineControl:
         self._executor, self._scheduler = loop.executor, loop.scheduler
         self._held: set[str] = set()
         """Digests of the adapters that the ranks hold."""
+        self._is_reading = False
+        """Whether the ranks read an adapter."""
         self.receiver: WeightReceiver | None = None
         """Receiver of a trainer's calls; None until the first of them."""
 
@@ -96,11 +100,21 @@ class EngineControl:
 
     def load_adapter(
         self, name: str, path: str, replaces: bool, digest: str | None = None, keeps: Iterable[str] = ()
-    ) -> str:
-        """Loads an adapter from a folder on all ranks; returns its digest. replaces: another may have the name now.
-        digest: that it must have. keeps: see _drop_adapters. Raises ValueError, with nothing changed."""
+    ) -> Generator[None, None, str]:
+        """Loads an adapter from a folder on all ranks, while steps go on; returns its digest. replaces: another may
+        have the name now. digest: that it must have. keeps: see _drop_adapters. Raises ValueError, with nothing
+        changed."""
         self._require_adapters("load_adapter")
-        answers = self._executor.call("adapters.put", Path(path).absolute())
+        while self._is_reading:
+            yield from self._let_steps_run()
+        self._is_reading = True
+        try:
+            self._executor.call("adapters.read", Path(path).absolute())
+            while any(self._executor.call("adapters.is_reading")):
+                yield from self._let_steps_run()
+            answers = self._executor.call("adapters.put")
+        finally:
+            self._is_reading = False
         said = next((error for _, error in answers if error), None)
         found, before = answers[0][0], self._state.adapters.get(name)
         if said is None and (len({*answers}) > 1 or digest not in (None, found)):
@@ -114,6 +128,14 @@ class EngineControl:
         if said is not None:
             raise ValueError(said)
         return found
+
+    def _let_steps_run(self) -> Generator[None, None, None]:
+        """Yields for a step, where one can run; where there is nothing to compute, after a pause."""
+        stands = bool(self._state.asleep) or self._state.lacks_weights
+        if stands or not self._loop.is_busy():
+            time.sleep(_LOOK_SECONDS)
+        if not stands:
+            yield
 
     def remove_adapter(self, name: str, keeps: Iterable[str] = ()) -> None:
         """Lets no more requests have an adapter; those that have it end with it. keeps: see _drop_adapters. Raises
@@ -135,6 +157,8 @@ class EngineControl:
         self._state.kept_adapters = sorted(self._held.intersection(keeps))
         used = {one.digest for one in self._state.adapters.values()} | self._book.adapters()
         used.update(self._state.kept_adapters)
+        if self._is_reading:  # what is read may be one of these; load_adapter drops the others at its end
+            return
         if unused := sorted(self._held - used):
             self._held -= {*unused}
             self._executor.call("adapters.drop", unused)

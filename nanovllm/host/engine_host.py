@@ -89,7 +89,8 @@ class EngineHost:
                     self._send_gained(gained)
                 elif engine.executor.failed:
                     engine.executor.check()  # raises
-                idle = not is_busy and not self._calls and time.monotonic() > self._awake_until
+                is_called = self._calls or self._running is not None
+                idle = not is_busy and not is_called and time.monotonic() > self._awake_until
                 self._take_in(_IDLE_LOOK if idle else 0.0)
 
     def _take_in(self, seconds: float) -> None:
@@ -165,7 +166,7 @@ class EngineHost:
                 call = self._calls.popleft()
                 self._running = call, self._steps(call)
             if not self._go_on(*self._running):
-                if all(each.name != "resume" for each in self._calls):
+                if CALLS[self._running[0].name].runs_beside or all(each.name != "resume" for each in self._calls):
                     return
                 call, steps = self._running
                 steps.close()

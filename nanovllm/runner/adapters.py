@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -38,21 +39,27 @@ class RankAdapters:
         self._dtype = next(iter(self._layers.values())).a.dtype
         self._held: dict[str, dict[str, Halves]] = {}
         """Halves of each layer that an adapter has, by the adapter's digest and the layer's name."""
+        self._reading: _Reading | None = None
 
-    @torch.inference_mode()
-    def put(self, folder: Path) -> tuple[str, str]:
-        """Reads an adapter into host memory. Returns its digest and what is wrong with it, "" where nothing is: a rank
+    def read(self, folder: Path) -> None:
+        """Begins to read an adapter into host memory, in a thread beside the steps; what was being read before is
+        dropped."""
+        self._reading = _Reading(self, folder)
+        self._reading.start()
+
+    def is_reading(self) -> bool:
+        assert self._reading is not None
+        return self._reading.is_alive()
+
+    def put(self) -> tuple[str, str]:
+        """Takes the adapter that was read. Returns its digest and what is wrong with it, "" where nothing is: a rank
         that raised would be gone."""
-        try:
-            adapter = read_adapter(folder, self._max_rank)
-            if adapter.digest not in self._held:
-                self._held[adapter.digest] = self._halves(adapter)
-        except (OSError, ValueError) as error:
-            return "", str(error)
-        except Exception as error:  # of a library that reads what is none
-            said = f"must be an adapter as PEFT writes it: {type(error).__name__}: {short(error)}"
-            return "", f"lora_path={shown(str(folder))}: {said}"
-        return adapter.digest, ""
+        reading, self._reading = self._reading, None
+        assert reading is not None
+        reading.join()
+        if reading.halves is not None:
+            self._held[reading.digest] = reading.halves
+        return reading.digest, reading.fault
 
     def drop(self, digests: list[str]) -> None:
         """Forgets adapters that no row has any more. Those that are in slots stay there until others come."""
@@ -72,8 +79,15 @@ class RankAdapters:
                     layer.a[slot].copy_(halves[0], non_blocking=True)
                     layer.b[slot].copy_(halves[1], non_blocking=True)
 
+    @torch.inference_mode()
+    def halves_of(self, folder: Path) -> tuple[str, dict[str, Halves] | None]:
+        """Digest of the adapter in a folder, and its halves on this rank; None: they are held. From any thread. Raises
+        ValueError where it is not one of this model."""
+        with self._io.stream_context():  # of this rank's device
+            adapter = read_adapter(folder, self._max_rank)
+            return adapter.digest, None if adapter.digest in self._held else self._halves(adapter)
+
     def _halves(self, adapter: Adapter) -> dict[str, Halves]:
-        """Raises ValueError where the adapter is not one of this model."""
         given, top = {}, self._names.of("model")
         for module in adapter.modules:
             name = self._names.canonical(f"{module}.weight") or module
@@ -161,6 +175,25 @@ class RankAdapters:
                 module = self._names.module(part.path)
                 part = part._replace(b=of_b[f"{module}.weight"])
             yield module, part
+
+
+class _Reading(Thread):
+    """An adapter that is read into a rank's host memory."""
+
+    def __init__(self, adapters: RankAdapters, folder: Path) -> None:
+        super().__init__(name="nanovllm-adapter", daemon=True)
+        self._adapters, self._folder = adapters, folder
+        self.digest, self.fault = "", ""
+        self.halves: dict[str, Halves] | None = None
+
+    def run(self) -> None:
+        try:
+            self.digest, self.halves = self._adapters.halves_of(self._folder)
+        except (OSError, ValueError) as error:
+            self.fault = str(error)
+        except Exception as error:  # of a library that reads what is none
+            said = f"must be an adapter as PEFT writes it: {type(error).__name__}: {short(error)}"
+            self.fault = f"lora_path={shown(str(self._folder))}: {said}"
 
 
 def names_of_experts(module: str, path: str, count: int) -> tuple[list[str], list[str]]:

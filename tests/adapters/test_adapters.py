@@ -5,7 +5,9 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from nanovllm.executor.resolve import settle
 from nanovllm.models.adapter_files import is_target
 from nanovllm.models.registry import read_model_config
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.memory_plan import GPUS, plan_rank
 
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
@@ -247,7 +250,7 @@ def test_prefixes_are_keyed_by_the_adapters_bytes(qwen: Any, tmp_path: Path) -> 
 def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
     model, folder, made = qwen
     with LLM(str(folder), **LORA) as llm:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)  # steps go on while others are read
         ids: dict[int, int] = {}
         gained: dict[int, list[int]] = {}
 
@@ -279,9 +282,60 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
     for request_id, number in ids.items():
         with adapted(model, *made[number][1:]), torch.inference_mode():
             text = [*PROMPTS[1]]
-            for _ in range(12):
+            for _ in range(60):
                 text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
         assert gained[request_id] == text[6:]
+
+
+class Gate:
+    """Holds up each adapter that a rank has read, until `may_end` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        read = RankAdapters.halves_of
+
+        def slowly(*args: Any) -> Any:
+            found = read(*args)
+            self.began.set()
+            assert self.may_end.wait(60)
+            return found
+
+        monkeypatch.setattr(RankAdapters, "halves_of", slowly)
+
+
+def test_steps_go_on_while_an_adapter_is_read(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that come meanwhile wait for it; one that is dropped meanwhile is there if it is the one."""
+    model, folder, made = qwen
+    with LLM(str(folder), **LORA) as llm, ThreadPoolExecutor(3) as pool:
+        llm.load_adapter("before", made[0][0])
+        gate = Gate(monkeypatch)
+        loading = [pool.submit(llm.load_adapter, "a", made[0][0])]
+        assert gate.began.wait(60)
+        loading.append(pool.submit(llm.load_adapter, "b", made[1][0]))
+        check_values(model, made, generate(llm, PROMPTS, LoRARequest("before")), [1] * 3)
+        llm.remove_adapter("before")
+        check_values(model, made, generate(llm, PROMPTS), [0] * 3)
+        assert not any(one.done() for one in loading)
+        gate.may_end.set()
+        a, b, c = *(one.result(60) for one in loading), llm.load_adapter("c", made[2][0])
+        for given, numbers in (([b, c, None], [2, 3, 0]), ([b, a, None], [2, 1, 0])):  # a has to come into a slot again
+            check_values(model, made, generate(llm, PROMPTS, given), numbers)
+
+
+def test_a_load_that_is_interrupted_leaves_nothing(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder, made = qwen
+    with LLM(str(folder), **LORA) as llm:
+        with monkeypatch.context() as patch:
+            gate = Gate(patch)
+            steps = llm.engine.call("load_adapter", lora_name="a", lora_path=str(made[0][0]))
+            next(steps)
+            steps.close()  # as Ctrl-C does
+            with pytest.raises(ValueError, match="no adapter of this name"):
+                generate(llm, PROMPTS, LoRARequest("a"))
+            gate.may_end.set()
+        request = llm.load_adapter("a", made[1][0])
+        check_values(model, made, generate(llm, PROMPTS, request), [2] * 3)
+        assert len(llm.engine.executor.runner.adapters._held) == 1  # type: ignore[attr-defined]
 
 
 def test_a_bad_adapter_changes_nothing(qwen: Any, tmp_path: Path) -> None:

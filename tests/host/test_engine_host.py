@@ -116,6 +116,25 @@ def test_requests_that_come_on_and_on_leave_time_for_steps() -> None:
     assert engine.step.call_count == 2
 
 
+def test_resume_waits_for_calls_that_wait_for_no_request(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, run = threading.Event(), []
+
+    def load(engine: Any) -> Steps:
+        while not read.is_set():
+            yield
+        run.append("load")
+
+    monkeypatch.setitem(CALLS, "load", CallSpec(load, runs_beside=True))
+    monkeypatch.setitem(CALLS, "resume", CallSpec(lambda engine: run.append("resume")))
+    for number, name in enumerate(("load", "resume")):
+        room.host.handle(wire.Call(number, name, {}))
+    room.host._advance_calls()
+    assert not run
+    read.set()
+    room.host._advance_calls()
+    assert run == ["load", "resume"] and all(answer.kind is None for answer in room.said)
+
+
 def test_calls_run_in_the_order_in_which_they_came(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """`resume` ends what waits for steps before it, and overtakes nothing: no pause that was asked for before it comes
     after it."""
