@@ -24,6 +24,7 @@ class Kernels:
     route: Annotated[Callable[..., Routing], "moe.routing"]
     expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]
     expert_down: Annotated[Callable[..., torch.Tensor], "moe.experts"]
+    choices: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "moe.routing"]
     combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]
     adapter_delta: Annotated[Callable[..., torch.Tensor], "gemm.adapters"]
     qk_norm_rope_store: Annotated[Callable[..., torch.Tensor], "pointwise.rope"]

@@ -6,6 +6,7 @@ elements differs in the last bit from silu of the others.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -28,9 +29,15 @@ def row_by_row(kernels: Kernels) -> Kernels:
         route=_each_row(kernels.route, joined=None, logits=1),
         expert_gate_up=_each_row(kernels.expert_gate_up, x=0, routing=0, delta=0),
         expert_down=_each_row(kernels.expert_down, joined=1, h=0, routing=0, delta=0),
-        adapter_delta=_each_row(kernels.adapter_delta, x=0, slots=0),
+        adapter_delta=partial(_adapter_delta, _each_row(kernels.adapter_delta, x=0, slots=0)),
         combine=_each_row(kernels.combine, parts=1, shared=0, logits=1),
     )
+
+
+def _adapter_delta(
+    each_row: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    return each_row(x if tokens is None else x[tokens], *args)
 
 
 def _each_row(function: Callable[..., Any], joined: int | None = 0, **rows: int) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ from torch import nn
 
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.base.device import ordinary_launch
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm.adapters import shrink
 from nanovllm.kernels.gemm.expand import Shrunk
-from nanovllm.kernels.moe.routing import choices_of
 from nanovllm.kernels.plan.config import LIBRARY
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers.matrix import DenseMatrix, Weight
@@ -88,24 +88,25 @@ class AdaptedMatrix(nn.Module):
     def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight; rows of a step with adapters must come unrounded."""
         if (slots := call.adapters) is not None:
-            rows, a, b = x, self.a, self.b
+            a, b = self.a, self.b
             if self.stack:
                 assert call.routing is not None
-                token, expert = choices_of(call.routing.routing)
-                rows, slots = x[token] if launch.gate else x, slots[token]
-                slots = torch.where(slots < 0, -1, slots * self.stack[0] + expert)
-                a, b = a.flatten(0, 1), b.flatten(0, 1)
-            if launch.config.is_our_kernel and not self.stack:  # it multiplies by B itself
+                tokens, slots = self.kernels.choices(call.routing.routing, slots, self.stack[0])
+                with ordinary_launch():  # kernels that start early read slots which no kernel has just written
+                    delta: Any = self.kernels.adapter_delta(
+                        x, slots, a.flatten(0, 1), b.flatten(0, 1), self.starts, tokens=tokens if launch.gate else None
+                    )
+            elif launch.config.is_our_kernel:  # it multiplies by B itself
                 norm, few = call.norm if launch.norm else None, launch.config.is_skinny
                 late = launch.config.kernel == "tile" and isinstance(self.base, DenseMatrix)
-                delta: Any = shrink(rows, slots, a, b, self.starts, few=few, norm=norm, late=late)
+                delta = shrink(x, slots, a, b, self.starts, few=few, norm=norm, late=late)
             elif launch.config.kernel == "split" and self.kernels.fused:
-                delta = shrink(rows, slots, a, b, self.starts)
+                delta = shrink(x, slots, a, b, self.starts)
             else:
                 # The library begins its sums with numbers of x's dtype (kernels/gemm/dense.py).
-                takes_own = isinstance(self.base, DenseMatrix) and rows.is_cuda and launch.config == LIBRARY
-                dtype = rows.dtype if takes_own else torch.float32
-                delta = self.kernels.adapter_delta(rows, slots, a, b, self.starts, dtype)
+                takes_own = isinstance(self.base, DenseMatrix) and x.is_cuda and launch.config == LIBRARY
+                dtype = x.dtype if takes_own else torch.float32
+                delta = self.kernels.adapter_delta(x, slots, a, b, self.starts, dtype)
             call = call._replace(delta=delta)
         return self.base.multiply(x, launch, call)
 

@@ -17,6 +17,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.adapter_files import (
     Adapter,
     check_targets,
+    find_not_finite,
     is_finite,
     is_parameter,
     read_adapter,
@@ -111,27 +112,29 @@ class RankAdapters:
                 found = given_of_experts(adapter.config, given, *names_of_experts(module, part.path, *stack))
             if found:
                 wanted.setdefault(path, {})[part.path] = found
-        held = self._room([*wanted])
+        flat, held = self._room([*wanted])
         for path, names_of_part in wanted.items():
             for _, part in self._parts(path, held[path]):
                 for name in names_of_part.get(part.path, ()):
                     self._load(name, adapter, part)
+        if not is_finite(flat):
+            find_not_finite(adapter, self._dtype)
         return held
 
-    def _room(self, paths: list[str]) -> dict[str, Halves]:
-        """Zeros for the halves of these layers, in one piece of memory, pinned where slots are on a GPU: the driver
-        takes as long for each piece as for copying a megabyte."""
+    def _room(self, paths: list[str]) -> tuple[torch.Tensor, dict[str, Halves]]:
+        """Zeros for the halves of these layers, and the one piece of memory that they are in, pinned where slots are on
+        a GPU: the driver takes as long for each piece as for copying a megabyte."""
         shapes = [half.shape[1:] for path in paths for half in (self._layers[path].a, self._layers[path].b)]
         sizes = [shape.numel() for shape in shapes]
         is_pinned = next(iter(self._layers.values())).a.is_cuda
-        pieces = torch.zeros(sum(sizes), dtype=self._dtype, pin_memory=is_pinned).split(sizes)
-        halves = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
-        return {path: (a, b) for path, a, b in zip(paths, halves, halves, strict=True)}
+        flat = torch.zeros(sum(sizes), dtype=self._dtype, pin_memory=is_pinned)
+        halves = iter([piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)])
+        return flat, {path: (a, b) for path, a, b in zip(paths, halves, halves, strict=True)}
 
     def _load(self, name: str, adapter: Adapter, part: AdapterPart) -> None:
         """Loads what an adapter has under this name into a part of a layer, or into one of its experts."""
         a, b, scale = adapter.modules[name]
-        b = b if scale == 1 else b.float() * scale
+        b = b if scale == 1 else (b if b.dtype == self._dtype else b.float()) * scale
         of_a, of_b, kind = part.a, part.b, part.path.rpartition(".")[2]
         if len(of_a.shape) > a.dim():
             of_a, of_b = (_of_expert(weight, int(name.split(".")[-2])) for weight in (of_a, of_b))
@@ -150,8 +153,6 @@ class RankAdapters:
                 raise ValueError(f"{name}: {half} is {list(tensor.shape)}: {bound}")
             if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
                 raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
-            if (tensor.dtype != (dtype := self._dtype) or scale != 1) and not is_finite(tensor.to(dtype)):
-                raise ValueError(f"{name}: {half} with its scale does not fit into {dtype}")
         if more := of_a.shape[-2] - a.shape[-2]:
             a, b = pad(a, (0, 0, 0, more)), pad(b, (0, more))
         for tensor, weight in ((a, of_a), (b, of_b)):

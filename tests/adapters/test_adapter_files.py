@@ -1,6 +1,7 @@
 """The reader of adapters: what a module gets, and what is refused by its name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, save
 
-from nanovllm.models.adapter_files import check_targets, is_target, read_adapter
+from nanovllm.models.adapter_files import check_targets, find_not_finite, is_target, read_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -81,8 +82,6 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(changed: dict[str, An
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({f"base_model.model.{Q}.lora_A.weight": torch.full((4, 8), torch.nan)}, "NaN"),
-        ({f"base_model.model.{Q}.lora_B.weight": torch.full((6, 4), torch.inf)}, "infinity"),
         ({f"base_model.model.{Q}.lora_B.weight": torch.ones(6, 3)}, r"\[6, 3\]"),
         ({f"base_model.model.{Q}.lora_B.weight": torch.ones(6, 4, dtype=torch.int8)}, "lora_B"),
         ({f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(6)}, "lora_magnitude_vector"),
@@ -97,6 +96,28 @@ def test_tensors_that_are_no_adapter_are_refused_by_their_names(
         read_adapter(save(tmp_path, pair(Q) | spoilt), 16)
 
 
+@pytest.mark.parametrize(
+    ("half", "value", "said"), [("A", torch.nan, "NaN"), ("B", torch.inf, "infinity"), ("B", 60_000.0, "float16")]
+)
+def test_modules_with_other_than_numbers_are_named(half: str, value: float, said: str, tmp_path: Path) -> None:
+    """60,000 times its scale is none in float16."""
+    tensors = pair(Q) | pair(DOWN)
+    tensors[f"base_model.model.{DOWN}.lora_{half}.weight"].view(-1)[3] = value
+    find_not_finite(read_adapter(save(tmp_path / "good", pair(Q)), 16), torch.float16)
+    with pytest.raises(ValueError, match=f"{DOWN}: lora_{half} .*{said}"):
+        find_not_finite(read_adapter(save(tmp_path, tensors), 16), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_are_those_of_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in (pair(Q) | pair(DOWN)).items()}
+    adapter = read_adapter(save(tmp_path, tensors), 16)
+    for module, (a, b, _) in adapter.modules.items():
+        for half, found in (("A", a), ("B", b)):
+            expected = tensors[f"base_model.model.{module}.lora_{half}.weight"]
+            assert found.dtype == dtype and torch.equal(found, expected)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
         read_adapter(tmp_path, 16)
@@ -106,6 +127,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="corrupt"):
         read_adapter(tmp_path, 16)
+    save(tmp_path, pair(Q))
+    os.truncate(tmp_path / "adapter_model.safetensors", (tmp_path / "adapter_model.safetensors").stat().st_size - 40)
+    with pytest.raises(ValueError, match="corrupt"):
+        read_adapter(tmp_path, 16)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
     (tmp_path / "adapter_config.json").write_text(json.dumps([]))
     with pytest.raises(ValueError, match="corrupt"):
         read_adapter(tmp_path, 16)

@@ -1,15 +1,19 @@
 """Adapters on a GPU: what rows compute is what the CPU's twins do in float32, and graphs do as eager steps."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors, save
 from adapters.test_adapters import linears, scores
+from small_models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.runner.adapters import names_of_experts
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -27,9 +31,9 @@ def requests(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | Non
     return [None, *(LoRARequest(path.name, lora_path=str(path)) for path in paths)]
 
 
-def scored(requests: list[LoRARequest | None], **options: Any) -> list[torch.Tensor]:
+def scored(requests: list[LoRARequest | None], model: str = "demo", **options: Any) -> list[torch.Tensor]:
     """Log-probabilities of each prompt, in each round."""
-    with LLM("demo", enable_lora=True, max_loras=2, max_model_len=512, num_kvcache_blocks=64, **options) as llm:
+    with LLM(model, enable_lora=True, max_loras=2, max_model_len=512, num_kvcache_blocks=64, **options) as llm:
         found = []
         for numbers in ROUNDS:
             llm.reset_prefix_cache()
@@ -77,3 +81,50 @@ def test_an_adapter_from_memory(requests: list[LoRARequest | None]) -> None:
         [other] = llm.generate(PROMPTS[:1], SCORED, use_tqdm=False, lora_request=requests[2])
         [theirs] = llm.generate(PROMPTS[:1], SCORED, use_tqdm=False, lora_request=requests[1])
     assert scores(ours) == scores(theirs) != scores(other)
+
+
+def random_adapter(llm: LLM, seed: int, folder: Path) -> LoRARequest:
+    """One of all layers that take adapters, each expert's too."""
+    rows, adapters = torch.Generator().manual_seed(seed), llm.engine.executor.runner.adapters  # type: ignore[attr-defined]
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module, part in adapters._all_parts:
+        stack, (out, columns) = adapters._layers[path].stack, (part.b.shape[-2], part.a.shape[-1])
+        for name in names_of_experts(module, part.path, *stack)[0] if stack else [module]:
+            a, b = torch.randn(4, columns, generator=rows), torch.randn(out, 4, generator=rows)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a / math.sqrt(columns)
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b * 0.3
+    return LoRARequest(folder.name, lora_path=str(save(folder, tensors, target_modules="all-linear")))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "gpt_oss", "gemma4, experts", "qwen3_5", "qwen3_5_moe", "nemotron_h", "lfm2"]
+)
+def test_adapters_of_experts_and_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    """Values of prompts are those of the twins, and rows decoded in graphs, alone or beside others, draw what they
+    score highest by themselves, up to the noise of bfloat16."""
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "model": make_checkpoint(kind, tmp_path / "model")}
+    slots: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_model_len": 512, "num_kvcache_blocks": 64}
+    with LLM(**options, **slots, device="cpu", dtype="float32") as llm:
+        requests = [None, *(random_adapter(llm, seed, tmp_path / str(seed)) for seed in (1, 2))]
+    expected = torch.cat(scored(requests, **options, device="cpu", dtype="float32"))
+    base = torch.cat(scored([None] * 3, **options, device="cpu", dtype="float32"))
+    parts = scored(requests, **options, device=DEVICE, dtype="bfloat16")
+    found, numbers = torch.cat(parts), [number for each in ROUNDS for number in each]
+    has_one = torch.cat([torch.full([len(part)], number > 0) for part, number in zip(parts, numbers, strict=True)])
+    change, noise = (expected - base).abs(), (found - expected).abs()
+    print(kind, "change", change[has_one].mean(), "noise", noise[has_one].mean(), noise[~has_one].mean())
+    assert change[~has_one].max() < 1e-3 < 1 < change[has_one].mean()
+    assert noise[has_one].mean() < 0.3 and noise[~has_one].mean() < 0.3
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    with LLM(**options, **slots, device=DEVICE) as llm:
+        for count in (1, 4):
+            given = [requests[number] for number in ROUNDS[1][:count]]
+            rows = llm.generate(PROMPTS[:count], params, use_tqdm=False, lora_request=given)
+            for row, request in zip(rows, given, strict=True):
+                one = row.outputs[0]
+                ids = [*(row.prompt_token_ids or []), *one.token_ids]
+                [again] = llm.generate([ids], SCORED, use_tqdm=False, lora_request=request)
+                drawn = [table[token].logprob for token, table in zip(one.token_ids, one.logprobs or [], strict=True)]
+                apart = (torch.tensor(drawn) - torch.tensor(scores(again)[:-1])[-24:]).abs()
+                print(kind, count, "decoded", apart.max(), apart.mean())
+                assert apart.mean() < 0.1

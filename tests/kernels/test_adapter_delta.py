@@ -40,6 +40,16 @@ def test_the_kernels_compute_what_their_twin_does(k: int, n: int, starts: tuple[
     assert torch.equal((y + found[1]).view(torch.int32), y.view(torch.int32))
 
 
+def test_rows_may_be_those_of_some_tokens() -> None:
+    x, a, b = operands(9, 640, 72, 2)
+    tokens = torch.tensor([3, 3, 0, 8, 7, 7, 7, 1] * 4, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor(MIXED * 4, dtype=torch.int32, device=DEVICE)
+    found = adapter_delta(x, slots, a, b, (0, 40), tokens=tokens)
+    assert torch.equal(found.view(torch.int32), adapter_delta(x[tokens], slots, a, b, (0, 40)).view(torch.int32))
+    expected = adapter_delta_reference(x, slots, a, b, (0, 40), tokens=tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_rows_bits_are_its_own() -> None:
     """Neither neighbours nor the slot change them."""
     x, a, b = operands(20, 600, 72, 2)

@@ -22,7 +22,7 @@ from nanovllm.kernels.moe.experts import (
     experts_of,
 )
 from nanovllm.kernels.moe.router import router_logits
-from nanovllm.kernels.moe.routing import Routing, TopK, choices_of, max_tiles, route, route_reference
+from nanovllm.kernels.moe.routing import Routing, TopK, choices, choices_reference, max_tiles, route, route_reference
 from nanovllm.kernels.plan.config import FP8, INT4, MXFP4, GemmConfig
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.rules import expert_tiles
@@ -145,14 +145,26 @@ def test_grouped_gemms_are_those_of_their_twins(
 def test_choices_are_those_of_the_tiles() -> None:
     options = TopK(7, 3)
     routing = route_reference(logits_of("crowded", 36, 7), options, 16)
-    token, expert = choices_of(routing)
-    for number, first, end in experts_of(routing):
-        assert (expert[first:end] == number).all()
-    assert torch.equal(token, routing.order.long() // 3)
+    slots = (torch.arange(36, dtype=torch.int32, device=DEVICE) * 5) % 7 - 1
+    for kernel in (choices, choices_reference):
+        token, slot = kernel(routing, slots, 7)
+        assert torch.equal(token, routing.order // 3)
+        for number, first, end in experts_of(routing):
+            assert torch.equal(slot[first:end], slots[token[first:end]].mul(7).add(number).clamp(min=-1))
     each = [route_reference(logits, options, 16) for logits in logits_of("spread", 5, 7).split(1, 1)]
-    token, expert = choices_of(each)
+    token, slot = choices_reference(each, slots[:5], 7)
     assert token.tolist() == [number for number in range(5) for _ in range(3)]
-    assert torch.equal(expert, torch.cat([choices_of(one)[1] for one in each]))
+    alone = [choices_reference(one, slots[number, None], 7)[1] for number, one in enumerate(each)]
+    assert torch.equal(slot, torch.cat(alone))
+
+
+@pytest.mark.parametrize(("rows", "experts", "block_m"), [(1, 5, 16), (300, 3, 16), (150, 40, 64), (700, 2, 16)])
+def test_choices_by_the_kernel(rows: int, experts: int, block_m: int) -> None:
+    options = TopK(experts, 2)
+    routing = route_reference(logits_of("spread", rows, experts), options, block_m)
+    slots = (torch.arange(rows, dtype=torch.int32, device=DEVICE) * 5) % 3 - 1
+    for found, expected in zip(*(made(routing, slots, experts) for made in (choices, choices_reference)), strict=True):
+        assert torch.equal(found, expected)
 
 
 def mixture(

@@ -75,13 +75,14 @@ def _tiles(ptrs, live, first_col, k, COLUMNS: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit(do_not_specialize=["rows"])
 def shrink_kernel(
-    X, SLOTS, A, H, rows, k, x_stride,
+    X, TOKENS, SLOTS, A, H, rows, k, x_stride,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr, EACH: tl.constexpr,
     EARLY: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, sums over EACH pieces of k, parts). X, SLOTS, PDL: see shrink_row_kernel; A [slots, parts *
-    RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. EARLY: a sum is of one piece, whose
-    first A is in registers before gdc_wait."""
+    RANK, k] -> H float32 [sums, rows, parts * RANK], of rows with an adapter alone. TOKENS int32 [rows]: rows of X that
+    are its rows; None: one after the other. EARLY: a sum is of one piece, whose first A is in registers before
+    gdc_wait."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     slots = tl.load(SLOTS + row, mask=row < rows, other=-1)
@@ -99,7 +100,8 @@ def shrink_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     else:
         start_early(PDL)
-    x_ptrs, has_adapter = X + row.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
+    of_x = row if TOKENS is None else tl.load(TOKENS + row, mask=slots >= 0, other=0)
+    x_ptrs, has_adapter = X + of_x.to(tl.int64)[:, None] * x_stride, (slots >= 0)[:, None]
     h = tl.zeros([BLOCK_M, RANK], dtype=tl.float32)
     if EARLY:
         x = _tiles(x_ptrs, has_adapter, first_col, k, PIECE, BLOCK_K)
@@ -152,12 +154,12 @@ def expand_kernel(
 
 def shrink(
     x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], *, few: bool = False,
-    norm: Norm | None = None, late: bool = False,
+    norm: Norm | None = None, late: bool = False, tokens: Tensor | None = None,
 ) -> Shrunk:  # fmt: skip
     """Operands as of adapter_delta -> x A^T, float32 [pieces of K, T, parts * R]. few: for a kernel for few rows
     (GemmConfig.is_skinny), which may compute `norm` of x, of kind "rms", too, and then multiplies these sums by what it
     multiplies x by, beside the norm's weight. late: see Shrunk.is_late."""
-    (rows, k), ranks, parts = x.shape, a.shape[1], len(starts)
+    rows, k, ranks, parts = len(slots), x.shape[1], a.shape[1], len(starts)
     if few:
         piece = ROW_PIECES[k > _FEW_PIECES[1] * ROW_PIECES[0]]
         h = torch.empty(triton.cdiv(k, piece), rows, ranks, dtype=torch.float32, device=x.device)
@@ -173,8 +175,8 @@ def shrink(
     early = block_m == 16 and rank <= EARLY_RANK.value and each == 1 and piece == PIECES[0]
     h = torch.empty(pieces // each, rows, ranks, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles, pieces // each, parts)](
-        x, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128, PIECE=piece,
-        EACH=each, EARLY=early, LATE=late, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
+        x, tokens, slots, a, h, rows, k, x.stride(0), RANK=rank, BLOCK_M=block_m, BLOCK_K=64 if rank > 64 else 128,
+        PIECE=piece, EACH=each, EARLY=early, LATE=late, num_warps=4 if rank <= 128 else 8, **pdl_options(x.device),
     )  # fmt: skip
     return Shrunk(h, slots, b, starts, late)
 
@@ -191,19 +193,22 @@ def expand(shrunk: Shrunk, out: Tensor) -> Tensor:
 
 
 def adapter_delta(
-    x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> Tensor:
+    x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32,
+    tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [T, K], of which the rows with an adapter have it in slot slots[t] (int32, -1: none); a [slots, parts * R, K]
     and b [slots, N, R] in x's dtype, R a power of two >= 16 -> dtype [T, N]. starts: first column of each part,
-    which has rows of `a` of its own. x A^T is rounded to x's dtype."""
-    delta = torch.empty(x.shape[0], b.shape[1], dtype=dtype, device=x.device)
-    return expand(shrink(x, slots, a, b, starts), delta)
+    which has rows of `a` of its own. x A^T is rounded to x's dtype. tokens: with them row t is x[tokens[t]] (int32)."""
+    delta = torch.empty(len(slots), b.shape[1], dtype=dtype, device=x.device)
+    return expand(shrink(x, slots, a, b, starts, tokens=tokens), delta)
 
 
 def adapter_delta_reference(
-    x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> Tensor:
+    x: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...], dtype: torch.dtype = torch.float32,
+    tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Plain twin of `adapter_delta`."""
+    x = x if tokens is None else x[tokens]
     sums = torch.zeros(1, x.shape[0], a.shape[1], device=x.device)
     for slot in filter(lambda slot: slot >= 0, slots.unique().tolist()):
         sums[0, slots == slot] = x[slots == slot].float() @ a[slot].float().T

@@ -328,13 +328,43 @@ def route_reference(
     return Routing(weights if factors is None else weights * factors[chosen], order, in_rows, top_k)
 
 
-def choices_of(routing: Routing | list[Routing]) -> tuple[torch.Tensor, torch.Tensor]:
-    """int [T * k] each: token and expert of each position of a routing, or of those of each token. Reads nothing on the
-    host."""
+@triton.jit
+def _choices_kernel(TILES, ORDER, SLOTS, TOKEN, SLOT, num_tiles, top_k, experts, BLOCK: tl.constexpr):
+    """Grid (tiles): TOKEN and SLOT of a tile's positions in ORDER; see choices."""
+    tile, ptr = tl.program_id(0), TILES + tl.program_id(0) * 3
+    expert, first, end = tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
+    if tile + 1 < num_tiles and tl.load(ptr + 3, mask=tile + 1 < num_tiles, other=-1) == expert:
+        end = tl.load(ptr + 4, mask=tile + 1 < num_tiles, other=0)
+    for begin in range(first, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        token = tl.load(ORDER + at, mask=at < end, other=0) // top_k
+        slot = tl.load(SLOTS + token, mask=at < end, other=-1)
+        tl.store(TOKEN + at, token, mask=at < end)
+        tl.store(SLOT + at, tl.where(slot >= 0, slot * experts + expert, -1), mask=at < end)
+
+
+def choices(routing: Routing, slots: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of a routing, of tokens whose adapters are in `slots` (int32 [T], -1: none) -> int32 [T * k] each: the
+    token of a position, and slot * experts + expert, -1 where it has no adapter. `routing`: for the twin also a list of
+    those of each token."""
+    token, slot = torch.empty_like(routing.order), torch.empty_like(routing.order)
+    num_tiles = len(routing.tiles)
+    _choices_kernel[(num_tiles,)](
+        routing.tiles, routing.order, slots, token, slot, num_tiles, routing.top_k, experts, BLOCK=128
+    )
+    return token, slot
+
+
+def choices_reference(
+    routing: Routing | list[Routing], slots: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain twin of `choices`."""
     if isinstance(routing, list):
-        found = [choices_of(one) for one in routing]
-        tokens = (token + number for number, (token, _) in enumerate(found))
-        return torch.cat([*tokens]), torch.cat([expert for _, expert in found])
-    first, expert = routing.tiles[:, 1].clamp(min=0).long(), routing.tiles[:, 0].clamp(min=0)
-    begins = torch.zeros_like(routing.order).scatter_reduce_(0, first, expert, "amax")
-    return routing.order.long() // routing.top_k, begins.cummax(0).values  # positions are in the order of experts
+        found = [choices_reference(one, slots[number, None], experts) for number, one in enumerate(routing)]
+        tokens = [token + number for number, (token, _) in enumerate(found)]
+        return torch.cat(tokens), torch.cat([slot for _, slot in found])
+    token, expert = routing.order // routing.top_k, torch.empty_like(routing.order)
+    for number, first, end in filter(lambda tile: tile[0] >= 0, routing.tiles.tolist()):
+        expert[first:end] = number
+    of_token = slots[token]
+    return token, torch.where(of_token < 0, -1, of_token * experts + expert)
