@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
 from nanovllm.layers.memory import Mixer
 from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
@@ -75,6 +76,12 @@ def captured_shapes(max_num_seqs: int, max_tokens: int, adapters: bool = False) 
     shapes = [*mixed_shapes(max_num_seqs, max_tokens), *(StepShape(d, 0) for d in decode_buckets(max_num_seqs))]
     shapes += [shape._replace(has_adapters=True) for shape in shapes] if adapters else []
     return sorted(shapes, key=lambda shape: -sum(shape))
+
+
+def most_step_tokens(config: EngineConfig) -> int:
+    """Maximum tokens of a step with its padding: a graph may have room for more than max_num_batched_tokens."""
+    [largest, *_] = captured_shapes(config.most_places, config.max_num_batched_tokens)
+    return max(config.max_num_batched_tokens, sum(largest))
 
 
 class StepGraphs:

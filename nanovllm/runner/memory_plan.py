@@ -30,7 +30,7 @@ from nanovllm.models.planned import one_of_each
 from nanovllm.parallel.peer.memory import Layout
 from nanovllm.parallel.two_batch import first_half
 from nanovllm.processes.machine import usable_memory
-from nanovllm.runner.cuda_graphs import captured_shapes
+from nanovllm.runner.cuda_graphs import captured_shapes, most_step_tokens
 from nanovllm.runner.kernel_choice import rules_of
 from nanovllm.runner.memory_probe import CONTEXT_PER_SM, GIB, KERNELS, MIB, NCCL_BYTES, kv_room
 from nanovllm.runner.sampler import option_bytes
@@ -271,7 +271,7 @@ def _drafting_buffers(
 def _peer_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     if config.tensor_parallel_size == 1 or not config.uses("peer_all_reduce"):
         return 0
-    rows, halves = config.max_num_batched_tokens * model.most_sums, 0
+    rows, halves = most_step_tokens(config) * model.most_sums, 0
     if config.overlaps:
         halves = first_half(rows)
     keys = config.most_places + MAX_PREFILL_ROWS

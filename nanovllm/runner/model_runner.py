@@ -31,7 +31,7 @@ from nanovllm.models.drafters import build, passes
 from nanovllm.models.plugins import load_plugins
 from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.adapters import RankAdapters
-from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, why_no_graphs
+from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, most_step_tokens, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
 from nanovllm.runner.memory_plan import check_room, host_share, step_room
@@ -100,7 +100,7 @@ class ModelRunner:
         self.memory.count(lambda: group.peer_bytes)
         if config.uses("peer_all_reduce") and self.device.type == "cuda" and group.size > 1:
             model, keys = self.model_config, config.most_places + MAX_PREFILL_ROWS
-            rows = config.max_num_batched_tokens * model.most_sums
+            rows = most_step_tokens(config) * model.most_sums
             group.use_peer_memory(rows, model.hidden_size, self.dtype, max_keys=keys)
         return group
 

@@ -24,7 +24,8 @@ from nanovllm import LLM
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "graphs": {}, "two ranks": {"tensor_parallel_size": 2}, "plain kernels": {"disable": ("fused_kernels",)}
+    "graphs": {}, "plain kernels": {"disable": ("fused_kernels",)},
+    "two ranks": {"tensor_parallel_size": 2, "max_num_batched_tokens": 256},  # graphs have room for more tokens
 }
 
 
