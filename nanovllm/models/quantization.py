@@ -153,6 +153,8 @@ def _beside_named(raw: dict[str, Any]) -> list[str]:
     return [rf"re:(?:.*\.)?layers\.\d+\.(?!(?:{'|'.join(map(re.escape, flat))})$)"] if flat else []
 
 
+_OF_EXPRESSIONS = set("*+?^$()[]{}|\\")
+"""Characters that make a name of AutoRound's extra_config a regular expression, found anywhere in a module's."""
 _AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """AutoRound's packing_format -> the layout of others that it is; its own has the zeros as they are."""
 
@@ -168,8 +170,9 @@ def _read_auto_round(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
         refuse("quantization_config: extra_config", others, "an object of objects")
     for name, one in others.items():
         _option(one.get("bits"), f"extra_config: {name}: bits", 16)
+    names = [f"re:.*(?:{name})" if _OF_EXPRESSIONS & {*name} else name for name in others]
     found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
-    return found, [*others, *_beside_named(raw)]
+    return found, names + _beside_named(raw)
 
 
 def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
@@ -216,12 +219,12 @@ def _read_modelopt(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     found = raw.get("quantization") or raw
     if not isinstance(found, dict):
         refuse("quantization_config: quantization", found, "an object")
-    if found.get("quant_algo") != "NVFP4":
-        refuse("quantization_config: quant_algo", found.get("quant_algo"), f"'NVFP4' ({_INSTEAD})")
+    if (method := found.get("quant_algo")) not in ("NVFP4", "W4A16_NVFP4"):
+        refuse("quantization_config: quant_algo", method, f"'NVFP4' or 'W4A16_NVFP4' ({_INSTEAD})")
     _option(found.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
     algorithm, fp8 = found.get("kv_cache_quant_algo"), {"type": "float", "num_bits": 8}
     _check_cache(found.get("kv_cache_scheme") or (fp8 if algorithm == "FP8" else algorithm))
-    _keep_wide("nvfp4", True)
+    _keep_wide("nvfp4", method == "NVFP4")
     names = found.get("exclude_modules") or found.get("ignore") or []
     return Quantization("nvfp4", layout="modelopt", group=_NV_GROUP), names
 
@@ -264,8 +267,9 @@ def read_quantization(
 
 
 class _Named:
-    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths, patterns ("re:...")
-    that the beginning of a path matches, and such with "*" that match a module or one that it is in."""
+    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths (a dot may end them),
+    patterns ("re:...") that the beginning of a path matches, and such with "*" that match a module or one that it is
+    in."""
 
     def __init__(self, names: list[str]) -> None:
         try:
@@ -275,7 +279,7 @@ class _Named:
             refuse("quantization_config: modules that are not converted", names, bound)
         others = [name for name in names if not name.startswith("re:")]
         self._wild = [re.compile(fnmatch.translate(name)) for name in others if "*" in name]
-        self._parts = set(others)
+        self._parts = {name.removesuffix(".") for name in others}
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
