@@ -340,6 +340,8 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
         refuse("quantization", "mxfp4", "of a model with experts, which alone are rounded")
     if found.method == "mxfp4" and not found.layout:
         return found
+    if moe is not None and found.method != "fp8" and not found.while_loading and moe.layout in ("parameters", "turned"):
+        moe = fields["moe"] = replace(moe, layout="experts")  # tools quantise modules, so each expert has its own
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")
