@@ -227,6 +227,12 @@ def test_what_is_not_served_is_refused_by_name(
         LLM(str(tmp_path), load_format="dummy", **ROOMY)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_exact_bits_are_refused(dense: Callable[[str], tuple[Path, Path]], name: str) -> None:
+    with pytest.raises(ValueError, match="must be a checkpoint that is not quantised with exact_bits='batch'"):
+        LLM(str(dense(name)[0]), exact_bits="batch", **ROOMY)
+
+
 def test_dense_models_are_not_rounded_to_mxfp4(dense: Callable[[str], tuple[Path, Path]]) -> None:
     with pytest.raises(ValueError, match=r"quantization='mxfp4': must be of a model with experts"):
         LLM(str(dense("mxfp4")[1]), quantization="mxfp4", **ROOMY)
