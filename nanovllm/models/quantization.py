@@ -88,15 +88,17 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
-    _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
+    ignored = raw.get("ignore") or []
+    if isinstance(ignored, list):
+        ignored = ignored + _beside_targets(group.get("targets", ["Linear"]))
     form, kind = group.get("format") or raw.get("format"), (weights.get("type", "float"), weights.get("num_bits"))
     if kind in (("float", 4), ("int", 8)):
         _check_cache(raw.get("kv_cache_scheme"))
         read = _read_fp4 if kind == ("float", 4) else _read_int8
-        return read(weights, inputs, form), raw.get("ignore") or []
+        return read(weights, inputs, form), ignored
     _require_absent(raw, "kv_cache_scheme")
     if weights.get("type", "float") == "int":
-        return _read_packed(weights, inputs, form), raw.get("ignore") or []
+        return _read_packed(weights, inputs, form), ignored
     for name, part in (("weights", weights), ("input_activations", inputs)):
         part = part or {}
         _option(part.get("num_bits"), f"{name}.num_bits", 8)
@@ -108,7 +110,17 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     static = not inputs.get("dynamic", False)
     strategy = inputs.get("strategy")
     _option(strategy, "input_activations.strategy", *(("tensor",) if static else ("token", "tensor", "group")))
-    return Quantization("fp8", kind, static), raw.get("ignore") or []
+    return Quantization("fp8", kind, static), ignored
+
+
+def _beside_targets(targets: Any) -> list[str]:
+    """Pattern of what is not quantised where a group's targets are modules by name or expression, and not all."""
+    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
+        refuse("quantization_config: targets", targets, "a list of names")
+    if "Linear" in targets:
+        return []
+    wanted = (one.removeprefix("re:") if one.startswith("re:") else f"{re.escape(one)}$" for one in targets)
+    return [f"re:(?!{'|'.join(f'(?:{one})' for one in wanted)})"]
 
 
 def _group_size(value: Any, path: str = "") -> int:
@@ -313,7 +325,9 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     """`layers` of a ModelConfig's `fields`, with what is quantised in each. Raises ValueError where a part of a matrix
     that we hold as one is quantised and another is not."""
     moe, layers = fields.get("moe"), []
-    named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    for prefix in (spelling.stripped, re.escape(spelling.stripped)):
+        names = [name.replace(prefix, "") for name in names] if prefix else names
+    named = _Named(names)
     wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
     if missing := [module for module in wide_inputs if module not in named]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"

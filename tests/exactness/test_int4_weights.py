@@ -1,6 +1,7 @@
 """4-bit weights: every packing gives the tokens of the checkpoint that it stands for, widened, alone or in a crowd, in
 chunks, preempted, from the cache and on two ranks."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,7 @@ def test_made_while_loading(wide: tuple[Path, dict[str, Quantized]], tmp_path: P
         assert llm.checksum() == made
 
 
+OF_ALL = config_of("compressed-tensors", GROUP)["config_groups"]["group_0"]
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "bits": ("awq", {"bits": 8}, r"quantization_config: bits=8: must be 4"),
     "version": ("awq", {"version": "gemv"}, r"quantization_config: version='gemv': must be 'gemm'"),
@@ -159,6 +161,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "AutoRound's bits": (
         "gptq", {"quant_method": "auto-round", "extra_config": {"a.b": {"bits": 8}}}, r"a.b: bits=8: must be 16"),
     "dynamic": ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic=.*: must be an object of patterns that begin"),
+    "targets": (
+        "compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": "Linear"}}}, "targets='Linear': must be"),
     "form": ("compressed-tensors", {"format": "marlin-24"}, r"format='marlin-24': must be 'pack-quantized'"),
 }  # fmt: skip
 
@@ -234,17 +238,23 @@ NO_FIRST = [True] * 3 + [False] * 3
         ("auto-round", {"extra_config": {r"^model\.layers\.0": {"bits": 16}}}, NO_FIRST),
         ("gptq", {"dynamic": {"-:.*layers.0.": {}}}, NO_FIRST),
         ("compressed-tensors", {"ignore": ["lm_head", "re:.*self_attn.*"]}, NO_ATTENTION),
+        ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*\.mlp\."]}}}, NO_ATTENTION),
+        ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*layers\.1\.", "a"]}}}, NO_FIRST),
     ],
 )
 def test_what_the_tools_lists_name_stays_wide(
     folder_of: Callable[[str], Path], layout: str, entry: dict[str, Any], wide_parts: list[bool]
 ) -> None:
-    """Of two layers queries with keys and values, outputs, and down projections."""
-    raw = read_json(folder_of("gptq") / "config.json")
-    found = {**config_of(layout.replace("auto-round", "gptq"), GROUP), **entry}
-    raw["quantization_config"] = {**found, "quant_method": layout}
-    layers = parse_config(raw).layers
-    assert [layer.precision(part) is None for layer in layers for part in ("qkv", "o", "down")] == wide_parts
+    """Of two layers queries with keys and values, outputs, and down projections; also nested in another model."""
+    text = read_json(folder_of("gptq") / "config.json")
+    del text["quantization_config"]
+    found = {**config_of(layout.replace("auto-round", "gptq"), GROUP), **entry, "quant_method": layout}
+    inner = {**text, "model_type": "qwen3_vl_text"}
+    wrapped = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": inner}
+    nested = json.loads(json.dumps(found).replace(r"layers\\.", r"language_model\\.layers\\."))
+    for raw in ({**text, "quantization_config": found}, {**wrapped, "quantization_config": nested}):
+        layers = parse_config(raw).layers
+        assert [layer.precision(part) is None for layer in layers for part in ("qkv", "o", "down")] == wide_parts
 
 
 def test_zeros_as_biases_of_layers_that_have_none(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
