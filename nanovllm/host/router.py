@@ -220,7 +220,7 @@ class Router:
 
     def stranded(self) -> list[int]:
         """Requests that no replica can compute, where there is any."""
-        return [load.request_id for load in self._homeless] if self.numbers else []
+        return [load.request_id for load in self._homeless] if self._homeless and self.numbers else []
 
     def forget_cached(self) -> None:
         """Notes that the replicas' prefix caches were emptied."""
