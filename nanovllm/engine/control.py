@@ -120,7 +120,7 @@ class EngineControl:
         if said is None and (len({*answers}) > 1 or digest not in (None, found)):
             said = f"lora_path={shown(path)}: its files have changed meanwhile"
         elif said is None and before is not None and before.digest != found and not replaces:
-            said = f"lora_name={shown(name)}: another adapter has this name; load_inplace=True replaces it"
+            said = f"lora_name={shown(name)}: another adapter is already loaded; load_inplace=True replaces it"
         self._held.update(one for one, _ in answers if one)
         if said is None:
             self._state.adapters = {**self._state.adapters, name: LoadedAdapter(found, str(Path(path).absolute()))}

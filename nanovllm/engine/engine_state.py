@@ -45,9 +45,13 @@ class EngineState(msgspec.Struct, array_like=True):
     kept_adapters: list[str] = []
     """Digests of adapters that have no name any more, but that requests on their way here have."""
 
+    def held_adapters(self) -> set[str]:
+        """Digests of the adapters that requests which come now may have."""
+        return {*self.kept_adapters, *(one.digest for one in self.adapters.values())}
+
     def require_adapter(self, digest: str | None) -> None:
         """Raises ValueError where a request has an adapter that is not loaded."""
-        if digest is not None and digest not in {*self.kept_adapters, *(one.digest for one in self.adapters.values())}:
+        if digest is not None and digest not in self.held_adapters():
             raise ValueError("lora_request: its adapter is not loaded; it was removed or replaced meanwhile")
 
     def adapter_names(self, digests: Collection[str]) -> tuple[str, ...]:

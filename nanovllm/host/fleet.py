@@ -134,6 +134,7 @@ class Fleet:
     def _take_answer(self, number: int, answer: wire.Answer) -> None:
         self._states[number] = answer.state
         self.requests.note_version(number, answer.state.weight_version)
+        self.requests.note_adapters(number, answer.state.held_adapters())
         if (pending := self._calls.get(answer.number)) is not None:
             if pending.replaces_weights and answer.kind is None:
                 self._stale.discard(number)
@@ -213,7 +214,7 @@ class Fleet:
         calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
         if not calls:
             del self._starting[number]
-            self.requests.join(number, info)
+            self.requests.join(number, info, own.held_adapters())
             self._sum_states()
             self.requests.bind()
         for spec, name, options in calls:

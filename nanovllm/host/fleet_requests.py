@@ -4,7 +4,7 @@ A completion can continue on another engine after the tokens it has, because tok
 a request has several, each of them continues by itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nanovllm.engine.engine_stats import EngineStats
@@ -53,9 +53,22 @@ class FleetRequests:
 
     # -- engines ------------------------------------------------------------------------------------------------
 
-    def join(self, number: int, info: dict[str, Any]) -> None:
-        """Lets an engine have requests. A single engine has no limit, since its own scheduler knows better."""
-        self._router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"])
+    def join(self, number: int, info: dict[str, Any], adapters: Iterable[str] = ()) -> None:
+        """Lets an engine have requests, but for those with others than these adapters. A single engine has no limit,
+        since its own scheduler knows better."""
+        lacks = {*self.adapters()}.difference(adapters)
+        self._router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"], lacks)
+        self._end_stranded()
+
+    def note_adapters(self, number: int, held: Iterable[str]) -> None:
+        """Notes that an engine has these adapters."""
+        self._router.note_adapters(number, held)
+
+    def _end_stranded(self) -> None:
+        """Ends the requests whose adapter has no name any more, and that no engine holds."""
+        for row in self._router.stranded():
+            self._router.withdraw(row)
+            self._drop(self._live[row], "its adapter was removed or replaced, and the replicas that held it were lost")
 
     def leave(self, number: int, reason: str) -> None:
         """Moves the requests of a lost engine to others, before those that wait."""
@@ -71,6 +84,7 @@ class FleetRequests:
             else:
                 for part in reversed(self._split_up(flight)):
                     self._queue(part, first=True)
+        self._end_stranded()
 
     def _split_up(self, flight: Flight) -> list[Flight]:
         """Puts the parts of a request in its place (Flight.split)."""
@@ -125,13 +139,15 @@ class FleetRequests:
         if self._keeps_tokens:
             self._rows.update(enumerate(completions, request_id))
         self._queue(flight)
+        self._end_stranded()
 
     def _queue(self, flight: Flight, first: bool = False) -> None:
         """Queues a request at the router; `first`: in front of those that wait."""
         length = len(flight.prompt) + len(flight.known)
         total = min(self.max_total, len(flight.prompt) + flight.most_tokens)
         hashes = self._hashes(flight, flight.known)
-        self._router.add(Load(flight.row, hashes, length, max(0, total - length), flight.n), first)
+        load = Load(flight.row, hashes, length, max(0, total - length), flight.n, flight.prompt.adapter)
+        self._router.add(load, first)
 
     def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
         """Prefix keys for the router; empty if it has no use for them."""

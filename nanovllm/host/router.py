@@ -58,6 +58,7 @@ class Load:
     num_prompt_tokens: int
     max_output_tokens: int
     num_rows: int = 1
+    adapter: str | None = None
     cost: float = 0.0
     """Expected addition to its replica's load, set when it joins a queue."""
     num_blocks: int = 0
@@ -69,6 +70,8 @@ class _Replica:
     held: HeldPrefixes = field(default_factory=lambda: HeldPrefixes(0))
     most_blocks: int = 0
     is_there: bool = False
+    lacks: set[str] = field(default_factory=set)
+    """Adapters of requests that it cannot compute."""
     queue: deque[Load] = field(default_factory=deque)
     bound: dict[int, Load] = field(default_factory=dict)
     num_rows: int = 0
@@ -88,7 +91,7 @@ class Router:
         self._most_rows = max_num_seqs + max(2, max_num_seqs // _SPARE_ROWS)
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._homeless: deque[Load] = deque()
-        """Requests that wait because no replica is there."""
+        """Requests that wait because no replica is there that can compute them."""
         self._mean_output: float | None = None
 
     @property
@@ -101,11 +104,11 @@ class Router:
         """Number of requests that are not bound to a replica."""
         return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)
 
-    def join(self, number: int, num_blocks: int) -> None:
-        """Adds a replica with an empty cache of `num_blocks` blocks."""
+    def join(self, number: int, num_blocks: int, lacks: Iterable[str] = ()) -> None:
+        """Adds a replica with an empty cache of `num_blocks` blocks, and without the adapters that it `lacks`."""
         longest = capacity_tokens(self._groups, num_blocks, self._block_size) // self._block_size
         most = int(_SPARE_BLOCKS * num_blocks)
-        self._replicas[number] = _Replica(HeldPrefixes(min(longest, num_blocks)), most, is_there=True)
+        self._replicas[number] = _Replica(HeldPrefixes(min(longest, num_blocks)), most, True, {*lacks})
         homeless, self._homeless = self._homeless, deque()
         for load in homeless:
             self.add(load)
@@ -122,7 +125,7 @@ class Router:
     def add(self, load: Load, first: bool = False) -> None:
         """Queues a request; `first`: in front of all others there, because it had begun."""
         load.num_blocks = self._expected_blocks(load)
-        there = [replica for replica in self._replicas if replica.is_there]
+        there = [replica for replica in self._replicas if replica.is_there and load.adapter not in replica.lacks]
         if not there:
             (self._homeless.appendleft if first else self._homeless.append)(load)
             return
@@ -175,7 +178,10 @@ class Router:
         room, if that helps."""
         if replica.queue:
             return replica
-        full = [other for other in self._replicas if other.queue and not self._has_room(other, other.queue[0])]
+        full = [
+            other for other in self._replicas
+            if other.queue and other.queue[0].adapter not in replica.lacks and not self._has_room(other, other.queue[0])
+        ]  # fmt: skip
         victim = max(full, key=lambda other: other.load, default=None)
         if victim is None or not replica.bound:
             return victim
@@ -207,6 +213,14 @@ class Router:
                     if replica is not None:
                         replica.load -= load.cost
                     return
+
+    def note_adapters(self, number: int, held: Iterable[str]) -> None:
+        """Notes that a replica has these adapters."""
+        self._replicas[number].lacks.difference_update(held)
+
+    def stranded(self) -> list[int]:
+        """Requests that no replica can compute, where there is any."""
+        return [load.request_id for load in self._homeless] if self._homeless and self.numbers else []
 
     def forget_cached(self) -> None:
         """Notes that the replicas' prefix caches were emptied."""

@@ -108,6 +108,8 @@ class Int4Reader:
     ) -> None:
         """dtype: of the scales in the model."""
         self.quantization, self.dtype, self.device = quantization, dtype, device
+        self._is_blind = device.type == "meta"
+        """Whether tensors are headers alone, whose values nobody knows."""
         held = [weight for weight in weights if weight.shards and weight.shards[0].target.dtype == torch.int16]
         self._rows = {weight.name: weight.shape[0] for weight in held}
         self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
@@ -137,7 +139,7 @@ class Int4Reader:
         elif kind in ("qzeros", ZEROS):
             size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
             yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
-        elif kind == "bias" and name not in self._has_bias and not all_of(tensor).any():
+        elif kind == "bias" and name not in self._has_bias and (self._is_blind or not all_of(tensor).any()):
             return  # some tools write zeros where a layer has none
         elif kind != "weight_shape":
             yield name, tensor
@@ -148,8 +150,8 @@ class Int4Reader:
             raise ValueError(f"weight {name!r} {found}: must be a matrix of {wanted}")
 
     def _check_order(self, name: str, tensor: TensorSource) -> None:
-        """Columns must be in the order of their groups; of a header alone nobody knows it."""
-        if self.device.type == "meta":
+        """Columns must be in the order of their groups."""
+        if self._is_blind:
             return
         index = all_of(tensor).long()
         group = self.quantization.group or len(index)

@@ -88,15 +88,17 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
-    _option(group.get("targets", ["Linear"]), "targets", ["Linear"])
+    ignored = raw.get("ignore") or []
+    if isinstance(ignored, list):
+        ignored = ignored + _beside_targets(group.get("targets", ["Linear"]))
     form, kind = group.get("format") or raw.get("format"), (weights.get("type", "float"), weights.get("num_bits"))
     if kind in (("float", 4), ("int", 8)):
         _check_cache(raw.get("kv_cache_scheme"))
         read = _read_fp4 if kind == ("float", 4) else _read_int8
-        return read(weights, inputs, form), raw.get("ignore") or []
+        return read(weights, inputs, form), ignored
     _require_absent(raw, "kv_cache_scheme")
     if weights.get("type", "float") == "int":
-        return _read_packed(weights, inputs, form), raw.get("ignore") or []
+        return _read_packed(weights, inputs, form), ignored
     for name, part in (("weights", weights), ("input_activations", inputs)):
         part = part or {}
         _option(part.get("num_bits"), f"{name}.num_bits", 8)
@@ -108,7 +110,17 @@ def _read_compressed(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     static = not inputs.get("dynamic", False)
     strategy = inputs.get("strategy")
     _option(strategy, "input_activations.strategy", *(("tensor",) if static else ("token", "tensor", "group")))
-    return Quantization("fp8", kind, static), raw.get("ignore") or []
+    return Quantization("fp8", kind, static), ignored
+
+
+def _beside_targets(targets: Any) -> list[str]:
+    """Pattern of what is not quantised where a group's targets are modules by name or expression, and not all."""
+    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
+        refuse("quantization_config: targets", targets, "a list of names")
+    if "Linear" in targets:
+        return []
+    wanted = (one.removeprefix("re:") if one.startswith("re:") else f"{re.escape(one)}$" for one in targets)
+    return [f"re:(?!{'|'.join(f'(?:{one})' for one in wanted)})"]
 
 
 def _group_size(value: Any, path: str = "") -> int:
@@ -153,6 +165,8 @@ def _beside_named(raw: dict[str, Any]) -> list[str]:
     return [rf"re:(?:.*\.)?layers\.\d+\.(?!(?:{'|'.join(map(re.escape, flat))})$)"] if flat else []
 
 
+_OF_EXPRESSIONS = set("*+?^$()[]{}|\\")
+"""Characters that make a name of AutoRound's extra_config a regular expression, found anywhere in a module's."""
 _AUTO_ROUND = {"auto_round": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """AutoRound's packing_format -> the layout of others that it is; its own has the zeros as they are."""
 
@@ -168,8 +182,9 @@ def _read_auto_round(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
         refuse("quantization_config: extra_config", others, "an object of objects")
     for name, one in others.items():
         _option(one.get("bits"), f"extra_config: {name}: bits", 16)
+    names = [f"re:.*(?:{name})" if _OF_EXPRESSIONS & {*name} else name for name in others]
     found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
-    return found, [*others, *_beside_named(raw)]
+    return found, names + _beside_named(raw)
 
 
 def _read_packed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: Any) -> Quantization:
@@ -216,12 +231,12 @@ def _read_modelopt(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     found = raw.get("quantization") or raw
     if not isinstance(found, dict):
         refuse("quantization_config: quantization", found, "an object")
-    if found.get("quant_algo") != "NVFP4":
-        refuse("quantization_config: quant_algo", found.get("quant_algo"), f"'NVFP4' ({_INSTEAD})")
+    if (method := found.get("quant_algo")) not in ("NVFP4", "W4A16_NVFP4"):
+        refuse("quantization_config: quant_algo", method, f"'NVFP4' or 'W4A16_NVFP4' ({_INSTEAD})")
     _option(found.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
     algorithm, fp8 = found.get("kv_cache_quant_algo"), {"type": "float", "num_bits": 8}
     _check_cache(found.get("kv_cache_scheme") or (fp8 if algorithm == "FP8" else algorithm))
-    _keep_wide("nvfp4", True)
+    _keep_wide("nvfp4", method == "NVFP4")
     names = found.get("exclude_modules") or found.get("ignore") or []
     return Quantization("nvfp4", layout="modelopt", group=_NV_GROUP), names
 
@@ -264,8 +279,9 @@ def read_quantization(
 
 
 class _Named:
-    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths, patterns ("re:...")
-    that the beginning of a path matches, and such with "*" that match a module or one that it is in."""
+    """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths (a dot may end them),
+    patterns ("re:...") that the beginning of a path matches, and such with "*" that match a module or one that it is
+    in."""
 
     def __init__(self, names: list[str]) -> None:
         try:
@@ -275,7 +291,7 @@ class _Named:
             refuse("quantization_config: modules that are not converted", names, bound)
         others = [name for name in names if not name.startswith("re:")]
         self._wild = [re.compile(fnmatch.translate(name)) for name in others if "*" in name]
-        self._parts = set(others)
+        self._parts = {name.removesuffix(".") for name in others}
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
@@ -309,7 +325,9 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     """`layers` of a ModelConfig's `fields`, with what is quantised in each. Raises ValueError where a part of a matrix
     that we hold as one is quantised and another is not."""
     moe, layers = fields.get("moe"), []
-    named = _Named([name.replace(spelling.stripped, "") if spelling.stripped else name for name in names])
+    for prefix in (spelling.stripped, re.escape(spelling.stripped)):
+        names = [name.replace(prefix, "") for name in names] if prefix else names
+    named = _Named(names)
     wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
     if missing := [module for module in wide_inputs if module not in named]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"
@@ -336,6 +354,8 @@ def settled(found: Quantization, fields: dict[str, Any], spelling: CheckpointNam
         refuse("quantization", "mxfp4", "of a model with experts, which alone are rounded")
     if found.method == "mxfp4" and not found.layout:
         return found
+    if moe is not None and found.method != "fp8" and not found.while_loading and moe.layout in ("parameters", "turned"):
+        moe = fields["moe"] = replace(moe, layout="experts")  # tools quantise modules, so each expert has its own
     if moe is not None and (moe.layout != "experts" or moe.bias or found.static_inputs):
         kinds = "experts that are stacked in the checkpoint, have a bias, or static scales of activations"
         raise ValueError(f"quantization={found.method!r}: not with {kinds}")

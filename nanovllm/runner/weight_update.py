@@ -11,6 +11,7 @@ from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, Scales, Shard
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.packed_tensors import PackedReader
+from nanovllm.models.stacked_experts import experts_apart
 from nanovllm.transfer.shared import FarTensor
 
 
@@ -52,6 +53,7 @@ class WeightUpdate:
         self._partial = partial
         self._spelling = spelling
         self._awaited = {weight.name: weight for weight in weights}
+        self._names = frozenset(self._awaited)
         self._head_is_tied = head_is_tied
 
     def check(self, tensors: list[tuple[str, torch.Tensor]], are_all: bool = False) -> None:
@@ -75,7 +77,7 @@ class WeightUpdate:
             _refuse_missing(self._awaited.keys() - names)
 
     def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
-        pairs: list[tuple[str, TensorSource]] = list(self._spelling.select(tensors))
+        pairs = list(experts_apart(self._spelling.select(tensors), self._names))
         return pairs if self._packed_reader is None else self._packed_reader.read(pairs)
 
     def _held_as(self, name: str) -> set[torch.dtype]:

@@ -1,6 +1,8 @@
 """Requests with adapters that come and go at random."""
 
+import os
 import random
+import signal
 from pathlib import Path
 
 from adapters.peft_files import CONFIG, random_tensors
@@ -53,3 +55,34 @@ def test_nobody_runs_with_anothers(tmp_path: Path) -> None:
         assert not llm.has_unfinished_requests() and len(asked) > 40
         assert llm.stats().prefix_cache_hits > 20 * 16
     assert all(gained[request_id] == expected[number] for request_id, number in asked.items())
+
+
+def test_rows_of_a_replica_that_is_lost_end_under_theirs(tmp_path: Path) -> None:
+    """Though their names have other adapters by then, or none, which the replica that comes back has not loaded."""
+    model = make_model(CASES["qwen3"])
+    folder = family_cases.save(model, CASES["qwen3"], tmp_path)
+    given = [random_tensors(model, linears(model), CONFIG, seed) for seed in range(3)]
+    config = {**CONFIG, "target_modules": "all-linear"}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = {**LORA, "exact_bits": "batch"}
+    with LLM(str(folder), **options) as llm:
+        loaded = [None, *(llm.load_adapter(str(n), tensors=tensors, config=config) for n, tensors in enumerate(given))]
+        own = [generate(llm, [PROMPTS[2]], request, params)[0] for request in loaded]
+    expected = [output.outputs[0].token_ids for output in own]
+    with LLM(str(folder), **options, max_num_seqs=4, data_parallel_size=2) as llm:
+        for number, tensors in enumerate(given):
+            llm.load_adapter(str(number), tensors=tensors, config=config)
+        asked = {llm.add_request(PROMPTS[2], params, lora_request=loaded[n % 4]): n % 4 for n in range(12)}
+        llm.load_adapter("1", tensors=given[0], config=config)
+        llm.remove_adapter("2")
+        gained: dict[int, list[int]] = {request_id: [] for request_id in asked}
+        while llm.has_unfinished_requests():
+            before = sum(map(len, gained.values()))
+            for output in llm.step():
+                gained[output.request_id] += output.new_token_ids
+            if before < 100 <= sum(map(len, gained.values())):
+                os.kill(llm.engine.engines.all[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert all(gained[request_id] == expected[number] for request_id, number in asked.items())
+        assert llm.engine_info()["num_restarts"] == 1
+        again = generate(llm, [PROMPTS[2]] * 4, [None, *map(LoRARequest, "010")], params)
+        assert [output.outputs[0].token_ids for output in again] == [expected[n] for n in (0, 1, 1, 1)]

@@ -243,7 +243,7 @@ def test_prefixes_are_keyed_by_the_adapters_bytes(qwen: Any, tmp_path: Path) -> 
         assert cached(first) > 0  # it is loaded, and stays what it is
         assert cached(LoRARequest("a", lora_path=str(path), load_inplace=True)) == 0
         assert cached(LoRARequest("a")) > 0
-        with pytest.raises(ValueError, match="another adapter has this name"):
+        with pytest.raises(ValueError, match="another adapter is already loaded"):
             cached(LoRARequest("a", lora_path=str(tmp_path / "copy")))
 
 

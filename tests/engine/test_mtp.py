@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.peft_files import CONFIG, random_tensors
+from adapters.test_adapters import linears
 from mtp_layer import Layer, saved
 from safetensors.torch import load_file, save_file
 from test_eagle3 import K, Seen, watch
@@ -71,6 +73,29 @@ def test_drafts_are_those_of_the_definition_and_texts_those_without(
         assert llm.stats().prefix_cache_hits > 30
     texts = {seed: PROMPTS[seed] + expected[seed][0] for seed in range(3)}
     check([one for one in seen if one[0] in texts and len(texts[one[0]]) > one[1]], texts, layer)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("glm4_moe", {"tensor_parallel_size": 2}), ("qwen3_5", {"max_num_batched_tokens": 24})]
+)
+def test_rows_with_adapters_keep_their_texts(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer drafts without them, and what is verified has them, in recurrent states too."""
+    draft_always(monkeypatch)
+    model, texts = saved(family, tmp_path).target, []
+    made = [random_tensors(model, linears(model), CONFIG, seed) for seed in range(2)]
+    given = [params(temperature=0.8, seed=seed, max_tokens=20) for seed in range(6)]
+    for method in (None, "mtp"):
+        with engine(tmp_path, method, enable_lora=True, max_loras=1, **options) as llm:
+            loaded = [
+                llm.load_adapter(str(n), tensors=tensors, config={**CONFIG, "target_modules": "all-linear"})
+                for n, tensors in enumerate(made)
+            ]
+            found = llm.generate(PROMPTS * 2, given, use_tqdm=False, lora_request=[None, *loaded] * 2)
+            texts.append([output.outputs[0].token_ids for output in found])
+            assert method is None or llm.stats().spec_decode_num_draft_tokens > 0
+    assert texts[0] == texts[1]
 
 
 def test_a_model_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """4-bit weights: every packing gives the tokens of the checkpoint that it stands for, widened, alone or in a crowd, in
 chunks, preempted, from the cache and on two ranks."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from checkpoints import FILE, change_tensors, make_model, read_json, save, spoil
 from comparing import Expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int4_checkpoints import Quantized, is_quantized, quantize_folder, quantized, save_packed, tensors_of
+from int4_checkpoints import Quantized, config_of, is_quantized, quantize_folder, quantized, save_packed, tensors_of
 from safetensors.torch import load_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
@@ -23,6 +24,7 @@ from nanovllm.kernels.gemm import packed
 from nanovllm.layers.weights import CheckpointWeight, Shard
 from nanovllm.model_config import Quantization
 from nanovllm.models.int4_tensors import Int4Reader
+from nanovllm.models.registry import parse_config
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -150,6 +152,7 @@ def test_made_while_loading(wide: tuple[Path, dict[str, Quantized]], tmp_path: P
         assert llm.checksum() == made
 
 
+OF_ALL = config_of("compressed-tensors", GROUP)["config_groups"]["group_0"]
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "bits": ("awq", {"bits": 8}, r"quantization_config: bits=8: must be 4"),
     "version": ("awq", {"version": "gemv"}, r"quantization_config: version='gemv': must be 'gemm'"),
@@ -158,6 +161,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "AutoRound's bits": (
         "gptq", {"quant_method": "auto-round", "extra_config": {"a.b": {"bits": 8}}}, r"a.b: bits=8: must be 16"),
     "dynamic": ("gptq", {"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic=.*: must be an object of patterns that begin"),
+    "targets": (
+        "compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": "Linear"}}}, "targets='Linear': must be"),
     "form": ("compressed-tensors", {"format": "marlin-24"}, r"format='marlin-24': must be 'pack-quantized'"),
 }  # fmt: skip
 
@@ -217,6 +222,53 @@ def test_gptq_of_some_modules_of_a_layer(
     with LLM(str(packed), **ROOMY) as llm:
         held = [layer.precision(part) for layer in llm.engine.model_config.layers for part in ("qkv", "o", "down")]
     assert [one is None for one in held] == [True, True, False] * 2
+
+
+NO_ATTENTION = [True, True, False] * 2
+NO_FIRST = [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "entry", "wide_parts"),
+    [
+        ("awq", {"modules_to_not_convert": ["self_attn", "mlp.gate"]}, NO_ATTENTION),
+        ("awq", {"modules_to_not_convert": ["lm_head", "model.layers.0."]}, NO_FIRST),
+        ("auto-round", {"extra_config": {".*self_attn.*": {"bits": 16}, "lm_head": {"bits": 16}}}, NO_ATTENTION),
+        ("auto-round", {"extra_config": {"self_attn\\.[qkvo]_proj$": {"bits": 16}}}, NO_ATTENTION),
+        ("auto-round", {"extra_config": {r"^model\.layers\.0": {"bits": 16}}}, NO_FIRST),
+        ("gptq", {"dynamic": {"-:.*layers.0.": {}}}, NO_FIRST),
+        ("compressed-tensors", {"ignore": ["lm_head", "re:.*self_attn.*"]}, NO_ATTENTION),
+        ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*\.mlp\."]}}}, NO_ATTENTION),
+        ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*layers\.1\.", "a"]}}}, NO_FIRST),
+    ],
+)
+def test_what_the_tools_lists_name_stays_wide(
+    folder_of: Callable[[str], Path], layout: str, entry: dict[str, Any], wide_parts: list[bool]
+) -> None:
+    """Of two layers queries with keys and values, outputs, and down projections; also nested in another model."""
+    text = read_json(folder_of("gptq") / "config.json")
+    del text["quantization_config"]
+    found = {**config_of(layout.replace("auto-round", "gptq"), GROUP), **entry, "quant_method": layout}
+    inner = {**text, "model_type": "qwen3_vl_text"}
+    wrapped = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": inner}
+    nested = json.loads(json.dumps(found).replace(r"layers\\.", r"language_model\\.layers\\."))
+    for raw in ({**text, "quantization_config": found}, {**wrapped, "quantization_config": nested}):
+        layers = parse_config(raw).layers
+        assert [layer.precision(part) is None for layer in layers for part in ("qkv", "o", "down")] == wide_parts
+
+
+def test_zeros_as_biases_of_layers_that_have_none(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """As AutoGPTQ writes them."""
+    folder = Path(shutil.copytree(folder_of("gptq"), tmp_path / "zeros"))
+    ends = {name.removesuffix("scales"): tensor.shape[1] for name, tensor in load_file(folder / FILE).items()
+            if name.endswith(".scales")}  # fmt: skip
+    change_tensors(folder, lambda tensors: tensors.update({f"{e}bias": torch.zeros(n) for e, n in ends.items()}))
+    assert main(["plan", str(folder), "-tp", "1"]) == 0
+    with LLM(str(folder), **ROOMY) as llm, LLM(str(folder_of("gptq")), **ROOMY) as without:
+        assert llm.checksum() == without.checksum()
+    spoil(folder, "model.layers.1.mlp.down_proj.bias", lambda bias: bias + 1)
+    with pytest.raises(ValueError, match=r"1 surplus weight: model.layers.1.mlp.down_proj.bias"):
+        LLM(str(folder), **ROOMY)
 
 
 SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {

@@ -20,7 +20,7 @@ from test_int4_weights import SHAPE
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 REQUESTS = make_requests(most_tokens=10)
 CHUNKS = {"num_kvcache_blocks": LONGEST // BLOCK, "disable": ("lookahead",), "max_num_batched_tokens": BLOCK}
@@ -124,6 +124,20 @@ def test_mxfp4_experts_give_the_widened_checkpoints_tokens(
         llm.load_weights(packed)
         assert llm.checksum() == before
         assert_outputs(run(llm, requests[::-1]), requests[::-1], expected[::-1], (ranks, "loaded anew"))
+
+
+def test_no_bit_of_mxfp4_experts_depends_on_steps(gpt_oss: tuple[Path, Path]) -> None:
+    """Rows alone, in a crowd, in chunks and preempted."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=0)
+    prompts = [[(37 * i + 11 * length) % 301 for i in range(length)] for length in (1, 5, 40, 23)]
+    found = []
+    options: dict[str, Any] = {**ROOMY, "exact_bits": "batch", "dtype": "bfloat16", "enable_prefix_caching": False}
+    for at_once, more in ((1, {}), (4, {}), (4, {"max_num_batched_tokens": 16}), (4, CHUNKS)):
+        with LLM(str(gpt_oss[1]), **{**options, **more}) as llm:
+            parts = [prompts[start : start + at_once] for start in range(0, 4, at_once)]
+            outputs = [output for part in parts for output in llm.generate(part, params, use_tqdm=False)]
+        found.append([(output.prompt_logprobs, output.outputs[0].logprobs) for output in outputs])
+    assert all(each == found[0] for each in found[1:])
 
 
 def test_new_mxfp4_experts_packed_or_wide(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:

@@ -113,6 +113,23 @@ def test_what_ignore_lists_name_by_patterns_stays_wide(
         assert_outputs(run(llm, REQUESTS[:3]), REQUESTS[:3], tokens_alone(wide, REQUESTS[:3]))
 
 
+def test_modelopts_algorithm_of_weights_alone(
+    dense: Callable[[str], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which has no scales of inputs, so that nothing is said of them."""
+    packed, _ = dense("modelopt")
+    change_tensors(packed, lambda all_of: [all_of.pop(name) for name in [*all_of] if "input_scale" in name], tmp_path)
+    config = read_json(packed / "config.json")
+    config["quantization_config"] |= {"quant_algo": "W4A16_NVFP4", "kv_cache_scheme": None}
+    write_json(tmp_path / "config.json", config)
+    with LLM(str(packed), **ROOMY) as llm:
+        expected = llm.checksum()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), LLM(str(tmp_path), **ROOMY) as llm:
+        assert llm.checksum() == expected
+    assert "quantised here" not in caplog.text
+
+
 def test_experts_rounded_to_mxfp4_while_loading(tmp_path: Path) -> None:
     """Those alone; as if they had been written so, for what is MXFP4 is rounded to itself."""
     packed, wide = save_as("mxfp4", save_experts("Qwen3Moe", tmp_path / "made"), tmp_path)
@@ -181,7 +198,7 @@ def test_ranks_that_groups_do_not_divide_are_refused_with_a_number_that_would(tm
 
 WEIGHTS = ("config_groups", "group_0", "weights")
 BAD: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str]] = {
-    "algorithm": ("modelopt", (), {"quant_algo": "NVFP4_AWQ"}, r"quant_algo='NVFP4_AWQ': must be 'NVFP4'"),
+    "algorithm": ("modelopt", (), {"quant_algo": "NVFP4_AWQ"}, r"quant_algo='NVFP4_AWQ': must be 'NVFP4' or 'W4A16_"),
     "cache": ("modelopt", (), {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, r"kv_cache_scheme=.*8-bit floats"),
     "groups": ("mxfp4", WEIGHTS, {"group_size": 64}, r"weights.group_size=64: must be 32"),
     "form": ("nvfp4", WEIGHTS[:2], {"format": "packed"}, r"format='packed': must be one of 'nvfp4-pack-quantized', "),
@@ -208,6 +225,12 @@ def test_what_is_not_served_is_refused_by_name(
     write_json(tmp_path / "config.json", config)
     with pytest.raises(ValueError, match=message):
         LLM(str(tmp_path), load_format="dummy", **ROOMY)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_exact_bits_are_refused(dense: Callable[[str], tuple[Path, Path]], name: str) -> None:
+    with pytest.raises(ValueError, match="must be a checkpoint that is not quantised with exact_bits='batch'"):
+        LLM(str(dense(name)[0]), exact_bits="batch", **ROOMY)
 
 
 def test_dense_models_are_not_rounded_to_mxfp4(dense: Callable[[str], tuple[Path, Path]]) -> None:

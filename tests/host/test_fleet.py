@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from recorded_engines import INFO, PROMPT, Engines
+from recorded_engines import INFO, PROMPT, Engines, answer
 
+from nanovllm.engine.engine_state import EngineState, LoadedAdapter
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.step import Done, Finish, Step
 from nanovllm.host import wire
 
@@ -47,6 +49,33 @@ def test_a_request_that_takes_every_engine_with_it_is_ended() -> None:
     assert [(end.row, end.reason) for end in ends] == [(3, "length"), (4, "abort")]
     assert ends[1].stop_reason == "3 replicas were lost while they computed this request: crashed"
     assert engines.fleet.requests.num_live == 1
+
+
+def test_rows_whose_adapter_has_no_name_go_to_engines_that_hold_it() -> None:
+    """Not to one that was started later; and where all that held it are lost, they end with the reason."""
+    engines, prompt = Engines(2), Prompt.of([*range(20)], None, "a")
+    for request_id in range(6):
+        engines.fleet.requests.add(request_id, prompt if request_id % 2 else PROMPT, {"max_tokens": 8})
+    engines.fleet.requests.bind()
+    lost = {add.request_id: engine for engine, add in engines.take_sent()}[1]
+    engines.fleet.lose(lost, "died")
+    engines.fleet.take(lost, wire.Ready(INFO))
+    for request_id in range(6, 12):
+        engines.fleet.requests.add(request_id, prompt if request_id % 2 else PROMPT, {"max_tokens": 8})
+    engines.fleet.requests.bind()
+    where = {add.request_id: engine for engine, add in engines.take_sent()}
+    assert {engine for request_id, engine in where.items() if request_id % 2} == {1 - lost} and lost in where.values()
+    engines.fleet.take(lost, answer(0, {}, EngineState(adapters={"other": LoadedAdapter("b", "/b")})))
+    engines.fleet.lose(1 - lost, "died")
+    finishes = [end for step in engines.out() if isinstance(step, Step) for end in step.finishes]
+    assert sorted(end.row for end in finishes) == [1, 3, 5, 7, 9, 11] and engines.fleet.requests.num_live == 6
+    assert {end.stop_reason for end in finishes} == {
+        "its adapter was removed or replaced, and the replicas that held it were lost"}  # fmt: skip
+    engines.fleet.requests.bind()
+    engines.take_sent()
+    engines.fleet.take(lost, answer(0, {}, EngineState(adapters={"again": LoadedAdapter("a", "/a")})))
+    engines.fleet.requests.add(13, prompt, {})
+    assert engines.fleet.requests.num_live == 7
 
 
 def test_an_engine_gets_the_bound_of_a_request_or_that_of_the_fleet() -> None:
