@@ -122,7 +122,10 @@ def _save(folder: Path, tensors: "Mapping[str, torch.Tensor]", config: Mapping[s
     from nanovllm.models.adapter_files import CONFIG, TENSORS
 
     (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) < len(held):  # the library refuses that
+        held = {name: tensor.clone() for name, tensor in held.items()}
+    save_file(held, folder / TENSORS)
 
 
 def config_text(config: Mapping[str, Any]) -> str:

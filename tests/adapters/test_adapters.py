@@ -322,6 +322,15 @@ def test_steps_go_on_while_an_adapter_is_read(qwen: Any, monkeypatch: pytest.Mon
             check_values(model, made, generate(llm, PROMPTS, given), numbers)
 
 
+def test_modules_may_share_tensors(qwen: Any) -> None:
+    model, folder, made = qwen
+    path, tensors, config = made[0]
+    tied = {name: tensors[name.replace("layers.1.", "layers.0.")] for name in tensors}
+    with LLM(str(folder), **LORA) as llm:
+        request = llm.load_adapter("a", tensors=tied, config=config)
+        check_values(model, [(path, tied, config)], generate(llm, PROMPTS, request), [1] * 3)
+
+
 def test_a_load_that_is_interrupted_leaves_nothing(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder, made = qwen
     with LLM(str(folder), **LORA) as llm:
