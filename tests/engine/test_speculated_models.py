@@ -98,3 +98,61 @@ def test_drafts_change_nothing(
     assert options.get("num_state_lines") != MANY or hits[0] == hits[1]
     assert stats.spec_decode_num_draft_tokens > 0
     assert drafter not in ("half", "right") or stats.spec_decode_num_accepted_tokens > 50
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("nemotron_h", "ngram"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3_5", "mtp"),
+     ("lfm2", "ngram"), ("glm4_moe", "mtp"), ("gemma4", "ngram"), ("gemma3", "ngram"), ("qwen3_5_moe", "mtp")))],
+)  # fmt: skip
+def test_what_happens_between_steps_changes_nothing(
+    family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses, sleep, weights that are the same again, an empty cache, and others that are aborted."""
+    draft_always(monkeypatch)
+    torch.manual_seed(0)
+    if method == "mtp":
+        saved(family, tmp_path)
+    else:
+        save(make_model(CASES[family]), CASES[family], tmp_path)
+    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=40) for i in range(len(NUMBERS))]
+    with LLM(str(tmp_path), **SIZES) as llm:
+        expected = [one[0] for one in outputs(llm, NUMBERS, given, False)]
+    texts = [prompt + one for prompt, one in zip(NUMBERS, expected, strict=True)]
+    chosen, num_drafted = random.Random(1), 0
+    random.seed(1)
+    for seed in range(2):
+        speculative = {"method": method, "num_speculative_tokens": 3}
+        options = {**SIZES, "disable": ("async_scheduling",) * seed, "num_kvcache_blocks": 24, "num_state_lines": 5}
+        if CASES[family].config.startswith(("Gemma", "Glm")):
+            del options["num_state_lines"]
+        with LLM(str(tmp_path), speculative_config=speculative, **options) as llm:
+            use(llm, right(texts, 0.5) if method == "ngram" else None)
+
+            def nap(llm: LLM = llm) -> None:
+                llm.pause()
+                llm.sleep()
+                llm.wake_up()
+                llm.resume()
+
+            def pause(llm: LLM = llm) -> None:
+                llm.pause()
+                llm.resume()
+
+            calls = [nap, pause, llm.reset_prefix_cache, lambda llm=llm: llm.load_weights(str(tmp_path)),
+                     lambda llm=llm: llm.load_weights(str(tmp_path), in_flight="keep"),
+                     lambda llm=llm: llm.abort(llm.add_request(NUMBERS[0], given[0])),
+                     lambda llm=llm: llm.add_request(NUMBERS[0], params(max_tokens=3))]  # fmt: skip
+            found: dict[int, list[int]] = {}
+            waiting = [*zip(NUMBERS, given, strict=True)]
+            while waiting or llm.has_unfinished_requests():
+                if waiting:
+                    found[llm.add_request(*waiting.pop(0))] = []
+                if chosen.random() < 0.3:
+                    chosen.choice(calls)()
+                for output in llm.step():
+                    found.get(output.request_id, []).extend(output.new_token_ids)
+            assert [*found.values()] == expected
+            num_drafted += llm.stats().spec_decode_num_draft_tokens
+            llm.engine.scheduler.check_integrity()
+    assert num_drafted > 100
