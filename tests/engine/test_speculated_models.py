@@ -46,7 +46,7 @@ NIGHTLY = [
 
 
 def rounds(llm: LLM, folders: list[str], texts: list[list[int]]) -> list[Any]:
-    """What requests get, what those get that go on from there, and all of it again with other weights. texts: gets
+    """Outputs of requests, of others that go on from their texts, and all of it again with other weights. texts: gets
     whole texts, for drafters."""
     given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=28) for i in range(len(NUMBERS))]
     given[1] = params(temperature=1.0, seed=9, max_tokens=20, n=3, presence_penalty=0.5)
