@@ -12,6 +12,7 @@ answers part, both tokens are scored alone: only a near tie excuses the engine.
 """
 
 import argparse
+import json
 import random
 import sys
 import threading
@@ -345,6 +346,7 @@ def main() -> int:
     parser.add_argument("--model", default=demo, help=f"a folder, or, for random weights, one of {sizes}")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--speculative-config", type=json.loads, help='such as \'{"method": "ngram", ...}\'')
     parser.add_argument("--seed", type=int, default=0, help="of everything but the threads' timing")
     args = parser.parse_args()
 
@@ -355,7 +357,8 @@ def main() -> int:
         bar.set_postfix_str(text, refresh=False)
         bar.update(round(time.monotonic() - begin) - bar.n)
 
-    with start(args.model, args.device, args.tensor_parallel_size, args.seed, dtype=args.dtype) as llm:
+    options = {"dtype": args.dtype, "speculative_config": args.speculative_config}
+    with start(args.model, args.device, args.tensor_parallel_size, args.seed, **options) as llm:
         soak = Soak(llm, args.seed, show)
         try:
             soak.run(60 * args.minutes)

@@ -41,6 +41,8 @@ COUNTED = (
     "across weights",
     "prompt tokens",
     "cached tokens",
+    "drafted tokens",
+    "of these right",
 )
 
 
@@ -194,6 +196,8 @@ class Watch:
         stats = self._llm.stats()
         self._counts["preemptions"] = stats.num_preemptions
         self._counts["prompt tokens"], self._counts["cached tokens"] = stats.prompt_tokens, stats.prefix_cache_hits
+        self._counts["drafted tokens"] = stats.spec_decode_num_draft_tokens
+        self._counts["of these right"] = stats.spec_decode_num_accepted_tokens
         return plan
 
 

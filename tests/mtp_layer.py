@@ -1,5 +1,6 @@
 """A random layer for multi-token prediction: its published definition, and its tensors beside a model's."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ class Layer:
     """The definition, with a model of one layer in place of that layer and the norm behind it."""
 
     def __init__(self, case: Case, target: Any) -> None:
+        """case: as of `target`."""
         torch.manual_seed(3)
         config = getattr(transformers, f"{case.config}Config")
         entries = {**SHAPE, **case.entries, "num_hidden_layers": 1, "first_k_dense_replace": 0}
         entries |= {"layer_types": [FULL]} if "layer_types" in entries else {}
         self.inner = randomised(transformers.AutoModelForCausalLM, config(**entries))
-        self.target, self.is_glm, self.kind, hidden = target, case.config == "Glm4Moe", case.config, 48
+        self.target, self.is_glm, self.kind = target, case.config == "Glm4Moe", case.config
+        hidden = target.config.hidden_size
         self.adds_one = not self.is_glm
         self.enorm, self.hnorm = ((0.0 if self.adds_one else 1.0) + 0.3 * torch.randn(hidden) for _ in range(2))
         self.fc = torch.randn(hidden, 2 * hidden) * 0.2
@@ -66,8 +69,9 @@ class Layer:
         return found, rows[0]
 
 
-def saved(name: str, folder: Path) -> Layer:
-    case = CASES[name]
+def saved(name: str, folder: Path, **entries: Any) -> Layer:
+    """entries: of the configuration, beside those of the case of this name."""
+    case = replace(CASES[name], entries={**CASES[name].entries, **entries})
     target = randomised(
         transformers.AutoModelForCausalLM, getattr(transformers, f"{case.config}Config")(**{**SHAPE, **case.entries})
     )

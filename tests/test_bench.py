@@ -189,7 +189,9 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     flags = "--throughput --latency --sampling-options --num-seqs 4 --input-len 5-20 --output-len 3-6 --repeats 2"
     stall = "--decode-stall decodes=2 decode_input=8 decode_output=12 prompts=2 prompt_len=40 interval=0.01"
     peaks = "--peak-bandwidth 0.02 --peak-tflops 0.1 --device cpu --num-kvcache-blocks 64"
-    command = f"--model {model} --load-format dummy {flags} {stall} {peaks} --json {result}"
+    rates = '{"method":"ngram","num_speculative_tokens":2,"synthetic_acceptance_rates":[1,0.5]}'
+    drafts = f"--speculative-config {rates}"
+    command = f"--model {model} --load-format dummy {flags} {stall} {peaks} {drafts} --json {result}"
     printed = run("bench.py", *command.split(), forks=True)
     for words in ("tok/s", "start-up", "settings", "engine", "of it reached", "first token", "ms between tokens"):
         assert words in printed
@@ -200,6 +202,9 @@ def test_command_line_on_a_cpu(tmp_path: Path) -> None:
     assert [run["output_tokens"] for run in by_mode["throughput"]["runs"]] == [expected] * 2
     assert record["settings"]["num_kvcache_blocks"] == 64
     assert record["start_up"]["process_to_first_token_s"] >= record["start_up"]["engine_s"]
+    counts = record["drafts"]
+    assert sum(counts["spec_decode_accepted_per_pos"]) == counts["spec_decode_num_accepted_tokens"]
+    assert (counts["spec_decode_num_drafts"] > 0) == ("drafts: spec_decode_num_drafts=" in printed)
     assert {"temperature 0.6", "greedy", "seed per request"} <= set(by_mode["sampling_options"]["tokens_per_second"])
 
 

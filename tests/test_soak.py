@@ -1,10 +1,13 @@
 """Random traffic for some seconds on one rank and on two; and that the soak run sees what it is there to see."""
 
+import json
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from exactness.family_cases import CASES, make_model, save
 from programs import ROOT, run
 
 from nanovllm import SamplingParams
@@ -16,18 +19,35 @@ SECONDS = 10
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import soak  # noqa: E402
+from soak_ledger import COUNTED  # noqa: E402
 
 DEMO = str(ROOT / "assets" / "demo-qwen3")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_random_traffic(ranks: int) -> None:
-    options = ["--minutes", str(SECONDS / 60), "--tensor-parallel-size", str(ranks), "--seed", str(40 + ranks)]
-    printed = run(ROOT / "scripts" / "soak.py", "--device", "cpu", *options)
-    counts = {line[:20].strip(): int(line[20:].replace(",", "")) for line in printed.splitlines()[:14]}
+def expect_right_answers(drafts: int, *options: str) -> None:
+    """Runs scripts/soak.py, with so many tokens drafted at a time."""
+    if drafts:
+        speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1}
+        options += ("--speculative-config", json.dumps(speculative))
+    printed = run(ROOT / "scripts" / "soak.py", "--device", "cpu", "--minutes", str(SECONDS / 60), *options)
+    counts = {line[:20].strip(): int(line[20:].replace(",", "")) for line in printed.splitlines()[: len(COUNTED)]}
     for name in ("compared", "chunks", "preemptions", "cut off", "cached tokens", "weight loads"):
         assert counts[name] > 0, printed
+    assert (counts["drafted tokens"] > 0) == (drafts > 0), printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), (2, 0), (1, 3), (2, 7)])
+def test_random_traffic(ranks: int, drafts: int) -> None:
+    expect_right_answers(drafts, "--tensor-parallel-size", str(ranks), "--seed", str(40 + ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
+def test_random_traffic_of_other_layers(family: str, tmp_path: Path) -> None:
+    """Those with states, and with windows."""
+    save(make_model(CASES[family]), CASES[family], tmp_path)
+    expect_right_answers(3, "--model", str(tmp_path))
 
 
 @pytest.mark.slow

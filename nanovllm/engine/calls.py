@@ -302,7 +302,7 @@ class CallSpec:
     counts_version: bool = False
     """Option `weight_version` is the version of the new weights that it ends with, one for all engines."""
     runs_beside: bool = False
-    """It lets steps run, and waits for none of their requests: a `resume` behind it waits for its end."""
+    """Whether it lets steps run and waits for none of their requests: a `resume` behind it waits for its end."""
     drops_adapters: bool = False
     """Option `keeps` names, by digest, the adapters of requests that an engine may not have got yet."""
     relayed_as: Callable[[Options], str | None] = lambda options: None

@@ -31,6 +31,7 @@ class _Step(NamedTuple):
     number: int
     launched: float
     num_decode_rows: int
+    places: int
     chunks: list[tuple[int, int, int]]
     """(request, first position, tokens) of rows that are not decodes."""
 
@@ -55,6 +56,7 @@ class Trace:
             refuse("trace", folder, f"a folder that can be written ({error.strerror})")
         self._steps: list[_Step] = []
         self._num_steps = self._num_preemptions = 0
+        self._verified = 0, 0  # drafted tokens, and those of them that were right
         self._last_end = self._begin
         self._write_text("[\n")
         self._name(_ENGINE, 0, "process_name", "engine")
@@ -67,7 +69,7 @@ class Trace:
         rows = zip(plan.seqs[first:], plan.starts[first:], plan.counts[first:], strict=True)
         self._num_steps += 1
         chunks = [(seq.number, start, count) for seq, start, count in rows]
-        self._steps.append(_Step(self._num_steps, now, first, chunks))
+        self._steps.append(_Step(self._num_steps, now, first, plan.places, chunks))
         for seq in plan.new_slots:
             if seq.metrics.first_scheduled_time is not None:
                 self._write("i", "again, after a preemption", now, _REQUESTS, seq.number, s="t")
@@ -80,6 +82,11 @@ class Trace:
         name = f"{step.num_decode_rows} decodes" + (f", {prompt} prompt tokens" if prompt else "")
         chunks = [f"request {number}: {start}..{start + count - 1}" for number, start, count in step.chunks]
         args = {"step": step.number, "decode_rows": step.num_decode_rows, "prompt_tokens": prompt, "prompts": chunks}
+        verified = stats.spec_decode_num_draft_tokens, stats.spec_decode_num_accepted_tokens
+        if step.places > 1:
+            drafted, right = (after - before for after, before in zip(verified, self._verified, strict=True))
+            args |= {"places": step.places, "drafted": drafted, "right": right}
+        self._verified = verified
         self._write("X", name, begin, _ENGINE, 1, now, args)
         for number, start, count in step.chunks:
             self._write("X", f"{count} prompt tokens", begin, _REQUESTS, number, now, {"first": start})

@@ -198,7 +198,7 @@ def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value of a tensor is NaN or infinite. (isfinite takes twenty times as long.)"""
+    """Whether no value of a tensor [...] is NaN or infinite. (isfinite takes twenty times as long.)"""
     return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
 
 

@@ -1,11 +1,14 @@
 """Steps verify drafts where counts say that it pays."""
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.drafting import Drafting, PlaceCost, cost
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import parse_config
+from nanovllm.serve.metrics import Metrics
 
 
 def verify(drafting: Drafting, num_right: int, found: int, rows: int = 1) -> None:
@@ -89,3 +92,14 @@ def test_accepted_drafts_count_by_place() -> None:
     drafting = Drafting(4, 256, PlaceCost())
     drafting.note_verified([3, 3, 0, 2], [3, 1, 1, 3])
     assert (drafting.num_drafts, drafting.num_draft_tokens, drafting.accepted) == (3, 8, [2, 2, 0])
+
+
+def test_metrics_of_drafts_have_vllms_names() -> None:
+    metrics = Metrics("model")
+    assert "spec_decode" not in metrics.text().decode()
+    counts = {"spec_decode_num_drafts": 5, "spec_decode_num_draft_tokens": 10, "spec_decode_num_accepted_tokens": 7}
+    metrics.engine = EngineStats(**counts, spec_decode_accepted_per_pos=(4, 3))  # type: ignore[arg-type]
+    found = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+    assert {name: found[f"vllm:{name}"].samples[0].value for name in counts} == counts
+    by_place = found["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [(sample.labels["position"], sample.value) for sample in by_place] == [("0", 4), ("1", 3)]

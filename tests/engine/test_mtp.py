@@ -10,6 +10,8 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors
 from adapters.test_adapters import linears
+from exactness.int4_checkpoints import quantize_folder, save_packed
+from exactness.packed_formats import FORMATS, save_as
 from mtp_layer import Layer, saved
 from safetensors.torch import load_file, save_file
 from test_eagle3 import K, Seen, watch
@@ -96,6 +98,55 @@ def test_rows_with_adapters_keep_their_texts(
             texts.append([output.outputs[0].token_ids for output in found])
             assert method is None or llm.stats().spec_decode_num_draft_tokens > 0
     assert texts[0] == texts[1]
+
+
+def drafts_of(folder: Path, **options: Any) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Texts of an engine, and what its layer drafts for them."""
+    with engine(folder, "mtp", **options) as llm:
+        seen = watch(llm)
+        texts = outputs(llm, PROMPTS, [params(temperature=0.0, seed=seed) for seed in range(3)], False)
+    return [one[0] for one in texts], sorted((*one[:3], tuple(one[3])) for one in seen)
+
+
+OF_PACKING = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+"""Widths that groups of numbers divide."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "nvfp4")) for name in (*FORMATS, "awq", "gptq")]
+)
+def test_a_packed_layer_drafts_what_its_numbers_stand_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
+    saved("glm4_moe", wide := tmp_path / "saved", **OF_PACKING)
+    if name in FORMATS:
+        packed, wide = save_as(name, wide, tmp_path)
+    else:
+        packed = save_packed(wide, tmp_path / "packed", quantize_folder(wide, 32), name)
+    fc, file = "model.layers.4.eh_proj", packed / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(fc)}
+    save_file({**tensors, f"{fc}.weight": load_file(wide / file.name)[f"{fc}.weight"]}, file)  # as published
+    found, expected = drafts_of(packed), drafts_of(wide)
+    assert found == expected and len(found[1]) > 20
+
+
+@pytest.mark.parametrize(("family", "quantization"), [("qwen3_5", "int4"), ("glm4_moe", "int4"), ("glm4_moe", "fp8")])
+def test_a_layer_is_quantised_while_loading_as_those_of_the_model_are(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    """One with the tensors of the model's last layer with attention has its weights."""
+    saved(family, tmp_path)
+    tensors, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    number, prefix = (3, "model.layers.4.") if family == "glm4_moe" else (1, "mtp.layers.0.")
+    of_model = {name: name.replace(prefix, f"model.layers.{number}.") for name in tensors if name.startswith(prefix)}
+    same = {name: tensors[other].clone() for name, other in of_model.items() if other in tensors}
+    save_file({**tensors, **same}, file)
+    with engine(tmp_path, "mtp", quantization=quantization) as llm:
+        runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+        layers = runner.work.drafter.model.layer, runner.model.layers[number]
+        ours, theirs = (each.state_dict() for each in layers)
+    assert len(ours) > 6 and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_model_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Blocks of KV memory: what is a hit, what is reused first, and that none is lost or owned twice."""
 
+import random
 from collections import OrderedDict
 from itertools import product, takewhile
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -98,6 +101,26 @@ def test_a_kept_state_is_no_hit_where_the_window_before_it_has_gone() -> None:
         engine.add(prompt, max_tokens)
         engine.step()
     engine.run_to_end()
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 4])
+def test_a_preempted_row_goes_on_from_its_last_state(tokens_per_step: int) -> None:
+    """After its last whole block; the one before, where it has one token behind that. With drafts, too."""
+    chosen, lengths = random.Random(1), set[int]()
+    gain = (lambda most: chosen.randint(1, most)) if tokens_per_step > 1 else None
+    for count in range(2, 40):
+        options: dict[str, Any] = {"max_num_seqs": 2, "tokens_per_step": tokens_per_step, "gain": gain}
+        engine = Simulation(num_blocks=20, block_size=16, num_lines=4, depth=2, **options)
+        seq = engine.add([1] * (3 + count % 16), 100).seq
+        for _ in range(count):
+            engine.step()
+        engine.drain()
+        lengths.add(seq.num_tokens)
+        engine.scheduler._preempt_newest()
+        engine.step()
+        assert seq.num_cached_tokens == (seq.num_tokens - 2) // 16 * 16
+        engine.run_to_end()
+    assert len(lengths) > 20
 
 
 def test_what_fits_is_admitted_where_a_copy_is_given_up() -> None:

@@ -209,7 +209,7 @@ CASES = [
     ("padded adapters", "half", 3), ("options, two ranks", "lookup", 3), ("options, tiny pool", "half", 3),
 ]  # fmt: skip
 MORE = [
-    ("mixed", "random", 3), ("mixed", "half", 1), ("mixed", "half", 3), ("mixed", "right", 15),
+    ("mixed", "random", 3), *(("mixed", "half", k) for k in range(1, 7)), ("mixed", "right", 15),
     ("tiny pool", "lookup", 3), ("tiny pool, not one ahead", "half", 3), ("chunks", "lookup", 3),
     ("options", "wrong", 3), ("options", "lookup", 3), *(("ends", "half", k) for k in (1, 3, 7)),
     ("ends", "right", 1), ("ends", "right", 7), ("padded", "lookup", 7), ("windows", "wrong", 7), ("exact", "right", 7),
@@ -280,48 +280,26 @@ def compare(
             assert stats.spec_decode_num_accepted_tokens < 0.1 * stats.spec_decode_num_draft_tokens
 
 
-NUMBERS = [[(37 * i + 11) % 211 for i in range(40)], *([n, 3 * n, 5, 5, n] for n in range(1, 7))]
-STATES = [
-    ("qwen3_5", "half", 3, {}), ("nemotron_h", "wrong", 3, {"num_kvcache_blocks": 12, "disable": "lookahead"}),
-    ("lfm2", "half", 7, {"max_num_batched_tokens": 64}), ("granite 4", "half", 1, {"num_state_lines": 8}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "drafter", "k", "options"), STATES)
-def test_wrong_drafts_leave_states_right(
-    family: str, drafter: str, k: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of recurrent layers, also where rows begin with states that others have left after whole blocks."""
-    from exactness.family_cases import CASES as FAMILIES
-    from exactness.family_cases import make_model, save
-
-    random.seed(1)
+@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7))])
+def test_texts_end_at_every_offset(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their length, a token and a string, where all drafts are right, and so many of them behind the end."""
     draft_always(monkeypatch)
-    save(make_model(FAMILIES[family]), FAMILIES[family], tmp_path)
-    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=28) for i in range(len(NUMBERS))]
-    after = [params(temperature=0.0, max_tokens=12)] * len(NUMBERS)
-    sizes: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "kvcache_block_size": 16, "num_state_lines": 30}
-    found, hits, texts = [], [], []
-    for speculative in (None, {"method": "ngram", "num_speculative_tokens": k}):
-        shared = {**sizes, "skip_tokenizer_init": True, "device": "cpu", "speculative_config": speculative}
-        with LLM(str(tmp_path), **{**shared, **options}) as llm:
-            padded = PaddedSteps(llm, monkeypatch) if "max_num_batched_tokens" in options else None
-            if speculative is not None:
-                use(llm, {"wrong": wrong, "half": right(texts, 0.5)}[drafter])
-            first = outputs(llm, NUMBERS, given, False)
-            texts = [prompt + one[0] for prompt, one in zip(NUMBERS, first, strict=True)]
-            found.append(first + outputs(llm, texts, after, False))
-            texts = [text + one[0] for text, one in zip(texts, found[-1][len(texts) :], strict=True)]
-            llm.engine.scheduler.check_integrity()
+    prompt, base = PROMPTS[5], params(temperature=0.9, seed=4, max_tokens=24)
+    found: list[list[Any]] = []
+    for drafts in (0, k):
+        with start(drafts, {}) as llm:
+            if drafts == 0:
+                ids = llm.generate([prompt], base, use_tqdm=False)[0].token_ids
+                text, given = llm.tokenizer(prompt)["input_ids"] + ids, []
+                for end, token in enumerate(ids, 1):
+                    given += [replace(base, max_tokens=end), replace(base, stop_token_ids=(token,))]
+                    given += [replace(base, stop=(llm.tokenizer.decode(ids[max(0, end - 2) : end]),), logprobs=0)]
+                    given += [replace(base, stop_token_ids=(token,), min_tokens=end)]
+            use(llm, right([text]))
+            found.append(outputs(llm, [prompt] * len(given), given, False))
             stats = llm.stats()
-            hits.append(stats.prefix_cache_hits)
-            assert padded is None or len(padded.used) > 2
-            is_small = "num_kvcache_blocks" in options
-            assert (stats.num_preemptions > 0) == is_small and (stats.prefix_cache_hits > 0 or is_small)
-    assert found[0] == found[1]
-    assert is_small or "num_state_lines" in options or hits[0] == hits[1], "states are kept as without drafts"
-    assert stats.spec_decode_num_draft_tokens > 0
-    assert (stats.spec_decode_num_accepted_tokens > 50) == (drafter == "half")
+    assert found[0] == found[1] and {one[2] for one in found[0]} == {"length", "stop"}
+    assert len({len(one[0]) for one in found[0]}) == 24 and stats.spec_decode_num_accepted_tokens > 300
 
 
 def test_drafts_of_rows_are_verified_whatever_their_options() -> None:

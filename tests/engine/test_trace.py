@@ -46,6 +46,19 @@ def test_steps(traced: tuple[Path, list[Any], Any]) -> None:
     assert all(step["args"]["decode_rows"] <= 4 and step["args"]["prompt_tokens"] <= 32 for step in steps)
 
 
+def test_steps_say_what_they_verified(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM("demo", trace=str(tmp_path), device="cpu", max_num_seqs=4, speculative_config=drafts) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        llm.generate(["one two one two one two", "1 2 3 4 1 2 3 4 1 2"], params, use_tqdm=False)
+        stats = llm.stats()
+    [path] = tmp_path.glob("*.json")
+    verified = [step["args"] for step in named(path, ph="X", pid=1) if "places" in step["args"]]
+    assert {args["places"] for args in verified} == {4} and stats.spec_decode_num_accepted_tokens > 0
+    assert sum(args["drafted"] for args in verified) == stats.spec_decode_num_draft_tokens
+    assert sum(args["right"] for args in verified) == stats.spec_decode_num_accepted_tokens
+
+
 def test_requests(traced: tuple[Path, list[Any], Any]) -> None:
     path, outputs, _ = traced
     for output in outputs:

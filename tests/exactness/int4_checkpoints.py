@@ -99,7 +99,7 @@ def config_of(layout: str, group: int, symmetric: bool = False) -> dict[str, Any
 
 
 def is_quantized(name: str) -> bool:
-    return name.endswith("proj.weight") or ".experts." in name
+    return name.endswith(("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) or ".experts." in name
 
 
 def quantize_folder(folder: Path, group: int) -> dict[str, Quantized]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from checkpoints import FILE, read_json, write_json
-from int4_checkpoints import is_quantized
+from exactness.int4_checkpoints import is_quantized
 from safetensors.torch import load_file, save_file
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

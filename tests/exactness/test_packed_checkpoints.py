@@ -13,7 +13,7 @@ import transformers
 from checkpoints import FILE, change_tensors, read_json, spoil, write_json
 from comparing import Expected
 from family_cases import CASES as OF_TRANSFORMERS
-from family_cases import make_model, save
+from family_cases import GREEDY, OPTIONS, PROMPTS, make_model, save
 from int4_checkpoints import is_quantized, quantize_folder, quantized, save_packed
 from safetensors.torch import load_file, save_file
 from test_int4_weights import SHAPE
@@ -59,6 +59,22 @@ def test_int4_experts_give_the_widened_checkpoints_tokens(name: str, tmp_path: P
     with LLM(str(folder), **{**ROOMY, **options}) as llm:
         assert_outputs(run(llm, REQUESTS[:5]), REQUESTS[:5], expected, name)
         assert_outputs(run(llm, REQUESTS[4::-1]), REQUESTS[4::-1], expected[::-1], (name, "later, from the cache"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("gemma4", "awq"), ("qwen3_5", "compressed-tensors"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4", "gptq"), ("qwen3_5", "awq")))],
+)  # fmt: skip
+def test_heads_of_two_sizes_and_recurrent_layers_in_int4(name: str, layout: str, tmp_path: Path) -> None:
+    case = OF_TRANSFORMERS[name]
+    case = replace(case, entries={**case.entries, "hidden_size": 64, "intermediate_size": 128})
+    wide = save(make_model(case), case, tmp_path / "wide")
+    packed = save_packed(wide, tmp_path / "packed", quantize_folder(wide, 32), layout)
+    found = []
+    for folder in (wide, packed):
+        with LLM(str(folder), **OPTIONS) as llm:
+            found.append([one.token_ids for _ in range(2) for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert found[0] == found[1]
 
 
 def test_int4_experts_made_while_loading(tmp_path: Path) -> None:

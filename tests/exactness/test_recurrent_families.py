@@ -1,7 +1,7 @@
 """Families whose layers keep states, and Gemma 4, against transformers: texts of every length around blocks and pieces,
 chats, beginnings in common, completions of one prompt, sleep, new weights, few states, and the states themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,19 +12,30 @@ from family_cases import CASES, OPTIONS, TOLERANCE, Case, make_model, reference_
 from observing import StepWitness
 from safetensors.torch import load_file
 from test_families import expect_best_tokens
+from test_overlap import lower_thresholds
 
 from nanovllm import LLM, SamplingParams
 
 KINDS = {
     "qwen3_5": 1, "nemotron_h": 2, "lfm2": 3, "gemma4": 0,
-    "qwen3_next": 2, "olmo_hybrid": 3, "granite 4": 1, "lfm2_moe": 2, "gemma4, experts": 0,
-    "gemma4, keys of other layers and inputs of each": 0,
+    "qwen3_next": 2, "qwen3_5_moe": 3, "olmo_hybrid": 3, "granite 4": 1, "granite 4 without experts": 2, "lfm2_moe": 2,
+    "nemotron_h that ends with experts": 1, "nemotron_h with latent experts": 3, "gemma4, experts": 0,
+    "gemma4, keys of other layers and inputs of each": 0, "gemma4_unified": 0,
 }  # fmt: skip
-"""States of an engine that has few of them, by family; 0: its layers keep none."""
+"""States of an engine that has few of them, by family; 0: its layers keep none. Granite's layers have one group of
+heads, and those of one kind in gemma4_unified three heads of keys."""
 OFTEN = ("qwen3_5", "nemotron_h", "lfm2", "gemma4")
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in KINDS]
+FOUR: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""Heads for four ranks."""
+SERVED = [
+    pytest.param((name, ranks), id=f"{name}, {ranks}", marks=[pytest.mark.slow] * (name not in OFTEN or ranks > 1))
+    for name in KINDS for ranks in (1, 2, 4)
+    if ranks == 1 or not (name.startswith("granite") or (ranks == 4 and name == "gemma4_unified"))
+]  # fmt: skip
 RECURRENT = [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name, few in KINDS.items() if few]
 LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200)
+BUDGET = 23
+"""Maximum tokens of a step."""
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
@@ -39,32 +50,59 @@ class Served(NamedTuple):
     has_states: bool
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An engine whose steps of 23 tokens cut prompts at many offsets."""
-    case, options = CASES[request.param], {**OPTIONS, "num_kvcache_blocks": 192, "max_num_batched_tokens": 23}
+    """An engine whose steps of 23 tokens cut prompts at many offsets; those of several ranks are cut in halves, too."""
+    name, ranks = request.param
+    options = {**OPTIONS, "num_kvcache_blocks": 192, "max_num_batched_tokens": BUDGET, "disable": ()}
+    case = CASES[name]
+    if ranks == 4:
+        width = {} if "head_dim" in case.entries else {"hidden_size": 64}
+        case = replace(case, entries={**case.entries, **FOUR, **width})
     model = make_model(case)
-    with LLM(str(save(model, case, tmp_path_factory.mktemp("family"))), **options, enable_sleep=True) as llm:
-        yield Served(llm, case, model, KINDS[request.param] > 0)
+    folder = str(save(model, case, tmp_path_factory.mktemp("family")))
+    with pytest.MonkeyPatch.context() as patch:
+        lower_thresholds(patch, 6, 2)
+        with LLM(folder, **options, enable_sleep=True, tensor_parallel_size=ranks) as llm:
+            yield Served(llm, case, model, KINDS[name] > 0)
 
 
 def run(served: Served, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Any]:
-    """Outputs, whose tokens are those of transformers."""
+    """Outputs, whose tokens are those of transformers, and log-probabilities of prompts if they are asked for."""
     outputs = served.llm.generate(prompts, params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         expect_best_tokens(reference_logits(served.model, prompt, output.token_ids), output.token_ids)
+        if params.prompt_logprobs is not None:
+            found = [line[token].logprob for token, line in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+            theirs = reference_logits(served.model, prompt[:1], prompt[1:]).log_softmax(-1)
+            wanted = theirs.gather(1, torch.tensor(prompt[1:], dtype=torch.long)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(found), wanted, **TOLERANCE)
     return outputs
 
 
-def test_prompts_of_every_length_have_the_logprobs_of_transformers(served: Served) -> None:
-    """Together, so that cuts go through them anywhere."""
-    prompts = [text(length, number) for number, length in enumerate(LENGTHS)]
-    outputs = run(served, prompts, replace(GREEDY, prompt_logprobs=0))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        found = [line[token].logprob for token, line in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        theirs = reference_logits(served.model, prompt[:1], prompt[1:]).log_softmax(-1)
-        wanted = theirs.gather(1, torch.tensor(prompt[1:], dtype=torch.long)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(found), wanted, **TOLERANCE)
+@pytest.mark.parametrize("lengths", [LENGTHS, pytest.param(range(1, 201), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_prompts_of_every_length_have_the_logprobs_of_transformers(served: Served, lengths: Sequence[int]) -> None:
+    """Together, so that cuts go through them anywhere. All are for one rank."""
+    if lengths == LENGTHS or served.llm.config.tensor_parallel_size == 1:
+        prompts = [text(length, number) for number, length in enumerate(lengths, 1)]  # no router of these has a tie
+        run(served, prompts, replace(GREEDY, prompt_logprobs=0))
+
+
+def test_a_prompt_is_cut_at_every_offset(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a first piece of each length, and so does what follows on a hit."""
+    scheduler, firsts = served.llm.engine.scheduler, list[int]()
+    chunk = scheduler._chunk
+
+    def cut(num_remaining: int, budget: int, short_waits: bool) -> int:
+        return chunk(num_remaining, min(budget, firsts.pop()) if firsts else budget, short_waits)
+
+    monkeypatch.setattr(scheduler, "_chunk", cut)
+    for first in range(1, BUDGET + 1):
+        prompt = text(70, 100 + first)
+        for number, longer in enumerate((prompt, [*prompt, *text(40, first)])):
+            firsts.append(first)
+            [output] = run(served, [longer], replace(GREEDY, prompt_logprobs=None if number else 0))
+            assert output.num_cached_tokens == 64 * number and not firsts
 
 
 def test_a_chat_goes_on_from_its_last_turn(served: Served) -> None:

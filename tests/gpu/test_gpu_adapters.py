@@ -84,7 +84,7 @@ def test_an_adapter_from_memory(requests: list[LoRARequest | None]) -> None:
 
 
 def random_adapter(llm: LLM, seed: int, folder: Path) -> LoRARequest:
-    """One of all layers that take adapters, each expert's too."""
+    """An adapter of all layers that take one, of each expert's too."""
     rows, adapters = torch.Generator().manual_seed(seed), llm.engine.executor.runner.adapters  # type: ignore[attr-defined]
     tensors: dict[str, torch.Tensor] = {}
     for path, module, part in adapters._all_parts:

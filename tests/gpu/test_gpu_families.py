@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_formats import FORMATS, save_as
 from small_models import (
     GREEDY,
     KINDS,
@@ -65,13 +66,25 @@ SHAPES = {
 def test_a_model_in_bfloat16(name: str, tmp_path: Path) -> None:
     kind, entries = SHAPES.get(name, (name, {}))
     folder = make_checkpoint(kind, tmp_path, **entries)
+    check(folder, folder, [setting for setting in SETTINGS if setting != "plain kernels" or name not in SHAPES])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_packed_weights_in_bfloat16(kind: str, name: str, tmp_path: Path) -> None:
+    """In 4 and 8 bits as tools write them: no farther from what they stand for than a wide model is."""
+    folder = make_checkpoint(kind, tmp_path / "made", intermediate_size=512, moe_intermediate_size=256)
+    packed, wide = save_as(name, Path(folder), tmp_path)
+    check(str(packed), str(wide), [*SETTINGS])
+
+
+def check(folder: str, wide: str, settings: list[str]) -> None:
+    """wide: a checkpoint of the same weights in 32 or 16 bits."""
     texts, ours = eager_scores(folder)
-    exact, theirs = references(folder, texts)
+    exact, theirs = references(wide, texts)
     largest = assert_no_farther(ours, theirs, exact)
-    for setting, options in SETTINGS.items():
-        if setting == "plain kernels" and name in SHAPES:
-            continue
-        with LLM(folder, **{**OPTIONS, **options}) as llm:
+    for setting in settings:
+        with LLM(folder, **{**OPTIONS, **SETTINGS[setting]}) as llm:
             has_graphs = setting != "plain kernels" and not llm.config.enforce_eager  # see executor/resolve.py
             assert (llm.engine_info()["cuda_graphs"] > 0) == has_graphs
             chunked = llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)  # in two steps, of which one ends no prompt

@@ -72,17 +72,26 @@ def own_loop_and_abort(llm: LLM) -> None:
     assert not llm.engine.fleet.requests.num_live  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("seed", "drafts"), [(0, None), (2, LOOKUP), pytest.param(1, None, marks=pytest.mark.slow)],
+    ids=["plain", "with drafts", "plain, another moment"],
+)
 def test_a_replica_killed_in_mid_generation(
-    seed: int, expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture
+    seed: int, drafts: dict[str, Any] | None, expected: list[Any], mark: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its requests go on elsewhere, with drafts of their own."""
     moment = random.Random(seed)
-    with replicated(2) as llm:
+    with replicated(2, speculative_config=drafts) as llm:
         victim = moment.choice(pids(llm))
         with killing(lambda: victim, after=moment.uniform(0.05, 0.8)):
             assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         llm.generate(*batch(8), use_tqdm=False)
         assert llm.engine_info()["num_restarts"] == 1
+        stats = llm.stats()
+        assert (stats.spec_decode_num_draft_tokens > 0) == (stats.spec_decode_num_accepted_tokens > 0) == bool(drafts)
     assert "was lost and is being restarted: died by signal 9" in caplog.text
 
 

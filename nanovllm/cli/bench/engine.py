@@ -203,7 +203,12 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
             (args.sampling_options, bench.sampling_options),
         ]
         results = [] if args.start_up else [mode() for wanted, mode in modes if wanted]
-    return {"model": args.model, "settings": settings, "engine": info, "start_up": start_up, "results": results}
+        stats = asdict(llm.stats())
+        drafts = {name: value for name, value in stats.items() if name.startswith("spec_decode_")}
+        if drafts["spec_decode_num_drafts"]:
+            print_engine("drafts", drafts)
+    record = {"model": args.model, "settings": settings, "engine": info, "start_up": start_up, "drafts": drafts}
+    return {**record, "results": results}
 
 
 def measure(args: argparse.Namespace, options: dict[str, Any]) -> None:

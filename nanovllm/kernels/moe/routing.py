@@ -330,7 +330,7 @@ def route_reference(
 
 @triton.jit
 def _choices_kernel(TILES, ORDER, SLOTS, TOKEN, SLOT, num_tiles, top_k, experts, BLOCK: tl.constexpr):
-    """Grid (tiles): TOKEN and SLOT of a tile's positions in ORDER; see choices."""
+    """Grid (tiles): TILES [num_tiles, 3], ORDER and TOKEN and SLOT [T * k], SLOTS [T]; see choices."""
     tile, ptr = tl.program_id(0), TILES + tl.program_id(0) * 3
     expert, first, end = tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)
     if tile + 1 < num_tiles and tl.load(ptr + 3, mask=tile + 1 < num_tiles, other=-1) == expert:

@@ -21,6 +21,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
+from nanovllm.models.packed_tensors import reader_for
 
 
 def _module(config: EngineConfig) -> Any:
@@ -80,6 +81,9 @@ def load(
     else:
         try:
             tensors = _tensors(folder, config, model)
+            reader = reader_for(model.drafter.model, weights, getattr(torch, config.dtype), device)
+            if reader is not None:
+                tensors = dict(reader.read(tensors.items(), wide=False))
             check_names(weights, tensors, tied_head=False)
             load_checkpoint(weights, tensors, device, progress)
             drafter.check()
