@@ -244,11 +244,11 @@ Given = TypeVar("Given", bound=Fields)
 def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     """A request's fields, and the names of those that mean nothing here. Raises ApiError (400) naming field, value
     and bound."""
-    unknown = body.keys() - _known(kind)
+    unknown = {name for name in body.keys() - _known(kind) if body[name] is not None}
     constraints = INSTEAD | {name: _STRUCTURED for name in unknown if name.startswith("guided_")}
     refused = {**constraints, **kind.refused}
     for name in sorted(unknown & refused.keys()):
-        if body[name] not in (None, False, "") and (name in constraints or body[name] not in ([], {})):
+        if body[name] not in (False, "") and (name in constraints or body[name] not in ([], {})):
             raise bad_request(_why(name[:100], refused[name]), name[:100], "unsupported_field")
     ignored = sorted(name[:100] for name in unknown - refused.keys())
     fields = convert(kind, body)
