@@ -39,19 +39,23 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What else it held might be a constraint."""
+
     schema: dict[str, Any] | None = None
+    name: Any = None
+    description: Any = None
+    strict: Any = None
 
 
-class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class DialectFormat(JsonSchema, kw_only=True):
+class DialectFormat(JsonSchema):
     """A response_format in other dialects: the schema is beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
+
+
+class ResponseFormat(DialectFormat):
+    json_schema: JsonSchema | None = None
 
 
 INSTEAD = {
@@ -283,6 +287,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
     if what.startswith("Object missing required field"):
         name = what.split("`")[1]
         return bad_request(f"{path}.{name}: is required".lstrip("."), code="missing_required_parameter")
+    if what.startswith("Object contains unknown field"):
+        return bad_request(f"{path}.{what.split('`')[1][:100]}: not supported", code="unsupported_field")
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
     if what == "Number out of range":
         wanted = "in the range of float64"
@@ -361,11 +367,9 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     """The one constraint that a request asks for. Raises ApiError (400)."""
     found: dict[str, dict[str, Any]] = {}
     if (form := fields.response_format) is not None and form.type != "text":
-        schema = None
-        if form.type == "json_schema":
-            if form.json_schema is None:
-                raise bad_request("response_format.json_schema: is required")
-            schema = form.json_schema.schema
+        if form.type == "json_schema" and form.json_schema is None and form.schema is None:
+            raise bad_request("response_format.json_schema: is required")
+        schema = form.schema if form.json_schema is None else form.json_schema.schema
         found["response_format"] = {"json_object": True} if schema is None else {"json": schema}
     if (given := fields.structured_outputs) is not None:
         kinds = {name: value for name, value in given.items() if value not in (None, False)}
