@@ -185,22 +185,27 @@ class GenerateFields(Fields, kw_only=True):
     output_mode: Literal["tokens"] | None = None
 
 
-class EmbeddingFields(Fields, kw_only=True):
-    """Body of /v1/embeddings."""
+class _TextFields(Fields, kw_only=True):
+    """Fields of requests that generate nothing."""
 
     meaningless = frozenset(("user", "metadata", "request_id"))
+    priority: Literal[0] | None = None
+    cache_salt: Salt | None = None
+
+
+class EmbeddingFields(_TextFields, kw_only=True):
+    """Body of /v1/embeddings."""
+
     input: Prompts
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
     truncate_prompt_tokens: CountOrOff | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Salt | None = None
 
 
-class _JudgedFields(Fields, kw_only=True):
+class _JudgedFields(_TextFields, kw_only=True):
     instruction: NotEmpty | None = None
-    cache_salt: Salt | None = None
 
 
 class ScoreFields(_JudgedFields, kw_only=True):
