@@ -40,7 +40,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What else it held might be a constraint."""
+    """A schema, and what says nothing more; whatever else it held might be a constraint."""
 
     schema: dict[str, Any] | None = None
     name: Any = None
