@@ -207,16 +207,17 @@ def test_all_dialects_take_what_is_sampled_by() -> None:
 
 CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "guided_new"),
-    *("guided_decoding_backend", "output_format", "grammar", "regex"),
+    *("guided_decoding_backend", "grammar", "regex"),
 )
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "more"),
     [
-        (api.ChatFields, {"messages": user("a")}, ["output_config", "max_output_tokens"]),
-        (api.CompletionFields, {"prompt": "a"}, ["output_config", "stop_sequences"]),
-        (responses.ResponsesFields, {"input": "a"}, ["response_format", "max_tokens", "background", "logprobs"]),
+        (api.ChatFields, {"messages": user("a")}, ["output_config", "output_format", "max_output_tokens"]),
+        (api.CompletionFields, {"prompt": "a"}, ["output_config", "output_format", "stop_sequences"]),
+        (responses.ResponsesFields, {"input": "a"},
+         ["response_format", "output_format", "max_tokens", "background", "logprobs"]),
         (anthropic.MessagesFields, MESSAGE := {"messages": user("a"), "max_tokens": 5},
          ["response_format", "max_completion_tokens", "mcp_servers"]),
         (anthropic.CountFields, MESSAGE, []),
