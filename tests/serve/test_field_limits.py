@@ -8,6 +8,7 @@ import pytest
 from conversation import of_messages, of_responses
 from serving import ASK, CHAT, COMPLETIONS, RESPONSES, user
 
+from nanovllm import StructuredOutput
 from nanovllm.engine import calls
 from nanovllm.engine.prompt import Prompt
 from nanovllm.serve.api import anthropic, responses
@@ -54,11 +55,23 @@ def test_field_value_and_bound_are_named(kind: Any, body: dict[str, Any], messag
         {"messages": [{"role": "user"}]}, {"functions": [{"name": "a"}]}, {"best_of": 2},
         {"structured_outputs": {"grammar": "\n".join(f"r{i}: r{i + 1}" for i in range(100_000))}},
         {"structured_outputs": {"choice": []}}, {"guided_choice": []},
+        {"response_format": {"type": "json_object", "response_schema": {"type": "object"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
     ],
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
 def test_field_out_of_bounds(client: httpx.Client, fields: dict[str, Any]) -> None:
     check_refusal(client, fields)
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("place", ["schema", "json_schema"])
+def test_a_schema_constrains_wherever_a_format_holds_it(kind: str, place: str) -> None:
+    """Other servers take it beside the type, also of a JSON object."""
+    schema = {"type": "object", "required": ["a"]}
+    form = {"type": kind, place: schema if place == "schema" else {"name": "n", "schema": schema}}
+    fields, ignored = api.read(api.ChatFields, ASK | {"response_format": form})
+    assert api.structured(fields) == StructuredOutput(json=schema) and not ignored
 
 
 @pytest.mark.parametrize(
@@ -194,16 +207,17 @@ def test_all_dialects_take_what_is_sampled_by() -> None:
 
 CONSTRAINTS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "guided_new"),
-    *("guided_decoding_backend", "output_format", "grammar", "regex"),
+    *("guided_decoding_backend", "grammar", "regex"),
 )
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "more"),
     [
-        (api.ChatFields, {"messages": user("a")}, ["output_config", "max_output_tokens"]),
-        (api.CompletionFields, {"prompt": "a"}, ["output_config", "stop_sequences"]),
-        (responses.ResponsesFields, {"input": "a"}, ["response_format", "max_tokens", "background", "logprobs"]),
+        (api.ChatFields, {"messages": user("a")}, ["output_config", "output_format", "max_output_tokens"]),
+        (api.CompletionFields, {"prompt": "a"}, ["output_config", "output_format", "stop_sequences"]),
+        (responses.ResponsesFields, {"input": "a"},
+         ["response_format", "output_format", "max_tokens", "background", "logprobs"]),
         (anthropic.MessagesFields, MESSAGE := {"messages": user("a"), "max_tokens": 5},
          ["response_format", "max_completion_tokens", "mcp_servers"]),
         (anthropic.CountFields, MESSAGE, []),

@@ -62,6 +62,21 @@ def test_a_message_that_is_too_long_is_told_in_anthropics_words(client: httpx.Cl
         assert count > 2047
 
 
+@pytest.mark.parametrize("kind", ["plain", "input_text", "output_text", "nothing"])
+def test_lists_of_texts_in_other_forms_are_texts(client: httpx.Client, kind: str) -> None:
+    """LangChain sends lists of plain texts and, for a tool that has returned nothing, empty ones."""
+    given: list[Any] = {"plain": ["a", "b"], "nothing": []}.get(kind, [{"type": kind, "text": "a"}, "b"])
+    texts = [{"type": "text", "text": text} for text in "ab"] if given else ""
+    answers = [
+        client.post("/tokenize", json={"messages": [
+            *user("x"), {"role": "assistant", "tool_calls": [CALL]}, *({"role": role, "content": content} for role in (
+                "tool", "assistant", "user"))]}) for content in (given, texts)
+    ]  # fmt: skip
+    assert answers[0].status_code == 200, answers[0].text
+    assert "x-ignored-fields" not in answers[0].headers
+    assert answers[0].json() == answers[1].json()
+
+
 def test_an_effort_switches_thinking(client: httpx.Client) -> None:
     """The demo's template writes <think> where it is asked to; what a request says of it itself is more."""
     def count(**more: Any) -> int:

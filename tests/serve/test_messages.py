@@ -51,6 +51,14 @@ def test_a_messages_request_is_a_chat() -> None:
     }
 
 
+def test_a_format_has_two_names() -> None:
+    """The newer one counts first; inspect-ai sends the older."""
+    older = of_messages({**MESSAGES_BODY, "output_format": {"type": "json_schema", "schema": SCHEMA}})
+    assert older["response_format"] == {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    both = {"output_format": {"type": "json_object"}, "output_config": {"format": {"type": "text"}}}
+    assert of_messages({**MESSAGES_BODY, **both})["response_format"]["type"] == "text"
+
+
 def test_a_last_text_of_the_assistant_is_continued() -> None:
     """As with Anthropic's; a call that waits for its result is not."""
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}

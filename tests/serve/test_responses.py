@@ -76,6 +76,8 @@ def test_a_responses_request_is_a_chat() -> None:
         ({"tool_choice": "some"}, "tool_choice='some': must be one of 'auto', 'none', 'required'"),
         ({"text": {"format": {"type": "yaml"}}}, "^text.format.type='yaml': must be one of 'text', 'json_object', 'js"),
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "^text.format.schema=5: must be object"),
+        ({"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
+         "^text.format.json_schema: not supported"),
         ({"metadata": 1}, "^metadata=1: must be object"), ({"metadata": {"a": 1}}, "^metadata.*: must be str"),
         ({"previous_response_id": "resp_1"}, "previous_response_id: not supported; nothing is stored"),
     ],

@@ -134,6 +134,11 @@ def test_scores_are_those_of_the_library(reranker: httpx.Client, scores: list[fl
     pair = reranker.post(SCORE, json={"text_1": [ASKED, ASKED], "text_2": TEXTS[:2]}).json()
     assert [each["score"] for each in pair["data"]] == pytest.approx(scores[:2], rel=1e-4)
     assert body["usage"]["completion_tokens"] == 3
+    for query, document in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):  # vLLM's other names
+        more = {"user": "a", "request_id": "b", "priority": 0}
+        other = reranker.post(SCORE, json={query: ASKED, document: TEXTS[0], **more})
+        assert other.status_code == 200 and "x-ignored-fields" not in other.headers, other.text
+        assert other.json()["data"][0]["score"] == pytest.approx(scores[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("path", RERANKS)

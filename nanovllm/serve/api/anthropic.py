@@ -68,7 +68,7 @@ class CountFields(DialectFields, kw_only=True):
     meaningless = frozenset("max_tokens metadata service_tier cache_control inference_geo speed diagnostics".split())
     refused: ClassVar[Mapping[str, str]] = {
         **INSTEAD,
-        **dict.fromkeys(("response_format", "output_format"), "use output_config.format"),
+        "response_format": "use output_config.format",
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "use max_tokens"),
         **dict.fromkeys(("mcp_servers", "container"), "the server runs no tools"),
     }
@@ -78,6 +78,8 @@ class CountFields(DialectFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: DialectFormat | None = None
+    """The older name of output_config.format."""
     stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP)] | None = None
 
 
@@ -123,11 +125,11 @@ def chat_request(fields: CountFields, left_out: LeftOut) -> dict[str, Any]:
     if fields.thinking is not None:
         thinks = fields.thinking.type in ("enabled", "adaptive")
         request["chat_template_kwargs"] = {"enable_thinking": thinks, **request.get("chat_template_kwargs", {})}
-    if (config := fields.output_config) is not None:
-        if config.effort is not None:
-            request["reasoning_effort"] = config.effort
-        if (form := config.format) is not None:
-            request["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema}}
+    config = fields.output_config or OutputConfig()
+    if config.effort is not None:
+        request["reasoning_effort"] = config.effort
+    if (form := config.format or fields.output_format) is not None:
+        request["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema}}
     return request
 
 

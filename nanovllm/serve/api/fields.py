@@ -39,19 +39,23 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema, and what says nothing more; whatever else it held might be a constraint."""
+
     schema: dict[str, Any] | None = None
+    name: Any = None
+    description: Any = None
+    strict: Any = None
 
 
-class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class DialectFormat(JsonSchema, kw_only=True):
+class DialectFormat(JsonSchema):
     """A response_format in other dialects: the schema is beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
+
+
+class ResponseFormat(DialectFormat):
+    json_schema: JsonSchema | None = None
 
 
 INSTEAD = {
@@ -181,22 +185,27 @@ class GenerateFields(Fields, kw_only=True):
     output_mode: Literal["tokens"] | None = None
 
 
-class EmbeddingFields(Fields, kw_only=True):
-    """Body of /v1/embeddings."""
+class _TextFields(Fields, kw_only=True):
+    """Fields of requests that generate nothing."""
 
     meaningless = frozenset(("user", "metadata", "request_id"))
+    priority: Literal[0] | None = None
+    cache_salt: Salt | None = None
+
+
+class EmbeddingFields(_TextFields, kw_only=True):
+    """Body of /v1/embeddings."""
+
     input: Prompts
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
     truncate_prompt_tokens: CountOrOff | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Salt | None = None
 
 
-class _JudgedFields(Fields, kw_only=True):
+class _JudgedFields(_TextFields, kw_only=True):
     instruction: NotEmpty | None = None
-    cache_salt: Salt | None = None
 
 
 class ScoreFields(_JudgedFields, kw_only=True):
@@ -244,11 +253,11 @@ Given = TypeVar("Given", bound=Fields)
 def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     """A request's fields, and the names of those that mean nothing here. Raises ApiError (400) naming field, value
     and bound."""
-    unknown = body.keys() - _known(kind)
+    unknown = {name for name in body.keys() - _known(kind) if body[name] is not None}
     constraints = INSTEAD | {name: _STRUCTURED for name in unknown if name.startswith("guided_")}
     refused = {**constraints, **kind.refused}
     for name in sorted(unknown & refused.keys()):
-        if body[name] not in (None, False, "") and (name in constraints or body[name] not in ([], {})):
+        if body[name] not in (False, "") and (name in constraints or body[name] not in ([], {})):
             raise bad_request(_why(name[:100], refused[name]), name[:100], "unsupported_field")
     ignored = sorted(name[:100] for name in unknown - refused.keys())
     fields = convert(kind, body)
@@ -283,6 +292,8 @@ def _type_error(kind: type[msgspec.Struct], body: Mapping[str, Any], text: str) 
     if what.startswith("Object missing required field"):
         name = what.split("`")[1]
         return bad_request(f"{path}.{name}: is required".lstrip("."), code="missing_required_parameter")
+    if what.startswith("Object contains unknown field"):
+        return bad_request(f"{path}.{what.split('`')[1][:100]}: not supported", code="unsupported_field")
     wanted = what.removeprefix("Expected ").replace("`", "").replace(" | null", "")
     if what == "Number out of range":
         wanted = "in the range of float64"
@@ -361,11 +372,9 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     """The one constraint that a request asks for. Raises ApiError (400)."""
     found: dict[str, dict[str, Any]] = {}
     if (form := fields.response_format) is not None and form.type != "text":
-        schema = None
-        if form.type == "json_schema":
-            if form.json_schema is None:
-                raise bad_request("response_format.json_schema: is required")
-            schema = form.json_schema.schema
+        if form.type == "json_schema" and form.json_schema is None and form.schema is None:
+            raise bad_request("response_format.json_schema: is required")
+        schema = form.schema if form.json_schema is None else form.json_schema.schema
         found["response_format"] = {"json_object": True} if schema is None else {"json": schema}
     if (given := fields.structured_outputs) is not None:
         kinds = {name: value for name, value in given.items() if value not in (None, False)}

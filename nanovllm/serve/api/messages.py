@@ -12,7 +12,7 @@ from nanovllm.serve.limits import MESSAGES, TOOL_CALLS
 
 
 class Part(msgspec.Struct):
-    kinds: ClassVar = frozenset(("text", "refusal"))
+    kinds: ClassVar = frozenset(("text", "input_text", "output_text", "refusal"))
     """Types that are read; parts of others are left out as a whole."""
     type: str
     text: str | None = None
@@ -36,7 +36,7 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
 
 class Message(msgspec.Struct, omit_defaults=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Meta(min_length=1)] | None = None
+    content: str | list[str | Part] | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=TOOL_CALLS)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -107,7 +107,9 @@ def _values(message: Message, where: str, left_out: LeftOut, is_new: bool) -> di
     return found | {"content": content or ""}
 
 
-def _text(part: Part, where: str, left_out: LeftOut, is_new: bool) -> str:
+def _text(part: str | Part, where: str, left_out: LeftOut, is_new: bool) -> str:
+    if isinstance(part, str):
+        return part
     if part.type not in part.kinds:
         return left_out.text(part.type, where if is_new else None)
     for name in ("image", "image_url", "video", "audio"):
@@ -116,10 +118,10 @@ def _text(part: Part, where: str, left_out: LeftOut, is_new: bool) -> str:
         if is_new:
             raise bad_request(f"{where}.{name}={shown(value)}: must be null; {TEXT_ALONE}", code="invalid_type")
         left_out.note(name)
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        raise bad_request(f"{where}.{part.type}: is required")
-    return text
+    field = "refusal" if part.type == "refusal" else "text"
+    if (said := getattr(part, field)) is None:
+        raise bad_request(f"{where}.{field}: is required")
+    return str(said)
 
 
 def function(**fields: Any) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.reranking import paired
 
+_NAMES = {"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"}
+"""vLLM's other names of the texts of a score."""
+
 
 def _prepare(
     model: ServedModel, fields: api.ScoreFields | api.RerankFields, pairs: list[tuple[str, str]], name: str
@@ -33,6 +36,7 @@ def _prepare(
 
 def prepare_score(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request for scores. Raises ApiError."""
+    body = {name if (own := _NAMES.get(name, name)) in body else own: value for name, value in body.items()}
     fields = read(model, call, api.ScoreFields, body)
     with refusing():
         pairs = paired(fields.text_1, fields.text_2, "text_2")
