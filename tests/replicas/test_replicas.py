@@ -90,8 +90,7 @@ def test_a_replica_killed_in_mid_generation(
             assert facts(llm.generate(*batch(60), use_tqdm=False)) == expected
         llm.generate(*batch(8), use_tqdm=False)
         assert llm.engine_info()["num_restarts"] == 1
-        stats = llm.stats()
-        assert (stats.spec_decode_num_draft_tokens > 0) == (stats.spec_decode_num_accepted_tokens > 0) == bool(drafts)
+        assert (llm.stats().spec_decode_num_draft_tokens > 0) == bool(drafts)
     assert "was lost and is being restarted: died by signal 9" in caplog.text
 
 
