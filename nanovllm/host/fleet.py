@@ -218,13 +218,25 @@ class Fleet:
             self._sum_states()
             self.requests.bind()
         for spec, name, options in calls:
-            self._begin(spec, name, options, [number], partial(self._note_caught_up, number))
+            self._begin(spec, name, options, [number], partial(self._note_caught_up, number, options))
 
-    def _note_caught_up(self, number: int, pending: PendingCall) -> None:
-        """Handles the end of a call that an engine had missed; an engine on which it failed is given up."""
+    def _note_caught_up(self, number: int, options: dict[str, Any], pending: PendingCall) -> None:
+        """Handles the end of a call that an engine had missed; an engine on which it failed is given up. An adapter
+        that it cannot load again, as its folder has gone or changed, loses its name everywhere instead."""
         if number in self._starting:
             try:
                 pending.result()
             except Exception as error:
+                if pending.name == "load_adapter" and isinstance(error, ValueError):
+                    self._unload(options["lora_name"], f"replica {number}, which was lost, could not load it: {error}")
+                    return
                 self._starting[number] = None
                 self._give_up(number, f"could not catch up with the others: {pending.name}: {error}")
+
+    def _unload(self, name: str, reason: str) -> None:
+        """Lets no more requests have an adapter; those that have it end with it where it is held."""
+        logger.warning("adapter %r is unloaded: %s", name, reason)
+        self.state.adapters.pop(name, None)
+        if others := [number for number in self.numbers if number not in self._starting]:
+            options = {"lora_name": name, "keeps": self.requests.adapters()}
+            self._begin(CALLS["remove_adapter"], "remove_adapter", options, others, lambda pending: None)

@@ -1,14 +1,18 @@
 """Requests with adapters that come and go at random."""
 
+import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
-from adapters.peft_files import CONFIG, random_tensors
-from adapters.test_adapters import LORA, PROMPTS, generate, linears
+import pytest
+from adapters.peft_files import CONFIG, random_tensors, save
+from adapters.test_adapters import LORA, PROMPTS, SCORED, generate, linears
 from exactness import family_cases
 from exactness.family_cases import CASES, make_model
+from system import wait_for
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 
@@ -86,3 +90,32 @@ def test_rows_of_a_replica_that_is_lost_end_under_theirs(tmp_path: Path) -> None
         assert llm.engine_info()["num_restarts"] == 1
         again = generate(llm, [PROMPTS[2]] * 4, [None, *map(LoRARequest, "010")], params)
         assert [output.outputs[0].token_ids for output in again] == [expected[n] for n in (0, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_adapter_whose_folder_has_gone_ends_no_replica(
+    replicas: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is started again goes on without the adapters that it cannot read, and so do the others."""
+    model = make_model(CASES["qwen3"])
+    folder = family_cases.save(model, CASES["qwen3"], tmp_path / "model")
+    changed = {"target_modules": "all-linear"}
+    paths = [save(tmp_path / str(n), random_tensors(model, linears(model), CONFIG, n), **changed) for n in range(3)]
+    options = {**LORA, "data_parallel_size": replicas, "data_parallel_backend": "local"}
+    with LLM(str(folder), **options) as llm:
+        requests = [llm.load_adapter(path.name, path) for path in paths]
+        expected = generate(llm, PROMPTS, requests[2], SCORED)
+        shutil.rmtree(paths[0])
+        (paths[1] / "adapter_config.json").write_text(json.dumps({**CONFIG, **changed, "lora_alpha": 1}))
+        os.kill(llm.engine.engines.all[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        for _ in range(2):
+            found = generate(llm, PROMPTS, requests[2], SCORED)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+            generate(llm, PROMPTS * 4)
+        wait_for(lambda: [*llm.engine.state.adapters] == ["2"], "names to go")
+        for request in requests[:2]:
+            with pytest.raises(ValueError, match="no adapter of this name"):
+                generate(llm, PROMPTS, request)
+        assert llm.engine_info()["num_restarts"] == 1
+    assert "adapter '0' is unloaded" in caplog.text and "adapter '1' is unloaded" in caplog.text
+    assert "continue without it" not in caplog.text
