@@ -202,7 +202,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(map(math.isfinite, tensor.aminmax()))
 
 
-def find_not_finite(adapter: Adapter, dtype: torch.dtype) -> None:
+def check_finite(adapter: Adapter, dtype: torch.dtype) -> None:
     """Raises ValueError naming the first module with values that are not finite, or not with its scale in `dtype`."""
     for module, (a, b, scale) in adapter.modules.items():
         for half, tensor, factor in (("lora_A", a, 1.0), ("lora_B", b, scale)):

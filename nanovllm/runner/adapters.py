@@ -16,8 +16,8 @@ from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.adapter_files import (
     Adapter,
+    check_finite,
     check_targets,
-    find_not_finite,
     is_finite,
     is_parameter,
     read_adapter,
@@ -118,7 +118,7 @@ class RankAdapters:
                 for name in names_of_part.get(part.path, ()):
                     self._load(name, adapter, part)
         if not is_finite(flat):
-            find_not_finite(adapter, self._dtype)
+            check_finite(adapter, self._dtype)
         return held
 
     def _room(self, paths: list[str]) -> tuple[torch.Tensor, dict[str, Halves]]:

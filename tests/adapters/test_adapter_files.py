@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, save
 
-from nanovllm.models.adapter_files import check_targets, find_not_finite, is_target, read_adapter
+from nanovllm.models.adapter_files import check_finite, check_targets, is_target, read_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -103,9 +103,9 @@ def test_modules_with_other_than_numbers_are_named(half: str, value: float, said
     """60,000 times its scale is none in float16."""
     tensors = pair(Q) | pair(DOWN)
     tensors[f"base_model.model.{DOWN}.lora_{half}.weight"].view(-1)[3] = value
-    find_not_finite(read_adapter(save(tmp_path / "good", pair(Q)), 16), torch.float16)
+    check_finite(read_adapter(save(tmp_path / "good", pair(Q)), 16), torch.float16)
     with pytest.raises(ValueError, match=f"{DOWN}: lora_{half} .*{said}"):
-        find_not_finite(read_adapter(save(tmp_path, tensors), 16), torch.float16)
+        check_finite(read_adapter(save(tmp_path, tensors), 16), torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

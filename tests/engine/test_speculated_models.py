@@ -98,6 +98,8 @@ def test_drafts_change_nothing(
     assert options.get("num_state_lines") != MANY or hits[0] == hits[1]
     assert stats.spec_decode_num_draft_tokens > 0
     assert drafter not in ("half", "right") or stats.spec_decode_num_accepted_tokens > 50
+    assert drafter != "wrong" or stats.spec_decode_num_accepted_tokens <= 50
+    assert options.get("num_state_lines") != MANY or stats.prefix_cache_hits > 0
 
 
 @pytest.mark.parametrize(

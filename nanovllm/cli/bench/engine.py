@@ -207,8 +207,10 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
         drafts = {name: value for name, value in stats.items() if name.startswith("spec_decode_")}
         if drafts["spec_decode_num_drafts"]:
             print_engine("drafts", drafts)
-    record = {"model": args.model, "settings": settings, "engine": info, "start_up": start_up, "drafts": drafts}
-    return {**record, "results": results}
+    return {
+        "model": args.model, "settings": settings, "engine": info, "start_up": start_up, "drafts": drafts,
+        "results": results,
+    }  # fmt: skip
 
 
 def measure(args: argparse.Namespace, options: dict[str, Any]) -> None:
