@@ -2,13 +2,13 @@
 for, into what ranks hold."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nanovllm.kernels.gemm.e2m1 import SPAN
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
 
 UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
@@ -27,19 +27,35 @@ class PackedReader(Protocol):
 def reader_for(
     config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
 ) -> PackedReader | None:
-    """Reader for a model with layers in 4 or 8 bits; None where there are none. dtype: the model's."""
-    made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
-    if made is None or made.method == "fp8":
-        return None
-    return Int4Reader(weights, made, dtype, device) if made.method == "int4" else PackingReader(weights, made, device)
+    """Reader for a model with layers in 4 or 8 bits; None where its tensors are as a checkpoint has them. dtype: the
+    model's."""
+    made = {found for spec in config.layers for found in spec.formats}
+    readers: list[PackedReader] = []
+    for one in [one for one in made if one.method == "int4"][:1]:
+        readers.append(Int4Reader(weights, one, dtype, device))
+    if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
+        readers.append(PackingReader(weights, any(one.while_loading for one in made), device))
+    return readers[0] if len(readers) == 1 else _Both(*readers) if readers else None
+
+
+class _Both(NamedTuple):
+    """Readers of two formats, one after the other: each leaves the other's tensors as they are."""
+
+    first: PackedReader
+    second: PackedReader
+
+    def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
+        """See PackedReader."""
+        return self.second.read(self.first.read(tensors, wide), wide)
 
 
 class PackingReader:
     """Reader by what `weights` say themselves (CheckpointWeight.packing)."""
 
-    def __init__(self, weights: Iterable[CheckpointWeight], made: Quantization, device: torch.device) -> None:
-        self.device, self._while_loading = device, made.while_loading
-        self._held = {weight.name: weight for weight in weights if weight.packing is not None}
+    def __init__(self, weights: Iterable[CheckpointWeight], while_loading: bool, device: torch.device) -> None:
+        self.device, self._while_loading = device, while_loading
+        self._needed = {weight.name: weight for weight in weights}
+        self._held = {name: weight for name, weight in self._needed.items() if weight.packing is not None}
         self._of_wide: dict[str, list[CheckpointWeight]] = {}
         for name, weight in self._held.items():
             if weight.packing is not None and weight.packing.rounding is not None:
@@ -56,7 +72,7 @@ class PackingReader:
         elif name in self._of_wide:
             for weight in self._of_wide[name]:
                 yield weight.name, self._rounded(name, weight, tensor, wide)
-        elif name.rpartition(".")[2] not in UNUSED:
+        elif name in self._needed or name.rpartition(".")[2] not in UNUSED:
             yield name, tensor
 
     def _packed(self, weight: CheckpointWeight, tensor: TensorSource) -> DerivedTensor:
