@@ -69,6 +69,20 @@ class Form:
         return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
 
 
+def _hy_v3(suffix: str) -> CallForm:
+    """Hy3's, whose tags end with a suffix in some checkpoints."""
+    calls, call, key, value = (f"{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value"))
+    separator = f"<tool_sep{suffix}>"
+    return CallForm(
+        tags=(*(begin + name for name in (calls, call, key, value) for begin in ("<", "</")), separator),
+        first="{break}",
+        call=f"<{call}{{name}}{separator}{{break}}{{parameters}}</{call}",
+        parameter=f"<{key}{{key}}</{key}{{break}}<{value}{{value}}</{value}{{break}}",
+        between="{break}",
+        last=f"{{break}}</{calls}",
+    )
+
+
 _CALL_FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
         tags=("<tool_call>", "</tool_call>"),
@@ -78,11 +92,27 @@ _CALL_FORMS = {
         between="{breaks}<tool_call>",
         bare="<function=",
     ),
+    "seed_oss": CallForm(
+        tags=("<seed:tool_call>", "</seed:tool_call>"),
+        call="\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+        parameter="<parameter={key}>{value}</parameter>\n",
+        between="{breaks}<seed:tool_call>",
+        bare="<function=",
+    ),
     "glm45": CallForm(
         tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         call="{name}{break}{parameters}</tool_call>",
         parameter="<arg_key>{key}</arg_key>{break}<arg_value>{value}</arg_value>{break}",
         between="{breaks}<tool_call>",
+    ),
+    "hy_v3": _hy_v3(""),
+    "hy_v3_opensource": _hy_v3(":opensource"),
+    "hunyuan_a13b": CallForm(
+        tags=("<tool_calls>", "</tool_calls>"),
+        first="[",
+        call="{call}",
+        between=", ",
+        last="]</tool_calls>",
     ),
     "minimax_m2": CallForm(
         tags=("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -92,9 +122,9 @@ _CALL_FORMS = {
         between="{break}",
         last="{break}</minimax:tool_call>",
     ),
-    "hermes": CallForm(  # Qwen2.5 and Qwen3, too
+    "hermes": CallForm(  # Qwen2.5 and Qwen3, too; EXAONE without line breaks
         tags=("<tool_call>", "</tool_call>"),
-        call="\n{call}\n</tool_call>",
+        call="{break}{call}{break}</tool_call>",
         between="{breaks}<tool_call>",
     ),
     "mistral": CallForm(
@@ -151,13 +181,17 @@ HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
 _MARKS = (  # the first whose text is in a template
     ("<|channel|>", HARMONY),
+    ("<seed:tool_call>", "seed_oss"),
     ("<function=", "qwen3_coder"),
+    (":opensource", "hy_v3_opensource"),
+    ("<tool_sep>", "hy_v3"),
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call>", "gemma4"),
     ("<|tool_call_start|>", "lfm2"),
     ("[func_name1(", "llama4_pythonic"),
     ("<tool_call>", "hermes"),
+    ("<tool_calls>[", "hunyuan_a13b"),
     ("<TOOLCALL>", "nemotron"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
@@ -166,6 +200,8 @@ _MARKS = (  # the first whose text is in a template
 )
 REASONING_TAGS = {
     "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>", "<channel|>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "hy_v3_opensource": ("<think:opensource>", "</think:opensource>"),
 }  # fmt: skip
 REASONING_LABELS = {"gemma4": "thought\n"}
 """Text behind the tag that opens reasoning."""
@@ -178,6 +214,7 @@ def tool_family_of(template: str) -> str | None:
 
 def reasoning_of(template: str) -> str | None:
     """The kind of reasoning that a chat template knows."""
-    if tool_family_of(template) == HARMONY:
-        return HARMONY
+    family = tool_family_of(template)
+    if family in (HARMONY, "hy_v3_opensource"):  # whose template may put its tags together
+        return family
     return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
