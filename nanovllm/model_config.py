@@ -118,7 +118,7 @@ class LayerSpec:
 
     @property
     def formats(self) -> set[Quantization]:
-        """Those of all parts."""
+        """Formats of all parts."""
         return {held for held in (self.quantization, *dict(self.others).values()) if held is not None}
 
 

@@ -84,7 +84,7 @@ def _read_compressed(raw: dict[str, Any]) -> list[Rule]:
 
 
 def _read_group(group: dict[str, Any], raw: dict[str, Any]) -> Quantization:
-    """One of the config_groups of compressed-tensors."""
+    """Reads one of the config_groups of compressed-tensors."""
     _require_absent(group, "output_activations")
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, part in (("weights", weights), ("input_activations", inputs)):

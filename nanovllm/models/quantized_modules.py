@@ -1,5 +1,5 @@
-"""Which modules of a model are quantised, and how: names that `quantization_config` lists, beside those of each layer.
-No torch."""
+"""Match of the modules that `quantization_config` names with those of each layer: which are quantised, and how. No
+torch."""
 
 import fnmatch
 import logging
@@ -16,7 +16,7 @@ from nanovllm.models.names import CheckpointNames
 logger = logging.getLogger(__name__)
 
 Rule = tuple[Quantization | None, list[str]]
-"""How modules are held (None: not quantised), and their names. Of several rules the first that names a module
+"""Format of modules (None: they are not quantised), and their names. Of several rules the first that names a module
 counts."""
 ALL = ["re:"]
 """Names every module."""
@@ -135,8 +135,8 @@ def _unprefixed(names: list[str], spelling: CheckpointNames) -> list[str]:
 
 
 def _of_experts(found: Quantization, moe: MoEConfig | None) -> Quantization:
-    """How experts are held that a checkpoint has so; raises ValueError where they cannot be. Scales of activations are
-    measured, whatever the checkpoint has of them."""
+    """Format of experts that a checkpoint has in this one; raises ValueError where they cannot be held so. Scales of
+    activations are measured, whatever the checkpoint has of them."""
     is_stack = found.method == "mxfp4" and not found.layout
     if not is_stack and moe is not None and (moe.layout not in ("experts", "linears") or moe.bias):
         raise ValueError(f"quantization={found.method!r}: not with experts that are stacked or have a bias")

@@ -237,7 +237,7 @@ CASES = {
 
 
 def for_four_ranks(case: Case) -> Case:
-    """With as many heads."""
+    """The case with as many heads as four ranks need."""
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
     if "head_dim" not in case.entries:
         heads["hidden_size"] = 64

@@ -32,12 +32,12 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|eot|>", "</s>", "<turn|>", "[e~[", "<SPEC
 LOST = {
     ("llama4_pythonic", name) for name in ("of all types", "lists", "nothing but a null", "three")
 } | {("llama3", "three"), ("gemma4", "nothing but a null")}  # fmt: skip
-"""What templates show otherwise than models write it: all values as texts, one call alone, Python's None."""
+"""Calls that templates show otherwise than models write them: all values as texts, one call alone, Python's None."""
 SHOWN = [name for name, source in TEMPLATES.items() if tool_family_of(source) not in (None, HARMONY)]
 
 
 def turn(template: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """All that an assistant wrote in a turn, as the template shows it."""
+    """Text that an assistant wrote in a turn, as the template shows it."""
     made = [
         {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": json.dumps(values)}}
         for number, (name, values) in enumerate(calls)
