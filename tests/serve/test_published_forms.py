@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from parsing import Model, message_of
+from parsing import Message, Model, message_of, read
 from test_round_trip import TEMPLATES, tokenizer_of
 
+from nanovllm.serve.parsers import OutputParser, check_tools
 from nanovllm.serve.parsers.families import FORMS, HARMONY, tool_family_of
 
 PROPERTIES = {
@@ -36,17 +37,18 @@ LOST = {
 SHOWN = [name for name, source in TEMPLATES.items() if tool_family_of(source) not in (None, HARMONY)]
 
 
-def turn(template: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+def turn(template: str, calls: list[tuple[str, dict[str, Any]]], words: str = "", thoughts: str | None = None) -> str:
     """Text that an assistant wrote in a turn, as the template shows it."""
     made = [
         {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": json.dumps(values)}}
         for number, (name, values) in enumerate(calls)
     ]
-    question = {"role": "user", "content": "Hi"}
+    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": words}
+    answer |= ({"tool_calls": made} if made else {}) | ({"reasoning_content": thoughts} if thoughts else {})
     tokenizer = tokenizer_of(template)
     before, whole = (
         tokenizer.render_chat(chat, TOOLS, add_generation_prompt=False)
-        for chat in ([question], [question, {"role": "assistant", "content": "", "tool_calls": made}])
+        for chat in ([question], [question, answer])
     )
     text = whole.removeprefix(before)
     return min((text.split(end)[0] for end in ENDS), key=len).rstrip("\n")
@@ -72,3 +74,17 @@ def test_calls_that_a_template_shows_are_admitted_and_read_back(
     assert model.admits(plan, text) or family == "mistral_list", text  # whose template adds ids
     for cuts in (None, [1], [3, 1, 2]):
         assert message_of(model.read(plan, text, cuts)).calls == CALLS[name], text
+
+
+@pytest.mark.parametrize("calls", [[], CALLS["one"], CALLS["three"]], ids=["words", "a call", "calls"])
+@pytest.mark.parametrize("template", ["ernie45", "hunyuan_a13b"])
+def test_words_in_tags_of_their_own_are_read_without_them(
+    template: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    """Behind thoughts; a later tag of the first kind is a word like others."""
+    tokenizer = tokenizer_of(template)
+    parser, words = OutputParser(tokenizer), "Words with <answer> and <response>.\n\nMore <b>."
+    text = turn(template, calls, words, "Thoughts.").removeprefix("<|im_start|>assistant\n").removeprefix("<think>\n")
+    plan = parser.plan("<think>\n", check_tools(TOOLS, "auto", None) if calls else None)
+    for cuts in (None, [1], [3, 1, 2]):
+        assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", words, calls)

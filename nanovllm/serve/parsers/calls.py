@@ -184,16 +184,20 @@ class ToolFamily:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def read(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
-        """Reads content and calls up to the end of the text."""
-        tag, bare, has_words = self.opening.text, self._written.bare, False
+    def read(self, tools: Sequence[Tool], source: Source, output: Output, around: Sequence[str] = ()) -> Steps:
+        """Reads content and calls up to the end of the text. around: tags before and behind the content."""
+        tag, bare, has_words, around = self.opening.text, self._written.bare, False, [*around]
 
         def emit(text: str) -> None:
             nonlocal has_words
             has_words = has_words or bool(text.strip())
             output.text(text)
 
-        while found := (yield from source.until([tag, bare] if bare else [tag], emit)):
+        while found := (yield from source.until([one for one in (tag, bare, *around[:1]) if one], emit)):
+            if found in around:
+                output.begin("content", strips=True)
+                around.remove(found)
+                continue
             if found != tag:
                 source.text, found = found + source.text, ""
             num_calls = output.num_calls

@@ -206,6 +206,9 @@ REASONING_TAGS = {
 REASONING_LABELS = {"gemma4": "thought\n"}
 """Text behind the tag that opens reasoning."""
 
+_ANSWER_TAGS = (("<response>", "</response>"), ("<answer>", "</answer>"))
+"""Tags around an answer's words, of ERNIE 4.5 and Hunyuan."""
+
 
 def tool_family_of(template: str) -> str | None:
     """The family whose calls a chat template writes."""
@@ -218,3 +221,10 @@ def reasoning_of(template: str) -> str | None:
     if family in (HARMONY, "hy_v3_opensource"):  # whose template may put its tags together
         return family
     return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
+
+
+def answer_tags_of(template: str) -> tuple[str, ...]:
+    """The tags in which a chat template has the words behind reasoning, if any."""
+    if reasoning_of(template) != "think":
+        return ()
+    return next((pair for pair in _ANSWER_TAGS if all(tag in template for tag in pair)), ())
