@@ -5,14 +5,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import pad
 
-from nanovllm.kernels.gemm.e2m1 import SPAN
+from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, widened, words_of
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import HEAD
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
 
 UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
 """Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
+
+_HEAD = (HEAD, "lm_head.weight_scale", "lm_head.weight_scale_2")
+"""Tensors of a head in NVFP4 of ModelOpt."""
 
 
 class PackedReader(Protocol):
@@ -34,7 +39,7 @@ def reader_for(
     for one in [one for one in made if one.method == "int4"][:1]:
         readers.append(Int4Reader(weights, one, dtype, device))
     if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
-        readers.append(PackingReader(weights, any(one.while_loading for one in made), device))
+        readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
     return readers[0] if len(readers) == 1 else _Both(*readers) if readers else None
 
 
@@ -52,8 +57,11 @@ class _Both(NamedTuple):
 class PackingReader:
     """Reader by what `weights` say themselves (CheckpointWeight.packing)."""
 
-    def __init__(self, weights: Iterable[CheckpointWeight], while_loading: bool, device: torch.device) -> None:
-        self.device, self._while_loading = device, while_loading
+    def __init__(
+        self, weights: Iterable[CheckpointWeight], while_loading: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of a head that comes packed."""
+        self.device, self._dtype, self._while_loading = device, dtype, while_loading
         self._needed = {weight.name: weight for weight in weights}
         self._held = {name: weight for name, weight in self._needed.items() if weight.packing is not None}
         self._of_wide: dict[str, list[CheckpointWeight]] = {}
@@ -64,7 +72,28 @@ class PackingReader:
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
         """See PackedReader."""
-        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+        given = dict(tensors)
+        parts = [given.pop(name) for name in _HEAD] if given.keys() >= {*_HEAD} else []
+        head = [(HEAD, self._widened(*parts))] if parts else []
+        return head + [found for name, tensor in given.items() for found in self._translated(name, tensor, wide)]
+
+    def _widened(self, numbers: TensorSource, scales: TensorSource, of_tensor: TensorSource) -> DerivedTensor:
+        """A head in NVFP4 of ModelOpt as a wide one, which is what models have."""
+        columns = 2 * numbers.shape[1]
+
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            assert dim == 0
+            out = torch.empty(length, columns, dtype=self._dtype, device=self.device)
+            for part in torch.arange(start, start + length).split(max(1, AT_ONCE // columns)):
+                rows = 0, int(part[0]), len(part)
+                words, held = (one.narrow(*rows).to(self.device) for one in (numbers, scales))
+                padded = pad(held.view(torch.uint8), (0, -held.shape[1] % (SPAN // NV_GROUP)))
+                factors = NV_FACTOR * all_of(of_tensor).float().to(self.device).expand(len(part))
+                sets, words = scales_of(padded, NV_GROUP).T, words_of(words, NV_GROUP).transpose(0, 1)
+                out[rows[1] - start :][: len(part)] = widened(words, sets, NV_GROUP, factors)[:, :columns]
+            return out
+
+        return DerivedTensor(torch.Size((numbers.shape[0], columns)), self._dtype, narrow)
 
     def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
         if name in self._held:

@@ -249,8 +249,8 @@ def _read_modelopt(raw: dict[str, Any]) -> list[Rule]:
             refuse("quantization_config: quant_algo", method, f"one of {', '.join(_ALGORITHMS)} ({_INSTEAD})")
         _option(one.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
         rules.setdefault(_ALGORITHMS[method], []).append(module or ALL[0])
-        if module.rpartition(".")[2] == "lm_head":
-            refuse("quantization_config: quantized_layers", module, "modules of layers: the head is served wide alone")
+        if module.rpartition(".")[2] == "lm_head" and _ALGORITHMS[method] != _NVFP4:
+            refuse("quantization_config: quantized_layers: lm_head", method, "NVFP4, or absent")
     algorithm, fp8 = whole.get("kv_cache_quant_algo"), {"type": "float", "num_bits": 8}
     _check_cache(whole.get("kv_cache_scheme") or (fp8 if algorithm == "FP8" else algorithm))
     _keep_wide("nvfp4", any(one.get("quant_algo") == "NVFP4" for one in by_module.values()))

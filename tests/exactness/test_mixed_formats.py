@@ -82,17 +82,18 @@ ALL_BUT_ATTENTION = {"quant_method": "fp8", "activation_scheme": "static", "modu
 
 @pytest.mark.parametrize("options", [{}, TWO_RANKS])
 def test_modelopts_mixed_precision(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Attention in FP8, experts in NVFP4, named as one module."""
+    """Attention in FP8, experts in NVFP4, named as one module, and a head, which is widened."""
     layers = [f"model.layers.{index}" for index in range(2)]
     by_module: dict[str, Any] = {
         f"{layer}.self_attn.{name}_proj": {"quant_algo": "FP8"} for layer in layers for name in "qkvo"
     }
     by_module |= {f"{layer}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16} for layer in layers}
+    by_module["lm_head"] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     found = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "exclude_modules": ["mtp*"]}
     quantization = {"quant_method": "modelopt", "quantization": {**found, "quantized_layers": by_module}}
 
     def writer(path: str) -> Any:
-        return packed("modelopt") if ".experts." in path else fp8 if "_proj" in path else None
+        return packed("modelopt") if ".experts." in path or path == "lm_head" else fp8 if "_proj" in path else None
 
     made = save_experts("Qwen3Moe", tmp_path / "made")
     mixed, twin = save_mixed(made, tmp_path, writer, quantization, ALL_BUT_ATTENTION)
@@ -232,7 +233,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"q_proj": {"quant_algo": "FP8"}, "k_proj": {"quant_algo": "NVFP4"}, "v_proj": {"quant_algo": "FP8"}},
         r"='model.layers.0.self_attn.k_proj': must be held as all of model.layers.0.self_attn.k_proj, model.layers"),
     "queries alone": ({"q_proj": {"quant_algo": "FP8"}}, "='model.layers.0.self_attn.k_proj': must be held as all"),
-    "a head": ({"lm_head": {"quant_algo": "FP8"}}, "quantized_layers='lm_head': must be modules of layers"),
+    "a head": ({"lm_head": {"quant_algo": "FP8"}}, "quantized_layers: lm_head='FP8': must be NVFP4, or absent"),
     "another algorithm": ({"mlp": {"quant_algo": "W4A8_AWQ"}}, "quant_algo='W4A8_AWQ': must be one of NVFP4, "),
     "none": ({}, "quantized_layers={}: must be an object of objects"),
 }  # fmt: skip
