@@ -96,7 +96,7 @@ def _modules(layer: str, spec: LayerSpec, fields: dict[str, Any]) -> Iterator[tu
 def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: CheckpointNames) -> tuple[LayerSpec, ...]:
     """`layers` of a ModelConfig's `fields`, with what is quantised in each. Raises ValueError where parts of a matrix
     that we hold as one are not held alike."""
-    moe, layers, default = fields.get("moe"), [], rules[-1][0]
+    moe, layers, default, is_static = fields.get("moe"), [], rules[-1][0], False
     assert default is not None
     named = [(found, _Named(_unprefixed(names, spelling))) for found, names in rules]
 
@@ -121,9 +121,12 @@ def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: Checkp
             if only_experts and part != "experts":
                 how = None
             elif part == "experts" and how is not None:
+                is_static = is_static or how.static_inputs
                 how = _of_experts(how, moe)
             others |= {(part, how)} - {(part, default)}
         layers.append(replace(spec, quantization=default, others=frozenset(others)))
+    if is_static:
+        logger.warning("fp8: scales of experts' activations are unused: they are measured")
     return tuple(layers)
 
 
@@ -154,8 +157,6 @@ def settled(rules: list[Rule], fields: dict[str, Any], spelling: CheckpointNames
     are_modules = any(found.method != "fp8" and not found.while_loading for found in made)
     if moe is not None and are_modules and moe.layout in ("parameters", "turned"):
         fields["moe"] = replace(moe, layout="experts")  # tools quantise modules, so each expert has its own
-    if moe is not None and any(found.static_inputs for found in made):
-        logger.warning("fp8: scales of experts' activations are unused: they are measured")
     in_order = not fields.get("interleaved_rope") and not spelling.fused
     if not in_order and any(found.scales == "block" for found in made):
         raise ValueError("quantization_config: blocks of weights: not with fused projections or interleaved rope")

@@ -81,7 +81,9 @@ ALL_BUT_ATTENTION = {"quant_method": "fp8", "activation_scheme": "static", "modu
 
 
 @pytest.mark.parametrize("options", [{}, TWO_RANKS])
-def test_modelopts_mixed_precision(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_modelopts_mixed_precision(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """Attention in FP8, experts in NVFP4, named as one module, and a head, which is widened."""
     layers = [f"model.layers.{index}" for index in range(2)]
     by_module: dict[str, Any] = {
@@ -98,6 +100,7 @@ def test_modelopts_mixed_precision(tmp_path: Path, options: dict[str, Any]) -> N
     made = save_experts("Qwen3Moe", tmp_path / "made")
     mixed, twin = save_mixed(made, tmp_path, writer, quantization, ALL_BUT_ATTENTION)
     expect_tokens_of(twin, mixed, **options)
+    assert "scales of experts" not in caplog.text
 
 
 def test_nemotrons_mixed_precision(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_config_groups_by_expressions_and_of_all_others(tmp_path: Path) -> None:
     expect_tokens_of(twin, mixed, **TWO_RANKS)
 
 
-def test_experts_have_no_static_scales_of_activations(tmp_path: Path) -> None:
+def test_experts_have_no_static_scales_of_activations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """ModelOpt writes some; they are measured, as where a checkpoint asks for that."""
     quantization = {
         "quant_method": "modelopt",
@@ -159,6 +162,7 @@ def test_experts_have_no_static_scales_of_activations(tmp_path: Path) -> None:
     made = save_experts("Qwen3Moe", tmp_path / "made")
     mixed, twin = save_mixed(made, tmp_path, lambda path: fp8 if ".experts." in path else None, quantization, dynamic)
     expect_tokens_of(twin, mixed)
+    assert "scales of experts' activations are unused" in caplog.text
 
 
 STACK: dict[str, Any] = {
@@ -226,6 +230,20 @@ def test_granites_stacks_in_fp8_are_those_made_while_loading(tmp_path: Path) -> 
     with LLM(str(mixed), **ROOMY) as llm, LLM(str(twin), quantization="fp8", **ROOMY) as made:
         assert llm.checksum() == made.checksum()
         assert run(llm, REQUESTS[:1])
+
+
+@pytest.mark.parametrize("method", ["int4", "mxfp4"])
+def test_granites_stacks_are_rounded_while_loading(method: str, tmp_path: Path) -> None:
+    """Again when new weights come wide; a rank of two has the numbers that one has."""
+    torch.manual_seed(3)
+    config = transformers.GraniteMoeConfig(**STACK)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    expected = tokens_alone(tmp_path, REQUESTS[:3], quantization=method)
+    with LLM(str(tmp_path), quantization=method, **TWO_RANKS, **ROOMY) as llm:
+        before = llm.checksum()
+        llm.load_weights(tmp_path)
+        assert llm.checksum() == before
+        assert_outputs(run(llm, REQUESTS[:3]), REQUESTS[:3], expected)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
