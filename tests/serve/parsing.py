@@ -31,6 +31,7 @@ TAGS = {
         *"<tool_sep> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
     ],
     "hy_v3_opensource": [],
+    "granite": ["<|tool_call|>"],
     "hunyuan_a13b": ["<think>", "</think>", "<tool_calls>", "</tool_calls>"],
     "minimax_m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>".split(),
     "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|>'.split(),
@@ -202,7 +203,7 @@ class Model:
         if self.family == "mistral":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
         around = {"mistral_list": ("[TOOL_CALLS]", ""), "nemotron": ("<TOOLCALL>", "</TOOLCALL>")}
-        around["hunyuan_a13b"] = "<tool_calls>", "</tool_calls>"
+        around |= {"hunyuan_a13b": ("<tool_calls>", "</tool_calls>"), "granite": ("<|tool_call|>", "")}
         if self.family in around:
             listed = ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named)
             return f"[{listed}]".join(around[self.family])

@@ -34,7 +34,8 @@ LOST = {
     ("llama4_pythonic", name) for name in ("of all types", "lists", "nothing but a null", "three")
 } | {("llama3", "three"), ("gemma4", "nothing but a null")}  # fmt: skip
 """Calls that templates show otherwise than models write them: all values as texts, one call alone, Python's None."""
-SHOWN = [name for name, source in TEMPLATES.items() if tool_family_of(source) not in (None, HARMONY)]
+SHOWN = [name for name, source in TEMPLATES.items() if tool_family_of(source) not in (None, HARMONY, "granite")]
+"""Templates that show calls."""
 
 
 def turn(template: str, calls: list[tuple[str, dict[str, Any]]], words: str = "", thoughts: str | None = None) -> str:
@@ -88,3 +89,11 @@ def test_words_in_tags_of_their_own_are_read_without_them(
     plan = parser.plan("<think>\n", check_tools(TOOLS, "auto", None) if calls else None)
     for cuts in (None, [1], [3, 1, 2]):
         assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", words, calls)
+
+
+def test_granites_words_behind_thoughts() -> None:
+    tokenizer = tokenizer_of("granite3")
+    plan = OutputParser(tokenizer).plan("<|start_of_role|>assistant<|end_of_role|>")
+    text = "<think>Thoughts.</think><response>Words.</response>"
+    for cuts in (None, [1]):
+        assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", "Words.", [])

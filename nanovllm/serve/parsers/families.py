@@ -139,6 +139,13 @@ _CALL_FORMS = {
         between=", ",
         last="]",
     ),
+    "granite": CallForm(  # Granite 3
+        tags=("<|tool_call|>",),
+        first="{blank}[",
+        call="{call}",
+        between=", ",
+        last="]",
+    ),
     "gemma4": CallForm(  # arguments in a notation of their own, see bare_keys.py
         tags=("<|tool_call>", "<tool_call|>", '<|"|>'),
         call="call:{name}{arguments}<tool_call|>",
@@ -192,6 +199,7 @@ _MARKS = (  # the first whose text is in a template
     ("[func_name1(", "llama4_pythonic"),
     ("<tool_call>", "hermes"),
     ("<tool_calls>[", "hunyuan_a13b"),
+    ("<|tool_call|>", "granite"),
     ("<TOOLCALL>", "nemotron"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
@@ -207,7 +215,7 @@ REASONING_LABELS = {"gemma4": "thought\n"}
 """Text behind the tag that opens reasoning."""
 
 _ANSWER_TAGS = (("<response>", "</response>"), ("<answer>", "</answer>"))
-"""Tags around an answer's words, of ERNIE 4.5 and Hunyuan."""
+"""Tags around an answer's words, of ERNIE 4.5, Granite 3.3 and Hunyuan."""
 
 
 def tool_family_of(template: str) -> str | None:
