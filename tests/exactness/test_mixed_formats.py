@@ -18,6 +18,7 @@ from test_packed_checkpoints import save_experts
 from workload import ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM
+from nanovllm.cli.main import main
 from nanovllm.kernels.fp8.reference import quantize_channels
 from nanovllm.models.registry import parse_config
 
@@ -69,6 +70,7 @@ def save_mixed(
 
 def expect_tokens_of(twin: Path, mixed: Path, **options: Any) -> None:
     expected = tokens_alone(twin, REQUESTS)
+    assert main(["plan", str(mixed), "--dtype", "float32"]) == 0
     with LLM(str(mixed), **{**ROOMY, **options}) as llm:
         assert_outputs(run(llm, REQUESTS), REQUESTS, expected)
         before = llm.checksum()
