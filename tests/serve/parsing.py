@@ -39,6 +39,7 @@ TAGS = {
     "llama4_pythonic": ["<|python_start|>"],
     "llama3_json": ["<|python_tag|>"],
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
+    "mistral_ids": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
@@ -103,7 +104,7 @@ class Model:
 
     def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
         self.family = family
-        has_special = family in ("mistral", "mistral_list", "harmony", "gemma4", "lfm2", "llama4_pythonic")
+        has_special = family.startswith("mistral") or family in ("harmony", "gemma4", "lfm2", "llama4_pythonic")
         save_tokenizer(folder, [(tag, has_special) for tag in TAGS[family] if has_tokens])
         self.tokenizer = CheckpointTokenizer(folder)  # without a template reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
@@ -200,6 +201,8 @@ class Model:
         if self.family == "hermes":
             one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
             return "\n".join(one.format(*each) for each in named)
+        if self.family == "mistral_ids":
+            return "".join(f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4{len(name) % 10}[ARGS]{text}" for name, text in named)
         if self.family == "mistral":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
         around = {"mistral_list": ("[TOOL_CALLS]", ""), "nemotron": ("<TOOLCALL>", "</TOOLCALL>")}

@@ -25,7 +25,7 @@ end there."""
 _REST = r"(~/[^\s\S]/)"
 """Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
 left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
-_OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
     "integer": "-?(?:0|[1-9][0-9]*)",
@@ -53,7 +53,7 @@ class ToolFamily:
         terms = []
         for piece in pieces:
             if isinstance(piece, Slot):
-                terms.append(_OPTIONAL.get(piece) or slots[piece.value])
+                terms.append(_FIXED.get(piece) or slots[piece.value])
             elif piece:
                 terms.append(self._tags[piece].lark if isinstance(piece, Mark) else json.dumps(piece))
         return " ".join(terms)
@@ -246,6 +246,8 @@ class ToolFamily:
             elif piece is Slot.NAME:
                 yield from source.blanks()
                 name = yield from source.matching(_WORD)
+            elif piece is Slot.ID:
+                yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
                 if output.num_calls == num_calls:

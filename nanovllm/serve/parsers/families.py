@@ -8,7 +8,8 @@ from enum import Enum
 @dataclass(frozen=True)
 class CallForm:
     """Form of a family's calls, as texts with slots. {name}: of the function; {arguments}: a JSON object; {parameters}:
-    a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {blank},
+    a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {id}: nine
+    letters and digits, which nobody needs; {blank},
     {break}, {breaks}: a blank, a line break, up to two of them, or nothing. A reader takes any blanks around texts."""
 
     tags: tuple[str, ...]
@@ -35,7 +36,7 @@ class Slot(Enum):
     """Slot of a form (see CallForm)."""
 
     NAME, ARGUMENTS, PARAMETERS, CALL = "name", "arguments", "parameters", "call"
-    BLANK, BREAK, BREAKS = "blank", "break", "breaks"
+    ID, BLANK, BREAK, BREAKS = "id", "blank", "break", "breaks"
 
 
 class Mark(str):
@@ -132,6 +133,11 @@ _CALL_FORMS = {
         call="{name}[ARGS]{arguments}",
         between="[TOOL_CALLS]",
     ),
+    "mistral_ids": CallForm(  # Mistral Small 3.2
+        tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call="{name}[CALL_ID]{id}[ARGS]{arguments}",
+        between="[TOOL_CALLS]",
+    ),
     "mistral_list": CallForm(  # older models of theirs
         tags=("[TOOL_CALLS]",),
         first="{blank}[",
@@ -201,6 +207,7 @@ _MARKS = (  # the first whose text is in a template
     ("<tool_calls>[", "hunyuan_a13b"),
     ("<|tool_call|>", "granite"),
     ("<TOOLCALL>", "nemotron"),
+    ("[CALL_ID]", "mistral_ids"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),
