@@ -77,10 +77,10 @@ def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], fp8: bool) -> No
 def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
     """Attention of so many heads over latents of 512 and rope keys of 64."""
     Device.of = lambda _: Device("", divmod(capability, 10), shared_bytes=SHARED_BYTES[capability])
-    compile_only(most_spilled=64 if capability == 90 else None, capability=capability)
+    compile_only(most_spilled=80 if capability == 90 else None, capability=capability)
     spec, slots = AttentionSpec(num_heads, 1, 576, 0.1, value_dim=512), 256
     cache = torch.empty(4, 1, 128, 576, dtype=getattr(torch, dtype))
-    for places in (1, 3):
+    for places in (1, 2):
         together = LatentPlan.places_together(places, num_heads, 576)
         plan = LatentPlan(1, 576, None, slots, 1 << 17, CPU, places=places, together=together)
         decode = LatentDecode(spec, 128, plan, DecodeScratch.for_specs({spec: plan}, CPU))

@@ -56,7 +56,7 @@ def test_matches_float64(heads: int, latents: int, rope: int, block_size: int, t
     assert case.error_of(run(TorchBackend(setup_of(case)), case)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("heads", "places"), [(5, 4), nightly(20, 3), nightly(66, 2)])
+@pytest.mark.parametrize(("heads", "places"), [(5, 4), nightly(8, 3), nightly(66, 2)])
 def test_rows_that_share_keys_match_float64(heads: int, places: int) -> None:
     shape = {"num_q_heads": heads, "num_kv_heads": 1, "head_dim": 48}
     made = make_places_case([places, 1, 0, 2], [places, 40, 0, 300], places, **shape)

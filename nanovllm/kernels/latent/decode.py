@@ -20,18 +20,25 @@ from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.plan.device import Device
 
-MOST_LANES = 64
-"""Query heads of a program: their outputs take the registers of eight warps."""
+_LANES = 64
+"""Query heads of a program, at most: their outputs take the registers of eight warps."""
+_FEW_LANES = 16
+"""The same where there is little shared memory, and of places together."""
 MOST_SHARED = 190_000
 """Bytes of shared memory that full tiles take; with less they are shorter, and not loaded ahead."""
+_TILES = {16: (32, 4, 3, 2), 32: (64, 8, 3, 1), 64: (32, 8, 3, 1)}
+"""Lanes -> keys of a tile, warps, stages, programs a multiprocessor. Measured on an H200, as the table below."""
+
+
+def _chunks(min_chunk: int, max_splits: int, merge_heads: int = 8) -> DecodeConfig:
+    return DecodeConfig(block_n=64, min_chunk=min_chunk, max_splits=max_splits, merge_heads=merge_heads)
+
+
 LATENT_TUNING: Tuning = (
-    (1, DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, max_splits=128)),
-    (2, DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, max_splits=64)),
-    (8, DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, max_splits=32)),
-    (32, DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=256, max_splits=16)),
-    (None, DecodeConfig(block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=1024, max_splits=16)),
-)
-"""Table (most rows, configuration), of ranks whose query heads are one block."""
+    (2, _chunks(64, 64, merge_heads=1)), (8, _chunks(256, 32, merge_heads=1)), (32, _chunks(256, 16)),
+    (96, _chunks(512, 16)), (None, _chunks(1024, 16)),
+)  # fmt: skip
+"""Table (most rows, how they are cut), whatever the heads."""
 
 
 @triton.jit
@@ -109,9 +116,9 @@ def parts_of(cache: torch.Tensor, spec: AttentionSpec, block_n: int | None) -> l
     return parts if block_n is None else [paged_descriptor(part, block_n) for part in parts]
 
 
-def head_blocks(num_heads: int) -> int:
-    """Number of equal blocks, of at most MOST_LANES, that this many query heads are cut into."""
-    return next(n for n in range(triton.cdiv(num_heads, MOST_LANES), num_heads + 1) if num_heads % n == 0)
+def head_blocks(num_heads: int, most: int = _LANES) -> int:
+    """Number of equal blocks, of at most so many, that query heads are cut into."""
+    return next(n for n in range(triton.cdiv(num_heads, most), num_heads + 1) if num_heads % n == 0)
 
 
 def latent_tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
@@ -126,8 +133,7 @@ class LatentPlan(DecodePlan):
 
     @classmethod
     def places_together(cls, places: int, group_size: int, head_dim: int, fp8: bool = False) -> int:
-        most = max(1, MOST_LANES // (group_size // head_blocks(group_size)))
-        return triton.cdiv(places, triton.cdiv(places, most)) if head_blocks(group_size) == 1 else 1
+        return triton.cdiv(places, triton.cdiv(places, max(1, _FEW_LANES // group_size)))
 
 
 class LatentDecode:
@@ -138,7 +144,7 @@ class LatentDecode:
         device = Device.of(scratch.lse.device)
         self.num_sms, self.is_small = device.processors, device.shared_bytes < MOST_SHARED
         self.has_tma = latent_descriptors(spec, scratch.lse.device)
-        self.blocks = head_blocks(spec.num_heads)
+        self.blocks = head_blocks(spec.num_heads, _FEW_LANES if self.is_small else _LANES)
 
     def __call__(self, q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int,
                  out: torch.Tensor, merge_first: bool = False) -> torch.Tensor:
@@ -146,18 +152,20 @@ class LatentDecode:
         block_size, head_dim]. The rest as DecodeAttention."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
         c, splits, group = plan.config(num_rows), plan.room(num_rows), spec.num_heads // self.blocks
-        block_n, stages = (16, 1) if self.is_small or q.dtype.itemsize > 2 else (c.block_n, c.num_stages)
+        lanes = max(16, triton.next_power_of_2(plan.together * group))
+        block_n, warps, stages, at_once = _TILES[lanes]
+        if self.is_small or q.dtype.itemsize > 2:
+            block_n, warps, stages = 16, 8, 1
         most_chunks = plan.most_chunks(num_rows, max_context_len)
         use_tma = self.has_tma and self.block_size % block_n == 0
-        programs = min(self.num_sms * c.programs_per_sm, num_rows * self.blocks * most_chunks)
+        programs = min(self.num_sms * at_once, num_rows * self.blocks * most_chunks)
         latent_decode_kernel[(programs,)](
             q, *parts_of(cache, spec, block_n if use_tma else None), cache, out, block_table, plan.work, plan.num_work,
             scratch.partial, scratch.lse, spec.scale * LOG2_E, q.stride()[:2], cache.stride()[:3],
-            block_table.stride(0), out.stride()[:2],
-            BLOCKS=self.blocks, G=group, LANES=max(16, triton.next_power_of_2(plan.together * group)), L=spec.out_dim,
+            block_table.stride(0), out.stride()[:2], BLOCKS=self.blocks, G=group, LANES=lanes, L=spec.out_dim,
             R=spec.head_dim - spec.out_dim, PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
-            ENDS=plan.ends, PLACES=plan.together, num_warps=c.num_warps, num_stages=stages,
-            enable_fp_fusion=True, **pdl_options(q.device))
+            ENDS=plan.ends, PLACES=plan.together, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+            **pdl_options(q.device))
         if most_chunks > 1:
             merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
                 scratch.partial, scratch.lse, None, out, None, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,

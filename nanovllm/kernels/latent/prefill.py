@@ -21,7 +21,7 @@ def latent_prefill_config(dtype: torch.dtype, most_shared: int = SHARED_BYTES) -
         return PrefillConfig(block_m=16, block_n=16, num_warps=8, num_stages=1)
     if most_shared < MOST_SHARED:
         return PrefillConfig(block_m=32, block_n=16, num_warps=8)
-    return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=3)
+    return PrefillConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CU_SEQLENS", "CONTEXT_LENS", "table_stride"])
