@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.latent.rows import LatentRows
 from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "AttentionSetup", "AttentionSpec", "KVCache"]
@@ -101,6 +103,14 @@ class AttentionMetadata:
     @property
     def num_prefill_rows(self) -> int:
         return self.num_rows - self.num_decode_rows
+
+    @cached_property
+    def latent_rows(self) -> LatentRows:
+        """The rows as latent attention, which is no backend's, takes them in all layers."""
+        return LatentRows(
+            self.row_slot, self.context_lens, self.cu_seqlens_q, self.num_decode_rows, self.num_tokens,
+            self.max_context_len, self.max_seqlen_q, self.is_captured,
+        )  # fmt: skip
 
 
 class AttentionBackend(ABC):
