@@ -52,7 +52,7 @@ def select_backend(name: str, setup: AttentionSetup) -> Selection:
         backend.check(setup)
         return Selection(backend, "asked for")
     refusals = []
-    candidates = (("triton", "torch") if has_fp8 else ("flash", "triton", "torch")) if is_cuda else ("torch",)
+    candidates = (("triton", "torch") if has_fp8 or not setup.specs else ("flash", "triton", "torch")) if is_cuda else ("torch",)
     for candidate in candidates:
         try:
             backend = _load(candidate)

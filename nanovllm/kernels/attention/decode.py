@@ -305,8 +305,8 @@ class DecodeScratch:
     @classmethod
     def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":
         rows = [(spec.num_heads * plan.most_partials, spec.head_dim) for spec, plan in plans.items()]
-        partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
-        return cls(partial, torch.zeros(2 * max(n for n, _ in rows), dtype=torch.float32, device=device))
+        partial = torch.zeros(max((n * dim for n, dim in rows), default=0), dtype=torch.float32, device=device)
+        return cls(partial, torch.zeros(2 * max((n for n, _ in rows), default=0), dtype=torch.float32, device=device))
 
 
 class DecodeAttention:
