@@ -64,7 +64,8 @@ class Quantization:
 
 
 class LatentSizes(NamedTuple):
-    """Options of layers with latent attention (layers/latent.py); LayerSpec.head_dim is the width of the rotated part of queries and keys."""
+    """Options of layers with latent attention (layers/latent.py), whose LayerSpec.head_dim is the width of the rotated
+    part of queries and keys."""
 
     query_rank: int
     """Width of the projection that queries are made of; 0: they are made of the rows."""

@@ -23,8 +23,8 @@ _EPS = 1e-6
 
 
 class LatentAttention(WeightedModule):
-    """[T, hidden] -> [wanted, hidden], a partial sum of this rank's query heads. One row a token is cached for all heads
-    and whole on every rank: its normalised latent and rotated key. See kernels/latent/reference.py for the order of the
+    """[T, hidden] -> [wanted, hidden], a partial sum of this rank's query heads. Of a token one row is cached for all
+    heads, whole on every rank: its normalised latent and rotated key. kernels/latent/reference.py has the order of the
     products."""
 
     can_capture = False
@@ -58,8 +58,7 @@ class LatentAttention(WeightedModule):
             )  # fmt: skip
         self.kv_norm = parameter(options.width, dtype=dtype, device=device)
         self.kv = parameter(heads.local_heads, options.nope + options.value, options.width, dtype=dtype, device=device)
-        """Each head's projection of latents to keys, and to values; wide."""
-        self._may_be_fp8 = precision is not None and precision.method == "fp8"
+        """Each head's projection of latents to keys, and to values; never quantised."""
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * options.value, hidden, name="o", pads=False, precision=spec.precision("o"),
             around=around.last(),
@@ -89,9 +88,8 @@ class LatentAttention(WeightedModule):
             q, kv, Norm(self.kv_norm, _EPS), step.positions, self.cos_sin, step.slot_mappings[cache.table], pages,
             absorbed, self.options.interleaved,
         )  # fmt: skip
-        attended = self.kernels.latent_attention(
-            absorbed, pages, table, step.attention.latent_rows, width, self.scale
-        )  # fmt: skip
+        rows = step.attention.latent_rows
+        attended = self.kernels.latent_attention(absorbed, pages, table, rows, width, self.scale)
         out = q.new_empty(*q.shape[:2], self.options.value)
         _by_head(attended, self.kv[:, nope:].mT, out)
         return self.o_proj.of_wanted(out.flatten(1), call)

@@ -31,7 +31,8 @@ def widened(tensors: Iterable[tuple[str, TensorSource]]) -> Iterator[tuple[str, 
 def _wide(name: str, weight: TensorSource, scale: TensorSource) -> DerivedTensor:
     """weight [rows, columns] times `scale`, of that name: one number, one for each row, or one for each block."""
     rows, columns = weight.shape
-    kinds = {(1, 1): (rows, columns), (rows, 1): (1, columns), (-(-rows // BLOCK), -(-columns // BLOCK)): (BLOCK, BLOCK)}
+    blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+    kinds = {blocks: (BLOCK, BLOCK), (rows, 1): (1, columns), (1, 1): (rows, columns)}
     found = (*scale.shape, *(1, 1))[:2]
     if found not in kinds:
         raise ValueError(f"weight {name!r} has shape {tuple(scale.shape)}: must be one of {', '.join(map(str, kinds))}")

@@ -1,5 +1,7 @@
 """Latent attention: the absorbed products are those of the expanded definition, and kernels equal their twins."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -15,12 +17,13 @@ LENGTHS = ((0, 1, 18), (1, 1, 19), (2, 1, 40), (-1, 1, 0), (3, 7, 7), (4, 20, 45
 
 def step_rows(device: torch.device) -> tuple[LatentRows, torch.Tensor, list[slice]]:
     """The rows of LENGTHS, a block table with blocks in no order, and the tokens of each row."""
-    slots, counts, contexts = (torch.tensor(each, dtype=torch.int32, device=device) for each in zip(*LENGTHS))
+    columns = zip(*LENGTHS, strict=True)
+    slots, counts, contexts = (torch.tensor(each, dtype=torch.int32, device=device) for each in columns)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     table = torch.randperm(5 * 4, device=device).to(torch.int32).view(5, 4)
     rows = LatentRows(slots, contexts, starts, 4, int(starts[-1]), 64, 20)
     ends = starts.tolist()
-    return rows, table, [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return rows, table, [slice(*each) for each in pairwise(ends)]
 
 
 def test_the_absorbed_form_is_the_expanded_definition(device: torch.device) -> None:
@@ -71,7 +74,7 @@ def test_rows_are_stored_as_the_twin_stores_them(
     norm = Norm(torch.rand(WIDTH, **whole) + 0.5, 1e-6)
     results = []
     for store in (latent_rope_store, latent_rope_store_reference):
-        pages, out = torch.full((4, BLOCK, WIDTH + ROPE), 7.0, **whole), torch.full((tokens, heads, WIDTH + ROPE), 7.0, **whole)
+        pages, out = (torch.full((*shape, WIDTH + ROPE), 7.0, **whole) for shape in ((4, BLOCK), (tokens, heads)))
         store(q, kv, norm, positions, cos_sin, slots, pages, out, interleaved)
         results.append((pages, out))
     ours, theirs = results

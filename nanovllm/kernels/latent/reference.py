@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in plain PyTorch: the twin of its kernel.
 
-All query heads attend to one row a token: the normalised latent, of which keys and values are projections, and a rotated
-key. The projections stand on the other side of the products ("absorbed"): a head's query is multiplied by its keys'
-projection before, and the result by its values' projection behind. So prompts, chunks and decodes are one arithmetic.
+All query heads attend to one row a token: its normalised latent, of which keys and values are projections, and a
+rotated key. The projections stand on the other side of the products ("absorbed"): a head's query is multiplied by that
+to keys before, and the result by that to values behind. So prompts, chunks and decodes are one arithmetic.
 """
 
 import torch
