@@ -74,7 +74,7 @@ class TorchBackend(AttentionBackend):
         table = metadata.block_tables[cache.table]
         for row in metadata.workspace[spec.window, spec.group_size]:
             k, v = keys_and_values(cache.k, cache.v, table[row.slot, row.blocks].long(), row.keys, cache.scales)
-            out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v, row.mask, spec, sinks)
+            out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v[..., : spec.out_dim], row.mask, spec, sinks)
         return out
 
     @staticmethod
