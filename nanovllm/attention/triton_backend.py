@@ -93,9 +93,9 @@ class TritonBackend(AttentionBackend):
         where, rope = f"attention_backend={cls.name!r}", spec.head_dim - spec.out_dim
         if cls._plan.fixed_order:
             raise ValueError(f"exact_bits: {where} has no fixed order for latent attention")
-        if spec.out_dim % 16 or rope % 16 or spec.out_dim > 512 or not 16 <= rope <= 128:
+        if spec.out_dim % 8 or rope % 8 or spec.out_dim > 512 or not 8 <= rope <= 128:
             raise ValueError(
-                f"kv_lora_rank={spec.out_dim}, qk_rope_head_dim={rope}: {where} takes multiples of 16 up to 512 and 128"
+                f"kv_lora_rank={spec.out_dim}, qk_rope_head_dim={rope}: {where} takes multiples of 8 up to 512 and 128"
             )
         if setup.has_fp8_cache:
             raise ValueError(f"kv_cache_dtype='fp8': {where} keeps latents in the model's dtype")
