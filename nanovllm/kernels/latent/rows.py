@@ -27,4 +27,4 @@ class LatentRows:
     is_captured: bool = False
     """Nothing of it may be read on the host."""
     plan: Any = None
-    """What the kernel's first layer has computed for all."""
+    """Data that the kernel computes in the first layer, for all; only the kernel reads it."""
