@@ -59,7 +59,8 @@ class LatentAttention(WeightedModule, PagedAttention):
                 pieces=(Piece("q_b_proj", (of_all, rank), queries),),
             )  # fmt: skip
         self.kv_norm = parameter(options.width, dtype=dtype, device=device)
-        self.kv = parameter(heads.local_heads, options.nope + options.value, options.width, dtype=dtype, device=device)
+        rows = heads.local_heads * (options.nope + options.value)
+        self.kv_proj = parameter(rows, options.width, dtype=dtype, device=device)
         """Each head's projection of latents to keys, and to values; never quantised."""
         self.o_proj = RowParallelLinear(
             context, heads.num_heads * options.value, hidden, name="o", pads=False, precision=spec.precision("o"),
@@ -68,6 +69,8 @@ class LatentAttention(WeightedModule, PagedAttention):
         between = () if self.q_proj is None else (self.q_proj.product,)
         self.operations = (self.in_proj.product, *between, self.o_proj.product)
         self.spec = AttentionSpec(heads.local_heads, 1, self.row, config.attention_scale, value_dim=options.width)
+        self.elements_inside = heads.local_heads * (self.row + options.width)
+        """Elements of a token's queries and of what they attend to, which no product makes."""
 
     @property
     def memory(self) -> tuple[Pages, ...]:
@@ -81,11 +84,11 @@ class LatentAttention(WeightedModule, PagedAttention):
         q, kv, _ = projected.tensor_split((self.first_rows, self.first_rows + self.row), 1)
         if self.q_proj is not None and self.q_norm is not None:
             q = self.q_proj(self.q_norm(q), call)
-        q = q.unflatten(1, (-1, self.head_dim))
+        q, of_heads = q.unflatten(1, (-1, self.head_dim)), self.kv_proj.unflatten(0, (self.heads.local_heads, -1))
         if self.query_scale is not None:
             q = q * self.query_scale[step.positions.long()].to(q.dtype)[:, None, None]
         absorbed = q.new_empty(*q.shape[:2], self.row)
-        _by_head(q[..., :nope], self.kv[:, :nope], absorbed[..., :width])
+        _by_head(q[..., :nope], of_heads[:, :nope], absorbed[..., :width])
         slots, pages = step.slot_mappings[cache.table], cache.k[:, 0]
         self.kernels.latent_rope_store(
             q, kv, Norm(self.kv_norm, _EPS), step.positions, self.cos_sin, slots, pages, absorbed,
@@ -94,7 +97,7 @@ class LatentAttention(WeightedModule, PagedAttention):
         attended = q.new_empty(*q.shape[:2], width)
         step.backend.forward(absorbed, cache, step.attention, attended, self.spec)
         out = q.new_empty(*q.shape[:2], self.options.value)
-        _by_head(attended, self.kv[:, nope:].mT, out)
+        _by_head(attended, of_heads[:, nope:].mT, out)
         return self.o_proj.of_wanted(out.flatten(1), call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
@@ -103,7 +106,7 @@ class LatentAttention(WeightedModule, PagedAttention):
             yield from self.q_norm.checkpoint_weights(f"{prefix}.q_a_layernorm")
             yield from self.q_proj.checkpoint_weights(prefix)
         yield whole(f"{prefix}.kv_a_layernorm.weight", self.kv_norm)
-        yield self.heads.query_weight(f"{prefix}.kv_b_proj.weight", self.kv.flatten(0, 1))
+        yield self.heads.query_weight(f"{prefix}.kv_b_proj.weight", self.kv_proj)
         yield from self.o_proj.checkpoint_weights(f"{prefix}.o_proj")
 
 

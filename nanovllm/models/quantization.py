@@ -74,7 +74,8 @@ def _check_cache(scheme: Any) -> None:
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "fp8"."""
     _option(raw.get("fmt", "e4m3"), "fmt", "e4m3", "float8_e4m3fn")
-    _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
+    if _option(raw.get("scale_fmt"), "scale_fmt", None, "float", "ue8m0") == "ue8m0":  # of weights they are float32
+        logger.warning("fp8: scales of activations are not rounded to powers of two here (scale_fmt)")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
     wide = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
@@ -337,7 +338,7 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     named = _Named(names)
     wide_ones = _OF_LAYER_INPUTS if fields.get("layer_inputs") else ()
     if found.method != "fp8" and fields["layers"][0].mixer == "latent":
-        wide_ones = (*wide_ones, _KV_B)
+        wide_ones = (_KV_B,)
     if missing := [module for module in wide_ones if module not in named and not found.while_loading]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"
         refuse("quantization_config: modules that are not converted", names[:3], bound)

@@ -156,7 +156,8 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     if config.lm_head_dtype != "auto":
         found = replace(found, head_precision=_head_precision(found))
     mixers = {layer.mixer for layer in found.layers}
-    needs = ("num_state_lines", None, {"attention"}), ("state_dtype", "float32", {"attention", "conv"})
+    stateless = {"attention", "latent"}
+    needs = ("num_state_lines", None, stateless), ("state_dtype", "float32", stateless | {"conv"})
     for name, default, others in needs:
         if (given := getattr(config, name)) != default and mixers <= others:  # "conv": it keeps inputs alone
             refuse(name, given, f"{default!r} for a model without recurrent states")

@@ -1,4 +1,4 @@
-"""What latent attention does between its projections: the norm of a token's latent, the rotation of its key and of its
+"""Work of latent attention between its projections: the norm of a token's latent, the rotation of its key and of its
 queries, and the store of latent and key, side by side, in the paged cache.
 
 Rotation is in float32, rounded once. A latent is the value of every head, and the cache never holds a value that is not
@@ -29,8 +29,8 @@ def _latent_rope_store_kernel(
     NOPE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Token `program_id(0)`; of `program_id(1)` the first has its row of the cache, the others GROUP query heads
-    each."""
+    """latent_rope_store: Q [T, HEADS, NOPE + 2 HALF], KV [T, WIDTH + 2 HALF], OUT [T, HEADS, WIDTH + 2 HALF]. Token
+    `program_id(0)`; of `program_id(1)` the first has its row of the cache, the others GROUP query heads each."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     inside = cols < HALF
