@@ -23,7 +23,7 @@ from nanovllm.kernels.plan.device import Device
 _LANES = 64
 """Query heads of a program, at most: their outputs take the registers of eight warps."""
 _FEW_LANES = 16
-"""The same where there is little shared memory, and of places together."""
+"""Query heads where there is little shared memory, and of places together."""
 MOST_SHARED = 190_000
 """Bytes of shared memory that full tiles take; with less they are shorter, and not loaded ahead."""
 _TILES = {16: (32, 4, 3, 2), 32: (64, 8, 3, 1), 64: (32, 8, 3, 1)}
