@@ -33,7 +33,8 @@ TAGS = {
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), ["<think>", "</think>", *DEEPSEEK]),
+    "deepseek_v3": ["<think>", "</think>", *DEEPSEEK],
+    "deepseek_v31": ["<think>", "</think>", *DEEPSEEK],
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
 OF_THINK = ("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31")
