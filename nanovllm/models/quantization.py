@@ -336,7 +336,7 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     for prefix in (spelling.stripped, re.escape(spelling.stripped)):
         names = [name.replace(prefix, "") for name in names] if prefix else names
     named = _Named(names)
-    wide_ones = _OF_LAYER_INPUTS if fields.get("layer_inputs") else ()
+    wide_ones: tuple[str, ...] = _OF_LAYER_INPUTS if fields.get("layer_inputs") else ()
     if found.method != "fp8" and fields["layers"][0].mixer == "latent":
         wide_ones = (_KV_B,)
     if missing := [module for module in wide_ones if module not in named and not found.while_loading]:

@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import int4_checkpoints
 import pytest
 import torch
 import transformers
-from checkpoints import FILE, change_tensors
+from checkpoints import FILE, change_tensors, read_json, write_json
 from family_cases import CASES, GREEDY, GROUPED, LATENT, OPTIONS, PROMPTS, SHAPE, YARN, make_model, save
 from fp8_checkpoints import BLOCKS, CONFIGS, by_definition, quantize, quantized
 from observing import LogitRecorder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
@@ -87,6 +88,27 @@ def test_a_scale_that_is_none_is_refused(value: torch.Tensor, message: str, tmp_
     change_tensors(tmp_path, lambda tensors: tensors.update({f"{name}_inv": value}))
     with pytest.raises(ValueError, match=f"weight '{name}' {message}"):
         LLM(str(tmp_path), **OPTIONS)
+
+
+def test_experts_alone_may_be_packed_in_four_bits(tmp_path: Path) -> None:
+    """As Kimi-K2-Thinking is published: the tokens are those of the wide checkpoint that it stands for."""
+    case = replace(CASES["deepseek_v3"], entries={**CASES["deepseek_v3"].entries, "hidden_size": 64})
+    case = replace(case, entries={**case.entries, "moe_intermediate_size": 64})
+    wide, folder = save(make_model(case), case, tmp_path / "wide"), tmp_path / "packed"
+    tensors = load_file(wide / FILE)
+    packed = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name in tensors.keys() - packed.keys():
+        path = name.removesuffix(".weight")
+        matrix = int4_checkpoints.quantized(tensors[name].numpy(), 32, symmetric=True)
+        packed |= int4_checkpoints.tensors_of(path, matrix, "compressed-tensors", symmetric=True)
+        tensors[name] = torch.from_numpy(matrix.widened())
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in packed.items()}, folder / FILE)
+    save_file(tensors, wide / FILE)
+    others = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    config = {**int4_checkpoints.config_of("compressed-tensors", 32, symmetric=True), "ignore": others}
+    write_json(folder / "config.json", {**read_json(wide / "config.json"), "quantization_config": config})
+    assert tokens(folder) == tokens(wide)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
