@@ -15,7 +15,9 @@ from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_con
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.latent.decode import LatentDecode, LatentPlan
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
+from nanovllm.kernels.latent.store import latent_rope_store
 from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
 
@@ -77,7 +79,7 @@ def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], fp8: bool) -> No
 def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
     """Attention of so many heads over latents of 512 and rope keys of 64."""
     Device.of = lambda _: Device("", divmod(capability, 10), shared_bytes=SHARED_BYTES[capability])
-    compile_only(most_spilled=80 if capability == 90 else None, capability=capability)
+    compile_only(most_spilled=80 if (capability, dtype) == (90, "bfloat16") else None, capability=capability)
     spec, slots = AttentionSpec(num_heads, 1, 576, 0.1, value_dim=512), 256
     cache = torch.empty(4, 1, 128, 576, dtype=getattr(torch, dtype))
     for places in (1, 2):
@@ -88,6 +90,10 @@ def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
             q = torch.empty(rows, num_heads, 576, dtype=cache.dtype)
             plan.make(zeros(rows), zeros(rows), rows)
             decode(q, cache, zeros(slots, 1024), 1 << 17, q[..., :512].clone())
+    norm, cos_sin = Norm(torch.empty(512, dtype=cache.dtype), 1e-6), torch.empty(4096, 64)
+    for interleaved in (False, True):
+        pages, slots_of = cache[:, 0], zeros(slots)
+        latent_rope_store(q[..., :256], q[:, 0], norm, slots_of, cos_sin, slots_of, pages, q, interleaved)
     config = latent_prefill_config(cache.dtype, SHARED_BYTES[capability])
     prefill = LatentPrefill(spec, 128, slots, CPU, config)
     tiles = prefill.plan(zeros(3), zeros(2), 8)

@@ -47,18 +47,19 @@ def _latent_rope_store_kernel(
     else:
         slot = tl.load(SLOTS + token).to(tl.int64)
         if slot >= 0:
-            row, dtype = KV + token * kv_stride, KV.dtype.element_ty
+            DTYPE: tl.constexpr = KV.dtype.element_ty
+            row = KV + token * kv_stride
             page = PAGES + slot // BLOCK_SIZE * page_strides[0] + slot % BLOCK_SIZE * page_strides[1]
             wide = tl.arange(0, triton.next_power_of_2(WIDTH))
             latent = tl.load(row + wide, mask=wide < WIDTH, other=0.0).to(tl.float32)
-            normed = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / WIDTH + EPS)).to(dtype).to(tl.float32)
-            normed = (normed * tl.load(WEIGHT + wide, mask=wide < WIDTH, other=0.0).to(tl.float32)).to(dtype)
+            normed = (latent * tl.rsqrt(tl.sum(latent * latent, 0) / WIDTH + EPS)).to(DTYPE).to(tl.float32)
+            normed = (normed * tl.load(WEIGHT + wide, mask=wide < WIDTH, other=0.0).to(tl.float32)).to(DTYPE)
             is_finite = tl.abs(normed.to(tl.float32)) < float("inf")
             tl.store(page + wide, tl.where(is_finite, normed, 0.0), mask=wide < WIDTH)
             spoilt = tl.sum(tl.where(is_finite, 0, 1), 0) > 0
             first, second = _rotated(row + WIDTH, 0, inside, cos, sin, cols, HALF, INTERLEAVED)
-            tl.store(page + WIDTH + cols, tl.where(spoilt, float("nan"), first).to(dtype), mask=inside)
-            tl.store(page + WIDTH + HALF + cols, tl.where(spoilt, float("nan"), second).to(dtype), mask=inside)
+            tl.store(page + WIDTH + cols, tl.where(spoilt, float("nan"), first).to(DTYPE), mask=inside)
+            tl.store(page + WIDTH + HALF + cols, tl.where(spoilt, float("nan"), second).to(DTYPE), mask=inside)
 
 
 def latent_rope_store(
