@@ -189,4 +189,7 @@ def test_kimi_k2_is_read_as_its_architecture(tmp_path: Path) -> None:
     raw = {**RAW, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
     found = parse_config(raw)
     assert found.moe is not None and (found.moe.num_groups, found.layers[0].mixer) == (1, "latent")
+    wrapper = "KimiK25ForConditionalGeneration"
+    whole = {"architectures": [wrapper], "tie_word_embeddings": False, "text_config": raw, "vision_config": {}}
+    assert parse_config(whole) == replace(found, wrapper=wrapper)
     assert read_model_config(EngineConfig("GLM-4.7-Flash", load_format="dummy")).layers[0].options[:2] == (768, 512)

@@ -21,15 +21,15 @@ def _latent_attention(*args: Any) -> Any:
     return LatentAttention(*args)
 
 
-def _read_latent(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
-    """Reads all but the experts. more: fields of ModelConfig. YaRN sharpens the scores of all, by `mscale_all_dim`."""
+def _read_latent(config: ConfigReader, generation: Fields, partial: bool = False, **more: Any) -> Fields:
+    """Reads all but the experts. YaRN sharpens the scores of all keys, by `mscale_all_dim`. partial: config.json may
+    have the rotated part's share of a head. more: fields of ModelConfig."""
     for name, value in {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "index_topk": 0}.items():
         config.require(name, value)
     heads, rotated = config.integer("num_attention_heads"), config.integer("qk_rope_head_dim", 64)
     nope = config.integer("qk_nope_head_dim", 128)
-    rope, raw = read_rope(config, partial=True), rope_entries(config)
-    share = rope.partial_rotary_factor
-    if share not in (1.0, rotated / (nope + rotated)):
+    rope, raw = read_rope(config, partial), rope_entries(config)
+    if (share := rope.partial_rotary_factor) not in (1.0, rotated / (nope + rotated)):
         refuse("partial_rotary_factor", share, "1, or qk_rope_head_dim's share of a head")
     scale = (nope + rotated) ** -0.5
     if rope.kind == "yarn" and raw.get("mscale_all_dim"):
@@ -73,7 +73,7 @@ def read_mistral4(config: ConfigReader, generation: Fields) -> Fields:
     config.require("n_group", 1)
     rope, beta = read_rope(config, partial=True), rope_entries(config).get("llama_4_scaling_beta")
     scaling = (beta, rope.original_max_position_embeddings) if beta else None
-    return _with_experts(_read_latent(config, generation, query_scaling=scaling), config, "softmax")
+    return _with_experts(_read_latent(config, generation, True, query_scaling=scaling), config, "softmax")
 
 
 _NAMES = CheckpointNames(skips_next_layer=True)
