@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from nanovllm.errors import refuse
-from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
+from nanovllm.model_config import LatentSizes, LayerSpec, MoEConfig, Quantization
 from nanovllm.models.names import CheckpointNames
 
 logger = logging.getLogger(__name__)
@@ -21,12 +21,17 @@ PARTS = {
     "down": ("mlp.down_proj",),
 }
 """Parts that are quantised together (LayerSpec.wide) -> their modules in a layer."""
-_RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
+_OF_MIXERS: dict[str, dict[str, tuple[str, ...]]] = {
     "delta": {"qkv": tuple(f"linear_attn.in_proj_{name}" for name in "qkvz"), "o": ("linear_attn.out_proj",)},
     "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
+    "latent": {
+        "qkv": tuple(f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
+    },
 }
 """Parts of other mixers. Gates of delta nets are never quantised."""
+_KV_B = "model.layers.0.self_attn.kv_b_proj"
+"""Projection of latents to keys and values, which is held wide (models/widened.py)."""
 _OF_LAYER_INPUTS = (
     "model.layers.0.per_layer_input_gate", "model.layers.0.per_layer_projection", "model.per_layer_model_projection",
 )  # fmt: skip
@@ -69,7 +74,8 @@ def _check_cache(scheme: Any) -> None:
 def _read_fp8(raw: dict[str, Any]) -> tuple[Quantization, list[str]]:
     """quant_method "fp8"."""
     _option(raw.get("fmt", "e4m3"), "fmt", "e4m3", "float8_e4m3fn")
-    _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
+    if _option(raw.get("scale_fmt"), "scale_fmt", None, "float", "ue8m0") == "ue8m0":  # of weights they are float32
+        logger.warning("fp8: scales of activations are not rounded to powers of two here (scale_fmt)")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
     wide = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []
@@ -304,8 +310,10 @@ class _Named:
 def _modules(layer: str, spec: LayerSpec, moe: MoEConfig | None) -> Iterator[tuple[str, list[str]]]:
     """Parts that LayerSpec.wide may name, each with its modules, of the layer with this path."""
     for part, modules in PARTS.items():
-        own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        own = _OF_MIXERS.get(spec.mixer, {}).get(part, modules)
         lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
+        if isinstance(spec.options, LatentSizes):
+            lacks = ("q_proj",) if spec.options.query_rank else ("q_a_proj", "q_b_proj")
         own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
         if (spec.mixer != "none") if of_mixer else spec.has_dense_mlp:
@@ -328,8 +336,10 @@ def quantized_layers(fields: dict[str, Any], found: Quantization, names: list[st
     for prefix in (spelling.stripped, re.escape(spelling.stripped)):
         names = [name.replace(prefix, "") for name in names] if prefix else names
     named = _Named(names)
-    wide_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not found.while_loading else ()
-    if missing := [module for module in wide_inputs if module not in named]:
+    wide_ones: tuple[str, ...] = _OF_LAYER_INPUTS if fields.get("layer_inputs") else ()
+    if found.method != "fp8" and fields["layers"][0].mixer == "latent":
+        wide_ones = (_KV_B,)
+    if missing := [module for module in wide_ones if module not in named and not found.while_loading]:
         bound = f"a list that has {missing[0]} too: it is served unquantised alone"
         refuse("quantization_config: modules that are not converted", names[:3], bound)
     only_experts = found.method == "mxfp4" and (found.while_loading or not found.layout)

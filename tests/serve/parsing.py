@@ -20,6 +20,7 @@ from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joine
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
+DEEPSEEK = [f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
 TAGS = {
     "hermes": "<think> </think> <tool_call> </tool_call>".split(),
     "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
@@ -32,9 +33,12 @@ TAGS = {
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
+    "deepseek_v3": ["<think>", "</think>", *DEEPSEEK],
+    "deepseek_v31": ["<think>", "</think>", *DEEPSEEK],
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
-REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2"), "think")
+OF_THINK = ("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31")
+REASONING = dict.fromkeys(OF_THINK, "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4"}
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
@@ -200,6 +204,12 @@ class Model:
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
             made = [f'<invoke name="{name}">\n{one}</invoke>\n' for (name, _), one in zip(calls, pairs, strict=True)]
             return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
+        if self.family.startswith("deepseek"):
+            opening, begin, sep, end, closing = DEEPSEEK
+            form = f"{begin}{{}}{sep}{{}}{end}"
+            if self.family == "deepseek_v3":
+                form = f"{begin}function{sep}{{}}\n```json\n{{}}\n```{end}"
+            return opening + "\n".join(form.format(*each) for each in named) + closing
         if self.family == "glm45":
             pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 LOST = {
     "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
-    "nemotron2": {"Thoughts"}, "llama4_pythonic": {"Thoughts"},
+    "nemotron2": {"Thoughts"}, "llama4_pythonic": {"Thoughts"}, "deepseek_v31": {"Thoughts"},
 }  # fmt: skip
 """Parts that a template writes nowhere beside a call, in whichever form it is given."""
 THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")
