@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.runner.adapters import names_of_experts
+from nanovllm.runner.adapter_layout import names_of_experts
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -87,7 +87,7 @@ def random_adapter(llm: LLM, seed: int, folder: Path) -> LoRARequest:
     """An adapter of all layers that take one, of each expert's too."""
     rows, adapters = torch.Generator().manual_seed(seed), llm.engine.executor.runner.adapters  # type: ignore[attr-defined]
     tensors: dict[str, torch.Tensor] = {}
-    for path, module, part in adapters._all_parts:
+    for path, module, part in adapters.layouts.all_parts:
         stack, (out, columns) = adapters._layers[path].stack, (part.b.shape[-2], part.a.shape[-1])
         for name in names_of_experts(module, part.path, *stack)[0] if stack else [module]:
             a, b = torch.randn(4, columns, generator=rows), torch.randn(out, 4, generator=rows)
