@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.engine_state import IN_FLIGHT, TAGS, EngineState, LoadedAdapter
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.errors import is_integer, refuse, shown
+from nanovllm.errors import UnknownName, is_integer, refuse, shown
 
 if TYPE_CHECKING:
     from nanovllm.executor.protocol import Weights
@@ -144,7 +144,7 @@ class EngineControl:
         ValueError for unknown ones."""
         self._require_adapters("remove_adapter")
         if name not in self._state.adapters:
-            raise ValueError(f"lora_name={shown(name)}: no adapter of this name is loaded")
+            raise UnknownName(f"lora_name={shown(name)}: no adapter of this name is loaded")
         self._state.adapters = {key: one for key, one in self._state.adapters.items() if key != name}
         self._drop_adapters(keeps)
 
