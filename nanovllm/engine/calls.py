@@ -215,8 +215,8 @@ def _load_adapter(
     lora_config: dict[str, Any] | None = None, update_info: dict[str, Any] | None = None, lora_id: str | None = None,
     digest: str | None = None, keeps: Iterable[str] = (), weights: Any = None, relay: "Relay" = iter,
 ) -> Steps:  # fmt: skip
-    """From a folder, or `weights` or those of a trainer's `update_info`, with `lora_config`, which engines know by
-    `lora_id`. `digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
+    """A folder's adapter, or one of `weights` or those of a trainer's `update_info`, with `lora_config`, which engines
+    know by `lora_id`. `digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
     given: Any = Path(lora_path or "").absolute()
     has_tensors = lora_config is not None and (weights is not None or update_info is not None)
     if bool(lora_path) == has_tensors:

@@ -1,5 +1,5 @@
-"""Where the tensors of adapters go in a rank's memory: worked out once for all of the same names and shapes, such as a
-trainer sends step by step."""
+"""Layouts of a rank's memory for adapters: which tensor goes where, worked out once for all of the same names and
+shapes, such as a trainer sends step by step."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     shapes: dict[str, tuple[torch.Size, torch.Size]]
     """Shapes of the halves of each layer that has some, which lie one after the other."""
     copies: list[tuple[float, list[Copied]]]
-    """What is copied, in groups, with the number that each group is multiplied by."""
+    """Copies that make it, in groups, with the number that each group is multiplied by."""
     is_full: bool
     """Whether all of the memory is written."""
 

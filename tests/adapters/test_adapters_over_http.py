@@ -91,7 +91,7 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
             return answer.json()
 
         def texts(model: str) -> set[str]:
-            """Of requests that run side by side, so that each replica has some."""
+            """Answers of requests that run side by side, so that each replica has some."""
             asked = [pool.submit(post, CHAT, **ASK, model=model, max_tokens=20) for _ in range(6)]
             return {one.result(60)["choices"][0]["message"]["content"] for one in asked}
 
