@@ -43,7 +43,7 @@ def test_a_rank_holds_what_the_tensors_say(dtype: str, qwen: Any) -> None:
             for alpha in (4, 6, 8, 3):
                 config = CONFIG | {"lora_alpha": alpha}
                 made = random_tensors(model, linears(model), config, alpha)
-                tensors = {key: tensor.to(kind).t().contiguous().t() for key, tensor in made.items()}
+                tensors = {key: tensor.to(kind).t().contiguous().t().requires_grad_() for key, tensor in made.items()}
                 llm.load_adapter("a", tensors=tensors, config=config)
                 a, b = (tensors[f"base_model.model.model.{name}.lora_{half}.weight"] for half in "AB")
                 [(found_a, found_b)] = [halves for path, halves in held(llm).items() if path.startswith(name)]
