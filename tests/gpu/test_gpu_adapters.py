@@ -93,7 +93,8 @@ def test_tensors_on_the_gpu_are_held_as_those_of_the_host(options: dict[str, Any
         for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
             for alpha in (6, 8):
                 config = CONFIG | {"lora_alpha": alpha}
-                tensors = {name: one.to(dtype) for name, one in random_tensors(model, linears(model), config, seed).items()}
+                made = random_tensors(model, linears(model), config, seed)
+                tensors = {name: tensor.to(dtype) for name, tensor in made.items()}
                 found = []
                 for given in (tensors, {name: tensor.cuda() for name, tensor in tensors.items()}):
                     llm.load_adapter("a", tensors=given, config=config)
