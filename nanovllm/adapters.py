@@ -67,23 +67,22 @@ class Adapters:
         """
         if (path is None) != (tensors is not None and config is not None):
             raise ValueError("load_adapter: must have either a path, or tensors and config")
-        request = LoRARequest(name, lora_path=str(path or ""))
-        folder = None
+        request, folder = LoRARequest(name), None
         if tensors is not None and config is not None:
             config = json.loads(config_text(config))
             if not self.engine.config.has_front:
                 given = {"weights": tensors.items(), "lora_config": config}
                 self._turns.call("load_adapter", lora_name=name, load_inplace=True, **given)
-                return LoRARequest(name)
+                return request
             folder = TemporaryDirectory(prefix="nanovllm-adapter-")
             _save(Path(folder.name), tensors, config)
-            request = replace(request, lora_path=folder.name)
-        self._load_adapter(request, replaces=True)
+            path = folder.name
+        self._load_adapter(replace(request, lora_path=str(path)), replaces=True)
         if folder is not None:
             self._saved[name] = folder
         else:
             self._saved.pop(name, None)
-        return LoRARequest(name)
+        return request
 
     def remove_adapter(self, name: str) -> None:
         """Lets no more requests have this adapter. Those that have it end with it; then its memory is free for

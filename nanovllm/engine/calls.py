@@ -218,8 +218,7 @@ def _load_adapter(
     """A folder's adapter, or one of `weights` or those of a trainer's `update_info`, with `lora_config`, which engines
     know by `lora_id`. `digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
     given: Any = Path(lora_path or "").absolute()
-    has_tensors = lora_config is not None and (weights is not None or update_info is not None)
-    if bool(lora_path) == has_tensors:
+    if {lora_config is not None, weights is not None or update_info is not None} != {not lora_path}:
         refuse("lora_path", lora_path, "a folder, or left out beside lora_config and the tensors' update_info")
     if lora_config is not None:
         from nanovllm.models.adapter_files import Adapter

@@ -37,8 +37,8 @@ class RankAdapters:
         if isinstance(given, Adapter) and message is not None:
             given = given._replace(tensors=dict(MappedBuckets(torch.device("cpu")).tensors(message)))
         tensors = given.tensors.values() if isinstance(given, Adapter) else ()
-        streams = {torch.cuda.current_stream(tensor.device) for tensor in tensors if tensor.is_cuda}
-        self._reading = _Reading(self, given, [stream.record_event() for stream in streams])
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._reading = _Reading(self, given, [torch.cuda.current_stream(one).record_event() for one in devices])
         self._reading.start()
 
     def is_reading(self) -> bool:
@@ -105,7 +105,10 @@ class RankAdapters:
         with torch.cuda.device(source), torch.cuda.stream(stream := self._streams[source]):
             for event in events:
                 stream.wait_event(event)
-            there = torch.empty(layout.size, dtype=self._dtype, device=source)
+            try:
+                there = torch.empty(layout.size, dtype=self._dtype, device=source)
+            except torch.OutOfMemoryError:
+                there, tensors = memory, [tensor.cpu() for tensor in tensors]
             layout.fill(there, tensors)
             memory.copy_(there, non_blocking=True)
             is_good = is_finite(there)

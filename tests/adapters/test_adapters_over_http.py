@@ -118,7 +118,8 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
         sender.close()
         assert texts("policy") == expected[1] != expected[0]
         wrong = [({"lora_path": str(folders[0]), "lora_config": config, "update_info": message}, "lora_path"),
-                 ({"lora_config": config}, "lora_path"), ({"update_info": message}, "lora_path"), ({}, "lora_path"),
+                 ({"lora_config": config}, "lora_path"), ({"lora_path": "x", "lora_config": config}, "lora_path"),
+                 ({"update_info": message}, "lora_path"), ({}, "lora_path"),
                  ({"lora_config": config | {"use_dora": True}, "update_info": message}, "use_dora"),
                  ({"lora_config": config, "update_info": {**message, "nbytes": 1 << 40}}, "nbytes"),
                  ({"lora_config": config, "update_info": message}, "lora_name")]  # fmt: skip
