@@ -33,7 +33,7 @@ _READ = {
     "target_parameters", "peft_version", "layers_to_transform", "layers_pattern", "peft_type", "init_lora_weights",
     "bias",
 }  # fmt: skip
-_IDLE = {
+IDLE = {
     "task_type", "base_model_name_or_path", "inference_mode", "revision", "auto_mapping",
     "lora_dropout", "megatron_config", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
     "corda_config", "runtime_config",
@@ -127,7 +127,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
         refuse("init_lora_weights", start, "one that does not change the base, or converted to an ordinary adapter")
     for name, value in config.items():
-        if name not in _READ | _IDLE and value not in (None, False, "", [], {}):
+        if name not in _READ | IDLE and value not in (None, False, "", [], {}):
             raise ValueError(f"{name}={shown(value)}: this field is not served; it must be left out")
     for name, kinds in _KINDS.items():
         if not isinstance(value := config.get(name), kinds):

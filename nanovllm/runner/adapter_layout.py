@@ -14,7 +14,15 @@ from nanovllm.errors import refuse
 from nanovllm.layers.adapted import AdaptedMatrix, AdapterPart
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.adapter_files import Adapter, LoRAPair, check_targets, is_parameter, modules_of, turns_experts
+from nanovllm.models.adapter_files import (
+    IDLE,
+    Adapter,
+    LoRAPair,
+    check_targets,
+    is_parameter,
+    modules_of,
+    turns_experts,
+)
 from nanovllm.models.registry import names_of
 from nanovllm.models.renaming import in_checkpoint
 
@@ -102,7 +110,8 @@ class AdapterLayouts:
 
     def of(self, adapter: Adapter) -> Layout:
         """Raises ValueError naming what the model does not have, or what has not its shape."""
-        key = repr(adapter.config), *((name, *_kind(tensor)) for name, tensor in adapter.tensors.items())
+        told = repr({name: value for name, value in adapter.config.items() if name not in IDLE})
+        key = told, *((name, *_kind(tensor)) for name, tensor in adapter.tensors.items())
         if (found := self._made.get(key)) is None:
             found = self._make(adapter)
             if len(self._made) == _MOST_LAYOUTS:

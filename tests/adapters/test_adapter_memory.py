@@ -65,19 +65,22 @@ def test_a_later_version_is_laid_out_as_the_first(qwen: Any, monkeypatch: pytest
     )
     with LLM(str(folder), **LORA) as llm:
         for number in (0, 1):
-            request = llm.load_adapter("policy", tensors=versions[number], config=config)
+            own = config | {"lora_dropout": number / 10}  # which changes nothing
+            request = llm.load_adapter("policy", tensors=versions[number], config=own)
             outputs = generate(llm, PROMPTS, request)
             check_values(model, [(None, versions[number], config)], outputs, [1] * 3)
         with pytest.raises(ValueError, match=f"{modules[3]}: lora_B holds NaN or infinity"):
             llm.load_adapter("policy", tensors=spoilt, config=config)
+        with pytest.raises(ValueError, match="use_dora"):
+            llm.load_adapter("policy", tensors=versions[1], config=config | {"use_dora": True})
         again = generate(llm, PROMPTS, request)
         assert [scores(one) for one in again] == [scores(one) for one in outputs]
         request = llm.load_adapter("policy", tensors=versions[2], config=config)
         check_values(model, [(None, versions[2], config)], generate(llm, PROMPTS, request), [1] * 3)
-        assert len(calls) == 1
+        assert len(calls) == 2, "that with use_dora is one"
         request = llm.load_adapter("policy", tensors=made[1][1], config=made[1][2])
         check_values(model, made, generate(llm, PROMPTS, request), [2] * 3)
-        assert len(calls) == 2
+        assert len(calls) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
