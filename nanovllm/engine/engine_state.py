@@ -20,9 +20,9 @@ aborted."""
 
 class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):
     digest: str
-    """Digest of the bytes of its files, which is what rows know it by."""
+    """Digest of the bytes of its files, or of none where it came from memory: what rows know it by."""
     path: str
-    """Folder that it was read from."""
+    """Folder that it was read from; "": it came from memory."""
 
 
 class EngineState(msgspec.Struct, array_like=True):

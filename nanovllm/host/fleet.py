@@ -109,7 +109,8 @@ class Fleet:
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
-            pending.relay_to, others = {*numbers[1:]}, wire.Call(pending.number, relayed, {}, takes_weights=True)
+            rest = {key: value for key, value in options.items() if key != "update_info"}
+            pending.relay_to, others = {*numbers[1:]}, wire.Call(pending.number, relayed, rest, takes_weights=True)
         if numbers:
             self._calls[pending.number] = pending
         for number in numbers:
