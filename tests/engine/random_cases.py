@@ -104,7 +104,7 @@ def draw_case(seed: int, device: str = "cpu", alone: bool = False) -> Case:
         case.calls += ("kill",)
     case.share = draw.choice((0.0, 0.05, 0.2, 0.5)) if case.calls else 0.0
     shared = [draw.randrange(10, 1000) for _ in range(longest)]
-    most = 4 if case.is_exact and device == "cpu" else 10
+    most = 10 if device == "cuda" else 3 if case.is_exact else 7
     for number in range(draw.randint(most // 2 if is_tight else 1, most)):
         kept = shared[: draw.choice((0, 0, block, 2 * block, 2 * block + 3))]
         prompt = [*kept, *(draw.randrange(10, 1000) for _ in range(draw.choice((1, 2, 5, 17, 40))))][: longest - 8]
@@ -116,16 +116,16 @@ def draw_case(seed: int, device: str = "cpu", alone: bool = False) -> Case:
 def _draw_numbers(case: Case, draw: random.Random) -> None:
     options, cuda = case.options, case.device == "cuda"
     options["dtype"] = "bfloat16" if cuda else "float32"
-    if case.family not in RECURRENT and draw.random() < (0.5 if cuda else 0.15):
+    if case.family == "gpt_oss" and draw.random() < 0.3:
+        options["quantization"] = "mxfp4"
+    elif case.family not in RECURRENT and draw.random() < (0.5 if cuda else 0.15):
         options["exact_bits"] = "batch"
         options["dtype"] = draw.choice(("bfloat16", "float32")) if not cuda else "bfloat16"
-    if case.family == "gpt_oss" and draw.random() < 0.6:
-        options["quantization"] = "mxfp4"
-    elif "exact_bits" not in options and draw.random() < 0.25:
+    elif case.family != "gpt_oss" and draw.random() < 0.25:
         options["quantization"] = draw.choice(("int4", "fp8"))
     if "exact_bits" not in options and draw.random() < 0.08:
         options["kv_cache_dtype"] = "fp8"
-    if case.family in RECURRENT and draw.random() < 0.1:
+    if case.family in RECURRENT and not case.family.startswith("lfm2") and draw.random() < 0.1:
         options["state_dtype"] = "bfloat16"
 
 

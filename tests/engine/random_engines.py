@@ -113,10 +113,18 @@ class Run:
     def compute_alone(self, llm: LLM) -> None:
         for name in range(1, self.case.num_adapters + 1):
             self.load(llm, name)
-        for number in range(len(self.case.asked)):
-            prompt, params, adapter = self.request(number)
-            [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=adapter)
-            self.expected.append([Found.of(one, output.prompt_logprobs) for one in output.outputs])
+        for number, (prompt, params, adapter) in enumerate([*self.case.asked]):
+            self._compute_alone(llm, number)
+            if self.draw.random() < 0.3:  # another goes on from the text
+                text = (prompt + self.expected[number][0].end[0])[: self.longest - 8]
+                self.case.asked.append((text, {**params, "seed": 100 + number}, adapter))
+        for number in range(len(self.expected), len(self.case.asked)):
+            self._compute_alone(llm, number)
+
+    def _compute_alone(self, llm: LLM, number: int) -> None:
+        prompt, params, adapter = self.request(number)
+        [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=adapter)
+        self.expected.append([Found.of(one, output.prompt_logprobs) for one in output.outputs])
 
     def check(self, number: int, found: list[Found], was_aborted: bool = False) -> None:
         most, bound = self.case.asked[number][1]["max_tokens"], 0.0 if self.case.is_exact else 0.01
@@ -134,7 +142,7 @@ class Run:
     # -- a caller's own loop ------------------------------------------------------------------------------------
 
     def traffic(self, llm: LLM) -> None:
-        waiting, num_calls = self.draw.sample(range(len(self.case.asked)), len(self.case.asked)), 0
+        waiting, num_calls = [*range(len(self.case.asked))][::-1], 0
         while waiting or llm.has_unfinished_requests():
             for _ in range(self.draw.choice((0, 1, 1, 3)) if waiting else 0):
                 if waiting:
@@ -148,13 +156,18 @@ class Run:
         for request_id, (number, rows) in self.ended.items():
             if number >= 0:
                 table = rows[0].sampling.prompt_logprob_rows if rows[0].sampling is not None else None
-                scored = table.view() if table is not None and rows[0].ending.reason != "abort" else None
+                was_cut = request_id in self.may_end and all(row.ending.reason == "abort" for row in rows)
+                scored = None if table is None or was_cut else table.view()
                 found = [Found.of(llm.engine.book.completion(row), scored) for row in rows]
                 self.check(number, found, request_id in self.may_end)
 
     def add(self, llm: LLM, number: int, is_ours: bool = True) -> None:
-        prompt, params, adapter = self.request(number)
-        request_id = llm.add_request(prompt, params, lora_request=adapter)
+        (prompt, params, adapter), asked = self.request(number), self.case.asked[number][1]
+        (ids, _, reason, *_), known = self.expected[number][0].end, None
+        may_begin = self.case.owes_equality and not {"n", "logprobs", "sampling_mask"} & asked.keys()
+        if may_begin and len(ids) > 1 and reason != "abort" and self.draw.random() < 0.2:
+            known = ids[: self.draw.randrange(len(ids))]
+        request_id = llm.add_request(prompt, params, known, adapter)
         self.live[request_id] = (number if is_ours else -1, llm.engine.book.rows[request_id])
 
     def take(self, outputs: Any) -> None:
@@ -204,20 +217,17 @@ class Run:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def rounds(self, llm: LLM) -> None:
-        """One by one with calls in between; all at once, from the cache; and so after other weights."""
+        """After other weights: one by one with calls in between, and all at once, from the cache."""
         for name in range(1, self.case.num_adapters + 1):
             self.load(llm, name)
-        self.traffic(llm)
         given = [self.request(number) for number in range(len(self.case.asked))]
         prompts, params, adapters = map(list, zip(*given, strict=True))
-        for number in range(2):
-            if number:
-                llm.load_weights(self.folders[1])
-                llm.generate(prompts[:3], params[:3], use_tqdm=False)
-                llm.load_weights(self.folders[0])
-            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-            for place, output in enumerate(outputs):
-                self.check(place, [Found.of(one, output.prompt_logprobs) for one in output.outputs])
+        llm.load_weights(self.folders[1])
+        llm.generate(prompts[:3], params[:3], use_tqdm=False, lora_request=adapters[:3])
+        llm.load_weights(self.folders[0])
+        self.traffic(llm)
+        for place, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)):
+            self.check(place, [Found.of(one, output.prompt_logprobs) for one in output.outputs])
         self.assert_nothing_is_left(llm)
 
     def assert_nothing_is_left(self, llm: LLM) -> None:
