@@ -29,7 +29,7 @@ OFTEN = (
 )  # fmt: skip
 CALLS = (
     "nap", "deep sleep", "pause", "wait", "end all", "reset", "recompute", "keep", "load and wait", "partial", "abort",
-    "others", "adapter",
+    "others", "generate", "adapter",
 )  # fmt: skip
 
 

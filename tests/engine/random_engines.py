@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -85,6 +85,8 @@ class Run:
         self.live: dict[int, tuple[int, list[Any]]] = {}
         """Requests that have not ended, by id: number in `asked` (-1: nobody's) and rows."""
         self.ended: dict[int, tuple[int, list[Any]]] = {}
+        self.gained: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """Ids that steps have brought, by request and completion."""
         self.may_end: set[int] = set()
         """Ids of those that were aborted."""
 
@@ -159,6 +161,9 @@ class Run:
                 was_cut = request_id in self.may_end and all(row.ending.reason == "abort" for row in rows)
                 scored = None if table is None or was_cut else table.view()
                 found = [Found.of(llm.engine.book.completion(row), scored) for row in rows]
+                for row in rows:
+                    ids, gained = row.output_token_ids, self.gained[request_id, row.index]
+                    assert ids == gained, f"steps brought {gained} of {ids}"
                 self.check(number, found, request_id in self.may_end)
 
     def add(self, llm: LLM, number: int, is_ours: bool = True) -> None:
@@ -169,9 +174,12 @@ class Run:
             known = ids[: self.draw.randrange(len(ids))]
         request_id = llm.add_request(prompt, params, known, adapter)
         self.live[request_id] = (number if is_ours else -1, llm.engine.book.rows[request_id])
+        for row in self.live[request_id][1]:
+            self.gained[request_id, row.index] = [*(known or [])]
 
     def take(self, outputs: Any) -> None:
         for output in outputs:
+            self.gained[output.request_id, output.index] += output.new_token_ids
             rows = self.live.get(output.request_id, (0, []))[1]
             if rows and all(row.ending is not None for row in rows):
                 self.ended[output.request_id] = self.live.pop(output.request_id)
@@ -205,6 +213,11 @@ class Run:
             llm.abort(request_id)
         elif name == "others":
             self.add(llm, self.draw.randrange(len(self.case.asked)), is_ours=False)
+        elif name == "generate":
+            number = self.draw.randrange(len(self.case.asked))
+            prompt, params, adapter = self.request(number)
+            [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=adapter)
+            self.check(number, [Found.of(one, output.prompt_logprobs) for one in output.outputs])
         elif name == "adapter" and self.adapters:
             again = self.draw.randint(1, len(self.adapters))
             self.load(llm, again)
