@@ -31,6 +31,8 @@ CALLS = (
     "nap", "deep sleep", "pause", "wait", "end all", "reset", "recompute", "keep", "load and wait", "partial", "abort",
     "others", "generate", "adapter",
 )  # fmt: skip
+NEW_WEIGHTS = ("deep sleep", "recompute", "keep", "load and wait", "partial")
+"""A replica that was lost does nothing after these until all weights come again."""
 
 
 @dataclass
@@ -101,8 +103,8 @@ def draw_case(seed: int, device: str = "cpu", alone: bool = False) -> Case:
         options["enforce_eager"] = True
     case.calls = tuple(name for name in CALLS if draw.random() < 0.4)
     if "data_parallel_size" in options and draw.random() < 0.5:
-        case.calls += ("kill",)
-    case.share = draw.choice((0.0, 0.05, 0.2, 0.5)) if case.calls else 0.0
+        case.calls = (*(name for name in case.calls if name not in NEW_WEIGHTS), "kill")
+    case.share = draw.choice((0.05, 0.15, 0.3, 0.5)) if case.calls else 0.0
     shared = [draw.randrange(10, 1000) for _ in range(longest)]
     most = 10 if device == "cuda" else 3 if case.is_exact else 7
     for number in range(draw.randint(most // 2 if is_tight else 1, most)):
