@@ -245,6 +245,10 @@ def _missed_adapters(own: EngineState, others: EngineState) -> list[Options]:
     ]  # fmt: skip
 
 
+def _missed_removals(own: EngineState, others: EngineState) -> list[Options]:
+    return [{"lora_name": name} for name in own.adapters if name not in others.adapters]
+
+
 def _one_digest(answers: list[Any]) -> Any:
     """Raises RuntimeError where engines have read different bytes."""
     if len({answer["digest"] for answer in answers}) > 1:
@@ -324,6 +328,8 @@ class CallSpec:
     """Whether it lets steps run and waits for none of their requests: a `resume` behind it waits for its end."""
     drops_adapters: bool = False
     """Option `keeps` names, by digest, the adapters of requests that an engine may not have got yet."""
+    by_caught_up: bool = False
+    """True: engines that are being started are left out, and do it later where they must (`missed`)."""
     relayed_as: Callable[[Options], str | None] = lambda options: None
     """(options) -> the call of the other engines, with all options but update_info, to which the first passes on the
     weights that it receives; None: all have the same call."""
@@ -374,7 +380,10 @@ CALLS: dict[str, CallSpec] = {
         runs_beside=True, drops_adapters=True,
         relayed_as=lambda options: "load_adapter" if "update_info" in options else None,
     ),
-    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", drops_adapters=True),
+    "remove_adapter": CallSpec(
+        _remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", missed=_missed_removals, drops_adapters=True,
+        by_caught_up=True,
+    ),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

@@ -93,5 +93,5 @@ class EngineState(msgspec.Struct, array_like=True):
         self.level = max(state.level for state in states)
         self.incomplete = next((state.incomplete for state in states if state.incomplete), "")
         first, *others = (state.adapters for state in states)
-        self.adapters = {name: one for name, one in first.items() if all(name in other for other in others)}
+        self.adapters = {name: one for name, one in first.items() if all(other.get(name) == one for other in others)}
         self.weight_version = max(self.weight_version, *(state.weight_version for state in states))
