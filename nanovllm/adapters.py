@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -67,17 +67,22 @@ class Adapters:
         """
         if (path is None) != (tensors is not None and config is not None):
             raise ValueError("load_adapter: must have either a path, or tensors and config")
-        folder = None
+        request, folder = LoRARequest(name), None
         if tensors is not None and config is not None:
+            config = json.loads(config_text(config))
+            if not self.engine.config.has_front:
+                given = {"weights": tensors.items(), "lora_config": config}
+                self._turns.call("load_adapter", lora_name=name, load_inplace=True, **given)
+                return request
             folder = TemporaryDirectory(prefix="nanovllm-adapter-")
             _save(Path(folder.name), tensors, config)
             path = folder.name
-        self._load_adapter(LoRARequest(name, lora_path=str(path)), replaces=True)
-        if folder is not None and self.engine.config.has_front:
+        self._load_adapter(replace(request, lora_path=str(path)), replaces=True)
+        if folder is not None:
             self._saved[name] = folder
         else:
             self._saved.pop(name, None)
-        return LoRARequest(name)
+        return request
 
     def remove_adapter(self, name: str) -> None:
         """Lets no more requests have this adapter. Those that have it end with it; then its memory is free for
@@ -121,7 +126,7 @@ def _save(folder: Path, tensors: "Mapping[str, torch.Tensor]", config: Mapping[s
 
     from nanovllm.models.adapter_files import CONFIG, TENSORS
 
-    (folder / CONFIG).write_text(config_text(config), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) < len(held):  # the library refuses that
         held = {name: tensor.clone() for name, tensor in held.items()}

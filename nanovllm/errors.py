@@ -62,6 +62,10 @@ class ReplicaError(RuntimeError):
     """No replica is left; the text says why the last one was lost."""
 
 
+class UnknownName(ValueError):
+    """Nothing of the name that the user gives is there."""
+
+
 class QueueFull(RuntimeError):
     """Refusal of a request while as many wait as max_queued_requests allows: try again later."""
 

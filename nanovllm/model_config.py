@@ -6,7 +6,7 @@ its names there.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.errors import refuse
 
@@ -61,6 +61,22 @@ class Quantization:
     """Columns that share a scale of packed weights; 0: all."""
     has_zeros: bool = False
     """Groups of int4 weights have zeros of their own."""
+
+
+class LatentSizes(NamedTuple):
+    """Options of layers with latent attention (layers/latent.py), whose LayerSpec.head_dim is the width of the rotated
+    part of queries and keys."""
+
+    query_rank: int
+    """Width of the projection that queries are made of; 0: they are made of the rows."""
+    width: int
+    """Width of the latent that keys and values are made of."""
+    nope: int
+    """Width of the part of queries and keys that is not rotated."""
+    value: int
+    """Width of a head's value."""
+    interleaved: bool
+    """Elements 2i and 2i + 1 are rotated as a pair; False: i and i + half."""
 
 
 @dataclass(frozen=True)

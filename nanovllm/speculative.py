@@ -29,7 +29,7 @@ METHODS = {
     "dspark": Method(("model",), layers_by_pass=11.0),
     "mtp": Method((), reads_pairs=True, layers_by_token=4.2),  # one layer, and a head of the whole vocabulary
 }
-_ALIASES = {f"{family}_mtp": "mtp" for family in ("glm4_moe", "qwen3_next", "qwen3_5")}
+_ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")}
 MAX_TOKENS = 15
 """Maximum tokens that are drafted at a time."""
 MAX_MATCHED = 15

@@ -56,6 +56,7 @@ class Turns:
                     try:
                         self.dispatch(next(gained))
                     except StopIteration as end:
+                        self.dispatch(self.engine.take_unreported())
                         return end.value
 
     def dispatch(self, gained: Step) -> None:

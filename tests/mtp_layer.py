@@ -9,9 +9,10 @@ import transformers
 from exactness.family_cases import CASES, FULL, SHAPE, Case, randomised, save
 from safetensors.torch import load_file, save_file
 
-PREFIXES = {"Glm4Moe": "model.layers.4."}
+AS_GLM = ("Glm4Moe", "Glm4MoeLite", "DeepseekV3")
+PREFIXES = dict.fromkeys(AS_GLM, "model.layers.4.")
 """Beginning of the names of such a layer's tensors, by family; of others it is "mtp."."""
-NAMES = {"Glm4Moe": ("enorm", "hnorm", "eh_proj", "", "shared_head.norm")}
+NAMES = dict.fromkeys(AS_GLM, ("enorm", "hnorm", "eh_proj", "", "shared_head.norm"))
 OTHER_NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0.", "norm")
 
 
@@ -23,9 +24,10 @@ class Layer:
         torch.manual_seed(3)
         config = getattr(transformers, f"{case.config}Config")
         entries = {**SHAPE, **case.entries, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+        entries["mlp_layer_types"] = ["sparse"]
         entries |= {"layer_types": [FULL]} if "layer_types" in entries else {}
         self.inner = randomised(transformers.AutoModelForCausalLM, config(**entries))
-        self.target, self.is_glm, self.kind = target, case.config == "Glm4Moe", case.config
+        self.target, self.is_glm, self.kind = target, case.config in AS_GLM, case.config
         hidden = target.config.hidden_size
         self.adds_one = not self.is_glm
         self.enorm, self.hnorm = ((0.0 if self.adds_one else 1.0) + 0.3 * torch.randn(hidden) for _ in range(2))

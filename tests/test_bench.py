@@ -68,6 +68,19 @@ def test_experts_in_a_latent_space_are_as_small_as_it_is() -> None:
     assert limits.expert_work == 40 * 2 * 1024 * 2688 and limits.expert_bytes == 2 * limits.expert_work
 
 
+def test_latent_attention_reads_one_row_a_token_and_multiplies_by_it_twice() -> None:
+    """By the row, and by its latent; and by both projections, once for each token."""
+    model = parse_config({**PUBLISHED_SHAPES["GLM-4.7-Flash"], "num_hidden_layers": 1})
+    work, longer = StepWork(), StepWork()
+    work.add_decodes(1, 100)
+    longer.add_decodes(1, 300)
+    reads, computes = (Roofline(model, 1, DeviceFigures(*speeds)) for speeds in ((2.0, 1e30), (1e30, 1.0)))
+    assert reads.step_seconds(longer) - reads.step_seconds(work) == pytest.approx(200 * 576)
+    assert computes.step_seconds(longer) - computes.step_seconds(work) == pytest.approx(200 * 2 * 20 * (576 + 512))
+    projections = 2048 * (768 + 576) + 768 * 20 * 256 + 20 * (192 + 256) * 512 + 20 * 256 * 2048
+    assert computes.layer_work == projections + 3 * 2048 * 10240
+
+
 def test_limit_by_hand() -> None:
     """Two requests on a model small enough to count; one of the two, reading or arithmetic, takes no time."""
     model = parse_config(TINY)

@@ -52,7 +52,8 @@ def select_backend(name: str, setup: AttentionSetup) -> Selection:
         backend.check(setup)
         return Selection(backend, "asked for")
     refusals = []
-    candidates = (("triton", "torch") if has_fp8 else ("flash", "triton", "torch")) if is_cuda else ("torch",)
+    of_cuda = ("triton", "torch") if has_fp8 else ("flash", "triton", "torch")
+    candidates = of_cuda if is_cuda else ("torch",)
     for candidate in candidates:
         try:
             backend = _load(candidate)

@@ -147,8 +147,9 @@ class AttentionBackend(ABC):
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                 spec: AttentionSpec, sinks: torch.Tensor | None = None,
                 behind: Launch = NO_LAUNCH) -> torch.Tensor | FP8Rows:
-        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, D] and returns out. behind: of
-        the product that takes the result, and may have a step of decode rows rounded to e4m3, [T, Hq * D], for D = 128.
+        """Writes attention of q [T, Hq, D] (any token and head stride) into out [T, Hq, spec.out_dim] and returns out.
+        behind: of the product that takes the result, and may have a step of decode rows rounded to e4m3, [T, Hq * D],
+        for D = 128.
 
         spec: one of those that the backend was built with. sinks: [Hq], where spec.has_sinks. Where the cache is e4m3,
         q may be float16 beside an out of bfloat16. The step's own keys and values are in the cache already. Rows of

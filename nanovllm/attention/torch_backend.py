@@ -74,14 +74,14 @@ class TorchBackend(AttentionBackend):
         table = metadata.block_tables[cache.table]
         for row in metadata.workspace[spec.window, spec.group_size]:
             k, v = keys_and_values(cache.k, cache.v, table[row.slot, row.blocks].long(), row.keys, cache.scales)
-            out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v, row.mask, spec, sinks)
+            out[row.tokens] = self._attend(q[row.tokens].to(k.dtype), k, v[..., : spec.out_dim], row.mask, spec, sinks)
         return out
 
     @staticmethod
     def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec,
                 sinks: torch.Tensor | None) -> torch.Tensor:
-        """q [n, Hq, D], k and v [Hkv, keys, D] -> [n, Hq, D]. The query heads that share a key head are laid end to
-        end as more queries, so keys are not copied for each of them."""
+        """q [n, Hq, D], k [Hkv, keys, D] and v [Hkv, keys, V] -> [n, Hq, V]. The query heads that share a key head are
+        laid end to end as more queries, so keys are not copied for each of them."""
         n, heads, dim = q.shape
         grouped = q.reshape(n, spec.num_kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(spec.num_kv_heads, -1, dim)
         if spec.softcap is None and sinks is None:
@@ -90,7 +90,7 @@ class TorchBackend(AttentionBackend):
             if sinks is not None:
                 sinks = sinks.view(spec.num_kv_heads, -1, 1).expand(-1, -1, n).flatten(1)
             o = attend_reference(grouped, k, v, spec.scale, mask, spec.softcap, sinks).to(q.dtype)
-        return o.reshape(spec.num_kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+        return o.reshape(spec.num_kv_heads, -1, n, v.shape[-1]).permute(2, 0, 1, 3).reshape(n, heads, -1)
 
 
 class FixedOrderTorchBackend(TorchBackend):

@@ -13,6 +13,8 @@ from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
 from nanovllm.kernels.fp8.operands import FP8Rows
+from nanovllm.kernels.latent.decode import LatentDecode, LatentPlan
+from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
 
@@ -50,19 +52,26 @@ class TritonBackend(AttentionBackend):
         self.plans: dict[AttentionSpec, DecodePlan] = {}
         self.prefill: dict[AttentionSpec, PrefillAttention] = {}
         for spec in setup.specs:
-            together = self._plan.places_together(setup.places, spec.group_size, spec.head_dim, fp8)
+            plan_type = self._plan if spec.value_dim is None else LatentPlan
+            together = plan_type.places_together(setup.places, spec.group_size, spec.head_dim, fp8)
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            plan = self._plan(*kind, *sizes, fp8=fp8, places=setup.places, together=together)
+            plan = plan_type(*kind, *sizes, fp8=fp8, places=setup.places, together=together)
             self.plans[spec] = plans.setdefault((*kind, together), plan)
-            config = self._prefill_config(spec.head_dim)
-            self.prefill[spec] = PrefillAttention(spec, block_size, rows, device, config)
+            prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
+            self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({plan.why for plan in plans.values()})))
         scratch = DecodeScratch.for_specs(self.plans, device)
-        self.decode = {spec: DecodeAttention(spec, block_size, plan, scratch) for spec, plan in self.plans.items()}
+        self.decode = {
+            spec: (DecodeAttention if spec.value_dim is None else LatentDecode)(spec, block_size, plan, scratch)
+            for spec, plan in self.plans.items()
+        }
 
-    def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        return prefill_config(head_dim, self.setup.dtype, self.setup.has_fp8_cache, Device.of(self.device).shared_bytes)
+    def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
+        dtype, most_shared = self.setup.dtype, Device.of(self.device).shared_bytes
+        if spec.value_dim is not None:
+            return latent_prefill_config(dtype, most_shared)
+        return prefill_config(spec.head_dim, dtype, self.setup.has_fp8_cache, most_shared)
 
     @classmethod
     def check(cls, setup: AttentionSetup) -> None:
@@ -72,10 +81,24 @@ class TritonBackend(AttentionBackend):
         if block_size < 16 or block_size % 16:
             raise ValueError(f"kvcache_block_size={block_size}: {where} takes multiples of 16, at least 16")
         for spec in setup.specs:
-            if spec.head_dim % 8 or not 8 <= spec.head_dim <= cls.widest:
+            if spec.value_dim is not None:
+                cls._check_latents(spec, setup)
+            elif spec.head_dim % 8 or not 8 <= spec.head_dim <= cls.widest:
                 raise ValueError(f"head_dim={spec.head_dim}: {where} takes multiples of 8 up to {cls.widest}")
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"dtype={dtype}: {where} takes bfloat16, float16 or float32")
+
+    @classmethod
+    def _check_latents(cls, spec: AttentionSpec, setup: AttentionSetup) -> None:
+        where, rope = f"attention_backend={cls.name!r}", spec.head_dim - spec.out_dim
+        if cls._plan.fixed_order:
+            raise ValueError(f"exact_bits: {where} has no fixed order for latent attention")
+        if spec.out_dim % 8 or rope % 8 or spec.out_dim > 512 or not 8 <= rope <= 128:
+            raise ValueError(
+                f"kv_lora_rank={spec.out_dim}, qk_rope_head_dim={rope}: {where} takes multiples of 8 up to 512 and 128"
+            )
+        if setup.has_fp8_cache:
+            raise ValueError(f"kv_cache_dtype='fp8': {where} keeps latents in the model's dtype")
 
     def prefer_small_shared_memory(self, wanted: bool) -> None:
         for plan in self.plans.values():
@@ -95,10 +118,13 @@ class TritonBackend(AttentionBackend):
         if metadata.num_prefill_rows:
             self._forward_prefill(q, cache, metadata, out, spec, sinks)
         if n:
-            table = metadata.block_tables[cache.table]
-            decoded = self.decode[spec](q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
-                                        merge_first=behind.merge_first, kv_scales=cache.scales,
-                                        rounds=behind.rounded and not metadata.num_prefill_rows, mixed=cache.mixed)
+            table, decode = metadata.block_tables[cache.table], self.decode[spec]
+            if isinstance(decode, LatentDecode):
+                decode(q[:n], cache.k, table, metadata.max_context_len, out[:n], behind.merge_first)
+                return out
+            decoded = decode(q[:n], cache.k, cache.v, table, metadata.max_context_len, out[:n], sinks,
+                             merge_first=behind.merge_first, kv_scales=cache.scales,
+                             rounds=behind.rounded and not metadata.num_prefill_rows, mixed=cache.mixed)
         return decoded if isinstance(decoded, FP8Rows) else out
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
@@ -113,8 +139,11 @@ class TritonBackend(AttentionBackend):
                          spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
-        prefill(q, cache.k, cache.v, table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens,
-                rows.tiles[prefill.config.block_m], out, sinks, cache.scales, cache.mixed)
+        places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out
+        if isinstance(prefill, LatentPrefill):
+            prefill.attend(q, cache.k, *places)
+        else:
+            prefill(q, cache.k, cache.v, *places, sinks, cache.scales, cache.mixed)
 
     def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:
         """Launches both kernels once, with every size class of the decode plan."""
@@ -136,7 +165,7 @@ class TritonBackend(AttentionBackend):
         dtype = self.setup.dtype
         q_dtype = torch.float16 if cache.scales is not None and dtype == torch.bfloat16 else dtype
         qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
-        out = torch.empty(rows, spec.num_heads, spec.head_dim, dtype=dtype, device=self.device)
+        out = torch.empty(rows, spec.num_heads, spec.out_dim, dtype=dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=dtype, device=self.device) if spec.has_sinks else None
         self.prepare(metadata)
         self.forward(qkv[:, : spec.num_heads], replace(cache, table=0), metadata, out, spec, sinks)
@@ -148,5 +177,5 @@ class FixedOrderTritonBackend(TritonBackend):
     widest = 256  # two accumulators of wider ones do not fit in registers
     _plan = FixedOrderPlan
 
-    def _prefill_config(self, head_dim: int) -> PrefillConfig:
-        return fixed_order_config(head_dim)
+    def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
+        return fixed_order_config(spec.head_dim)

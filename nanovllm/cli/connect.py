@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object, number
-from nanovllm.cli.serve import add_model, check_engine
+from nanovllm.cli.serve import add_model, check_options
 from nanovllm.config import DEMO_MODEL, EngineConfig
 
 _SAMPLING: dict[str, Callable[[str], Any]] = {
@@ -95,17 +95,17 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
     engine = chosen(given, EngineConfig)
     engine.pop("seed", None)
     model = engine.pop("model", None)
-    names = getattr(given, "served_model_name", None)
+    server = {name: found for name in ("served_model_name", "lora_modules") if (found := getattr(given, name, None))}
     if given.url is not None:
-        if model is not None or engine or names:
-            name = "MODEL" if model is not None else dashed(next(iter(engine), "served-model-name"))
+        if model is not None or engine or server:
+            name = "MODEL" if model is not None else dashed([*engine, *server][0])
             raise ValueError(f"{name}: not together with --url")
         yield given.url
         return
     model = DEMO_MODEL if model is None else model
-    check_engine(model, engine)
+    check_options(model, engine, server)
     from nanovllm.cli.local_server import LocalServer
 
-    with LocalServer(model, engine, names or []) as server:
-        server.wait_until_ready(quiet)
-        yield server.url
+    with LocalServer(model, engine, server) as own:
+        own.wait_until_ready(quiet)
+        yield own.url

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ _EXIT_PATIENCE = 15.0
 class LocalServer:
     """A server for `model`, with the engine's options. Use it in a `with`."""
 
-    def __init__(self, model: str, engine_options: dict[str, Any], names: Sequence[str] = ()) -> None:
-        """names: of the model, as --served-model-name has them."""
+    def __init__(self, model: str, engine_options: dict[str, Any], options: Mapping[str, Any] = {}) -> None:
+        """options: more of ServeOptions, in JSON's types."""
         self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         self._log = self._folder / "log"
         uds = str(self._folder / "socket")
         self.url = f"unix:{uds}"
-        server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0, "served_model_name": [*names]}
+        server = {"uds": uds, "ui": False, "shutdown_timeout": 0.0, **options}
         told = json.dumps([model, engine_options, server]).encode() + b"\n"
         try:
             self.process, self._link = start_linked("nanovllm.cli.local_server", str(self._log))
@@ -97,7 +97,7 @@ def main(fd: int, log: str) -> int:
         shutil.rmtree(Path(log).parent, ignore_errors=True)
         return 1
     model, engine, server = json.loads(told)
-    server["served_model_name"] = tuple(server["served_model_name"])
+    server = {name: tuple(value) if isinstance(value, list) else value for name, value in server.items()}
 
     def watch() -> None:
         reader.read()  # returns when the command is gone

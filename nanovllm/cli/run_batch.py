@@ -49,6 +49,8 @@ def make_parser() -> Parser:
     add_server_options(parser, model_option=True)
     names = "model names that requests may use, instead of its path"
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help=names)
+    adapters = "LoRA adapters that requests may name as their model; with --enable-lora"
+    parser.add_argument("--lora-modules", nargs="+", metavar="NAME=FOLDER", help=adapters)
     parser.add_argument("--max-concurrency", type=count, default=512, metavar="N", help="requests in flight [512]")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
     return parser

@@ -95,9 +95,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_engine(model: str, options: dict[str, Any]) -> None:
+def check_options(model: str, options: dict[str, Any], server: dict[str, Any]) -> None:
     """Raises ValueError or FileNotFoundError, before anything starts, for a mistake that needs no look at the model's
     files."""
+    if server.get("lora_modules") and not options.get("enable_lora"):
+        raise ValueError("lora_modules: needs enable_lora")
     is_hub_id(EngineConfig.from_options(model, **options))
 
 
@@ -136,9 +138,7 @@ def parse(parser: Parser, arguments: list[str]) -> tuple[str, dict[str, Any], Se
     engine, server = translated_options(given)
     model = engine.pop("model", None)
     model = DEMO_MODEL if model is None else model
-    check_engine(model, engine)
-    if server.get("lora_modules") and not engine.get("enable_lora"):
-        raise ValueError("lora_modules: needs enable_lora")
+    check_options(model, engine, server)
     admin = _api_keys(given.admin_api_key, "--admin-api-key", "NANOVLLM_ADMIN_API_KEY")
     keys = _api_keys(given.api_key, "--api-key", "NANOVLLM_API_KEY")
     return model, engine, ServeOptions(**server, api_keys=keys, admin_api_keys=admin)

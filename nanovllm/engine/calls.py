@@ -8,6 +8,7 @@ yields where they must run. What it returns is what its endpoint answers.
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
@@ -198,8 +199,11 @@ def _folder(name: str) -> Path:
 
 class LoadAdapter(msgspec.Struct):
     lora_name: str
-    lora_path: str
+    lora_path: str | None = None
     load_inplace: bool = False
+    lora_config: dict[str, Any] | None = None
+    update_info: dict[str, Any] | None = None
+    lora_id: str = msgspec.field(default_factory=token_hex)
 
 
 class RemoveAdapter(msgspec.Struct):
@@ -207,11 +211,26 @@ class RemoveAdapter(msgspec.Struct):
 
 
 def _load_adapter(
-    engine: CalledEngine, lora_name: str, lora_path: str, load_inplace: bool = False, digest: str | None = None,
-    keeps: Iterable[str] = (),
+    engine: CalledEngine, lora_name: str, lora_path: str | None = None, load_inplace: bool = False,
+    lora_config: dict[str, Any] | None = None, update_info: dict[str, Any] | None = None, lora_id: str | None = None,
+    digest: str | None = None, keeps: Iterable[str] = (), weights: Any = None, relay: "Relay" = iter,
 ) -> Steps:  # fmt: skip
-    """`digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
-    return {"digest": (yield from engine.control.load_adapter(lora_name, lora_path, load_inplace, digest, keeps))}
+    """A folder's adapter, or one of `weights` or those of a trainer's `update_info`, with `lora_config`, which engines
+    know by `lora_id`. `digest`: that of the adapter which other engines have. `keeps`: see CallSpec.drops_adapters."""
+    given: Any = Path(lora_path or "").absolute()
+    if {lora_config is not None, weights is not None or update_info is not None} != {not lora_path}:
+        refuse("lora_path", lora_path, "a folder, or left out beside lora_config and the tensors' update_info")
+    if lora_config is not None:
+        from nanovllm.models.adapter_files import Adapter
+
+        if update_info is not None:
+            weights = relay(_receiver(engine).tensors(update_info))
+        given = Adapter(lora_id or token_hex(), lora_config, dict(weights))
+    try:
+        return {"digest": (yield from engine.control.load_adapter(lora_name, given, load_inplace, digest, keeps))}
+    finally:
+        if update_info is not None:
+            _receiver(engine).forget_buckets()
 
 
 def _remove_adapter(engine: CalledEngine, lora_name: str, keeps: Iterable[str] = ()) -> Any:
@@ -224,6 +243,10 @@ def _missed_adapters(own: EngineState, others: EngineState) -> list[Options]:
         {"lora_name": name, "lora_path": one.path, "load_inplace": True, "digest": one.digest}
         for name, one in others.adapters.items() if own.adapters.get(name) != one
     ]  # fmt: skip
+
+
+def _missed_removals(own: EngineState, others: EngineState) -> list[Options]:
+    return [{"lora_name": name} for name in own.adapters if name not in others.adapters]
 
 
 def _one_digest(answers: list[Any]) -> Any:
@@ -305,9 +328,11 @@ class CallSpec:
     """Whether it lets steps run and waits for none of their requests: a `resume` behind it waits for its end."""
     drops_adapters: bool = False
     """Option `keeps` names, by digest, the adapters of requests that an engine may not have got yet."""
+    by_caught_up: bool = False
+    """True: engines that are being started are left out, and do it later where they must (`missed`)."""
     relayed_as: Callable[[Options], str | None] = lambda options: None
-    """(options) -> the call of the other engines, to which the first passes on the weights that it receives; None: all
-    have the same call."""
+    """(options) -> the call of the other engines, with all options but update_info, to which the first passes on the
+    weights that it receives; None: all have the same call."""
     is_due: Callable[[EngineState, Options], bool] = lambda state, options: True
     """(state of an engine, options) -> whether it has this still to do. The call goes to these alone, and to all where
     there are none."""
@@ -353,8 +378,12 @@ CALLS: dict[str, CallSpec] = {
     "load_adapter": CallSpec(
         _load_adapter, LoadAdapter, "/v1/load_lora_adapter", merge=_one_digest, missed=_missed_adapters,
         runs_beside=True, drops_adapters=True,
+        relayed_as=lambda options: "load_adapter" if "update_info" in options else None,
     ),
-    "remove_adapter": CallSpec(_remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", drops_adapters=True),
+    "remove_adapter": CallSpec(
+        _remove_adapter, RemoveAdapter, "/v1/unload_lora_adapter", missed=_missed_removals, drops_adapters=True,
+        by_caught_up=True,
+    ),
     "checksum": CallSpec(_checksum, merge=_equal_checksums, compares=True),
     "info": CallSpec(_info),
 }  # fmt: skip

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.engine_state import IN_FLIGHT, TAGS, EngineState, LoadedAdapter
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.request_book import RequestBook
-from nanovllm.errors import is_integer, refuse, shown
+from nanovllm.errors import UnknownName, is_integer, refuse, shown
 
 if TYPE_CHECKING:
     from nanovllm.executor.protocol import Weights
+    from nanovllm.models.adapter_files import Adapter
     from nanovllm.transfer.receiver import WeightReceiver
 
 _DROPPED = "sleep(level=2) has dropped the weights"
@@ -99,17 +100,17 @@ class EngineControl:
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def load_adapter(
-        self, name: str, path: str, replaces: bool, digest: str | None = None, keeps: Iterable[str] = ()
+        self, name: str, given: "Path | Adapter", replaces: bool, digest: str | None = None, keeps: Iterable[str] = ()
     ) -> Generator[None, None, str]:
-        """Loads an adapter from a folder on all ranks, while steps go on; returns its digest. replaces: another may
-        have the name now. digest: that it must have. keeps: see _drop_adapters. Raises ValueError, with nothing
-        changed."""
+        """Loads an adapter from a folder or from memory on all ranks, while steps go on; returns its digest. replaces:
+        another may have the name now. digest: that it must have. keeps: see _drop_adapters. Raises ValueError, with
+        nothing changed."""
         self._require_adapters("load_adapter")
         while self._is_reading:
             yield from self._let_steps_run()
         self._is_reading = True
         try:
-            self._executor.call("adapters.read", Path(path).absolute())
+            self._executor.read_adapter(given)
             while any(self._executor.call("adapters.is_reading")):
                 yield from self._let_steps_run()
             answers = self._executor.call("adapters.put")
@@ -117,13 +118,14 @@ class EngineControl:
             self._is_reading = False
         said = next((error for _, error in answers if error), None)
         found, before = answers[0][0], self._state.adapters.get(name)
+        path = str(given) if isinstance(given, Path) else ""
         if said is None and (len({*answers}) > 1 or digest not in (None, found)):
             said = f"lora_path={shown(path)}: its files have changed meanwhile"
         elif said is None and before is not None and before.digest != found and not replaces:
             said = f"lora_name={shown(name)}: another adapter is already loaded; load_inplace=True replaces it"
         self._held.update(one for one, _ in answers if one)
         if said is None:
-            self._state.adapters = {**self._state.adapters, name: LoadedAdapter(found, str(Path(path).absolute()))}
+            self._state.adapters = {**self._state.adapters, name: LoadedAdapter(found, path)}
         self._drop_adapters(keeps)
         if said is not None:
             raise ValueError(said)
@@ -142,7 +144,7 @@ class EngineControl:
         ValueError for unknown ones."""
         self._require_adapters("remove_adapter")
         if name not in self._state.adapters:
-            raise ValueError(f"lora_name={shown(name)}: no adapter of this name is loaded")
+            raise UnknownName(f"lora_name={shown(name)}: no adapter of this name is loaded")
         self._state.adapters = {key: one for key, one in self._state.adapters.items() if key != name}
         self._drop_adapters(keeps)
 

@@ -20,9 +20,9 @@ aborted."""
 
 class LoadedAdapter(msgspec.Struct, array_like=True, frozen=True):
     digest: str
-    """Digest of the bytes of its files, which is what rows know it by."""
+    """Digest of the bytes of its files, or of none where it came from memory: what rows know it by."""
     path: str
-    """Folder that it was read from."""
+    """Folder that it was read from; "": it came from memory."""
 
 
 class EngineState(msgspec.Struct, array_like=True):
@@ -93,5 +93,5 @@ class EngineState(msgspec.Struct, array_like=True):
         self.level = max(state.level for state in states)
         self.incomplete = next((state.incomplete for state in states if state.incomplete), "")
         first, *others = (state.adapters for state in states)
-        self.adapters = {name: one for name, one in first.items() if all(name in other for other in others)}
+        self.adapters = {name: one for name, one in first.items() if all(other.get(name) == one for other in others)}
         self.weight_version = max(self.weight_version, *(state.weight_version for state in states))

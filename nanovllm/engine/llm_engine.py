@@ -96,9 +96,15 @@ class LLMEngine:
             while True:
                 try:
                     next(steps)
+                    self.loop.leave_unreported(self.step())
+                    next(steps)  # what it waits for may be there, and no other thread need step before
                 except StopIteration as end:
                     return end.value
-                yield self.step()
+                yield self.take_unreported()
+
+    def take_unreported(self) -> Step:
+        """See Engine.take_unreported."""
+        return self.loop.take_unreported()
 
     def notice_new_weights(self, surely: bool = False) -> None:
         """See EngineControl.notice_new_weights."""

@@ -59,6 +59,9 @@ class Engine(Protocol):
     def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
         """Runs one of engine/calls.py; yields what requests gain where it waits for them. Returns its answer."""
 
+    def take_unreported(self) -> Step:
+        """Returns, once, what a call has left to the next step to hand out."""
+
     def notice_new_weights(self, surely: bool = False) -> None:
         """See EngineControl.notice_new_weights."""
 

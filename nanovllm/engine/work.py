@@ -38,6 +38,10 @@ class Work(ABC):
         gained, self._unreported = self._unreported, Step()
         return gained
 
+    def leave_unreported(self, step: Step) -> None:
+        """Leaves a step's outputs to the next one, or to take_unreported."""
+        self._unreported.extend(step)
+
     def raise_failure(self) -> None:
         """Raises RuntimeError if this engine is closed or has failed."""
         check_alive(self._closed, self._error)

@@ -20,6 +20,7 @@ from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.executor.resolve import resolve
 from nanovllm.executor.store import WatchedStore, open_store
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.adapter_files import Adapter
 from nanovllm.models.drafters import with_drafter
 from nanovllm.processes.machine import usable_cores
 from nanovllm.runner.model_runner import ModelRunner
@@ -292,6 +293,18 @@ class LocalExecutor:
         for bucket in self._buckets:
             bucket.close()
         self._buckets = []
+
+    def read_adapter(self, given: Path | Adapter) -> None:
+        """Has all ranks begin to read an adapter ("adapters.is_reading"), from a folder or from memory."""
+        if isinstance(given, Path) or self.config.tensor_parallel_size == 1:
+            self.call("adapters.read", given)
+            return
+        tensors = [*given.tensors.items()]
+        bucket = SharedBucket(max(1, sum(tensor.nbytes for _, tensor in tensors)), "cpu")
+        try:
+            self.call("adapters.read", given._replace(tensors={}), bucket.fill(tensors))
+        finally:
+            bucket.close()  # ranks have mapped it
 
     def weights_changed(self) -> bool:
         """Whether shared weights (`shares_weights`) were written to since the last call of "weights.refresh". Raises

@@ -13,6 +13,8 @@ from nanovllm.wire.state import StateSize
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.models.adapter_files import Adapter
+
     Weights = Iterable[tuple[str, torch.Tensor]] | str | Path
     """New values: tensors by their checkpoint names, or a folder with *.safetensors."""
 
@@ -63,6 +65,9 @@ class Executor(Protocol):
 
     def finish_weight_update(self) -> None:
         """Raises ValueError naming the weights that are missing."""
+
+    def read_adapter(self, given: "Path | Adapter") -> None:
+        """Has all ranks begin to read an adapter, which then say "adapters.is_reading"."""
 
     def weights_changed(self) -> bool:
         """Whether a module's weights were written to since the last call of "weights.refresh"."""

@@ -91,8 +91,6 @@ class Fleet:
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._restart is not None:
             options = {**options, "weight_version": self.state.weight_version + 1}
-        if spec.drops_adapters:
-            options = {**options, "keeps": self.requests.adapters()}
         pending = self._begin(spec, name, options, numbers, on_done, takes_weights)
         if name == "resume":
             self.is_resuming, self.state.pause_mode = False, None
@@ -105,11 +103,14 @@ class Fleet:
         takes_weights: bool = False,
     ) -> PendingCall:  # fmt: skip
         self._num_calls += 1
-        pending = PendingCall(self._num_calls, spec, name, numbers, spec.replaces_weights(options), on_done)
+        if spec.drops_adapters:
+            options = {**options, "keeps": self.requests.adapters()}
+        pending = PendingCall(self._num_calls, spec, name, options, numbers, on_done)
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
-            pending.relay_to, others = {*numbers[1:]}, wire.Call(pending.number, relayed, {}, takes_weights=True)
+            rest = {key: value for key, value in options.items() if key != "update_info"}
+            pending.relay_to, others = {*numbers[1:]}, wire.Call(pending.number, relayed, rest, takes_weights=True)
         if numbers:
             self._calls[pending.number] = pending
         for number in numbers:
@@ -119,6 +120,8 @@ class Fleet:
     def _wanted(self, spec: CallSpec, options: dict[str, Any]) -> list[int]:
         """Engines that run a call."""
         numbers = [number for number in self.numbers if not (spec.compares and number in self._stale)]
+        if spec.by_caught_up:
+            numbers = [number for number in numbers if number not in self._starting] or numbers
         due = [number for number in numbers if spec.is_due(self._states[number], options)]
         return (due or numbers)[: 1 if spec.by_first else None]
 
@@ -136,7 +139,7 @@ class Fleet:
         self.requests.note_version(number, answer.state.weight_version)
         self.requests.note_adapters(number, answer.state.held_adapters())
         if (pending := self._calls.get(answer.number)) is not None:
-            if pending.replaces_weights and answer.kind is None:
+            if answer.kind is None and pending.spec.replaces_weights(pending.options):
                 self._stale.discard(number)
             self._settle_call(pending, number, answer)
 
@@ -145,6 +148,7 @@ class Fleet:
             return
         del self._calls[pending.number]
         self._sum_states(() if self._reachable else [each.state for each in pending.answers.values()])
+        self._note_loaded(pending)
         if pending.spec.empties_cache:
             self.requests.forget_cached()
         pending.on_done(pending)
@@ -158,8 +162,17 @@ class Fleet:
         states = [self._states[number] for number in self.numbers if number not in self._starting]
         if states or last_states:
             self.state.sum_up(states or last_states)
+        going = {call.options["lora_name"] for call in self._calls.values() if call.name == "remove_adapter"}
+        self.state.adapters = {name: one for name, one in self.state.adapters.items() if name not in going}
         if self.is_resuming or any(pending.name == "resume" for pending in self._calls.values()):
             self.state.pause_mode = None  # that which some engines report is over
+
+    def _note_loaded(self, pending: PendingCall) -> None:
+        """Notes the adapter of a user's load that ended where all engines that had caught up were lost meanwhile."""
+        if pending.is_users_load and all(number in self._starting for number in self.numbers):
+            name: str = pending.options["lora_name"]
+            for held in (each.state.adapters for each in pending.answers.values() if each.kind is None):
+                self.state.adapters = {**self.state.adapters, name: held[name]}
 
     # -- engines that are lost ----------------------------------------------------------------------------------
 
@@ -206,21 +219,21 @@ class Fleet:
 
     def _catch_up(self, number: int) -> None:
         """Makes the calls that a restarted engine has missed, then lets it have requests. Does nothing until it is
-        ready, has the weights, and runs no call."""
-        info = self._starting[number]
-        if info is None or number in self._stale or any(number in each.waiting for each in self._calls.values()):
+        ready, has the weights, and runs no call, nor has run one before others."""
+        info, calls = self._starting[number], self._calls.values()
+        if info is None or number in self._stale or any(number in each.waiting | each.answers.keys() for each in calls):
             return
         own, others = self._states[number], self.state
-        calls = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
-        if not calls:
+        missed = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
+        if not missed:
             del self._starting[number]
             self.requests.join(number, info, own.held_adapters())
             self._sum_states()
             self.requests.bind()
-        for spec, name, options in calls:
-            self._begin(spec, name, options, [number], partial(self._note_caught_up, number, options))
+        for spec, name, options in missed:
+            self._begin(spec, name, options, [number], partial(self._note_caught_up, number))
 
-    def _note_caught_up(self, number: int, options: dict[str, Any], pending: PendingCall) -> None:
+    def _note_caught_up(self, number: int, pending: PendingCall) -> None:
         """Handles the end of a call that an engine had missed; an engine on which it failed is given up. An adapter
         that it cannot load again, as its folder has gone or changed, loses its name everywhere instead."""
         if number in self._starting:
@@ -228,15 +241,20 @@ class Fleet:
                 pending.result()
             except Exception as error:
                 if pending.name == "load_adapter" and isinstance(error, ValueError):
-                    self._unload(options["lora_name"], f"replica {number}, which was lost, could not load it: {error}")
+                    self._unload(pending, f"replica {number}, which was lost, could not load it: {error}")
                     return
                 self._starting[number] = None
                 self._give_up(number, f"could not catch up with the others: {pending.name}: {error}")
 
-    def _unload(self, name: str, reason: str) -> None:
-        """Lets no more requests have an adapter; those that have it end with it where it is held."""
+    def _unload(self, failed: PendingCall, reason: str) -> None:
+        """Lets no more requests have the adapter of a load that an engine had missed; those that have it end with it
+        where it is held. Does nothing where the name has another by now, or will have."""
+        name = failed.options["lora_name"]
+        found = self.state.adapters.get(name)
+        loading = [each.options["lora_name"] for each in self._calls.values() if each.is_users_load]
+        if found is None or found.digest != failed.options["digest"] or name in loading:
+            return
         logger.warning("adapter %r is unloaded: %s", name, reason)
-        self.state.adapters.pop(name, None)
+        self.state.adapters = {other: one for other, one in self.state.adapters.items() if other != name}
         if others := [number for number in self.numbers if number not in self._starting]:
-            options = {"lora_name": name, "keeps": self.requests.adapters()}
-            self._begin(CALLS["remove_adapter"], "remove_adapter", options, others, lambda pending: None)
+            self._begin(CALLS["remove_adapter"], "remove_adapter", {"lora_name": name}, others, lambda pending: None)

@@ -18,16 +18,20 @@ class PendingCall:
     """A call and the answers to it."""
 
     def __init__(
-        self, number: int, spec: CallSpec, name: str, engines: Sequence[int], replaces_weights: bool, on_done: OnDone
+        self, number: int, spec: CallSpec, name: str, options: dict[str, Any], engines: Sequence[int], on_done: OnDone
     ) -> None:
         """`number`: of the call. `engines`: numbers of those that run it. `on_done`: called when the call has ended."""
-        self.number, self.name, self.spec, self.replaces_weights = number, name, spec, replaces_weights
-        self.on_done = on_done
+        self.number, self.name, self.spec, self.options, self.on_done = number, name, spec, options, on_done
         self.waiting = set(engines)
         """Engines that have not answered."""
         self.relay_to: set[int] = set()
         """Engines to which the weights are passed on that another one receives."""
         self.answers: dict[int, wire.Answer] = {}
+
+    @property
+    def is_users_load(self) -> bool:
+        """Whether it loads an adapter for a user: one that an engine had missed says which digest it must have."""
+        return self.name == "load_adapter" and "digest" not in self.options
 
     def settle(self, number: int, answer: wire.Answer | None) -> bool:
         """Notes that an engine has answered, or is lost; returns whether the call has just ended."""

@@ -16,7 +16,7 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.prefix_keys import Extras
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.step import Step
-from nanovllm.errors import OutOfMemory, WeightsIncomplete
+from nanovllm.errors import OutOfMemory, UnknownName, WeightsIncomplete
 from nanovllm.processes.framing import LENGTH
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 
@@ -153,7 +153,8 @@ Up = Alive | Progress | Ready | Failed | Refused | Answer | Bucket | Step
 KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        ValueError, TypeError, FileNotFoundError, OSError, ImportError, WeightsIncomplete, OutOfMemory, RuntimeError,
+        UnknownName, ValueError, TypeError, FileNotFoundError, OSError, ImportError, WeightsIncomplete, OutOfMemory,
+        RuntimeError,
     )
 }
 """Errors that the driver raises again: an error is of the first kind that fits."""

@@ -134,7 +134,7 @@ class Generation(_ITS_CLASS):  # type: ignore[misc, valid-type]
         name, before = self.model.active_adapter, self.policy
         own = {key: value for key, value in self.model.named_parameters() if self.model.prefix in key}
         with self._dist.gather_params([*own.values()]):
-            found = {key: _whole(value).cpu() for key, value in own.items()}
+            found = {key: _whole(value).clone() for key, value in own.items()}
         tensors = get_peft_model_state_dict(self.model, found, adapter_name=name, save_embedding_layers=False)
         config = self.model.peft_config[name].to_dict()
         self.policy = self.llm.load_adapter(f"policy@{self._num_syncs}", tensors=tensors, config=config)

@@ -12,6 +12,7 @@ from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_chec
 from nanovllm.models.packed_tensors import reader_for
 from nanovllm.models.registry import names_of
 from nanovllm.models.stacked_experts import experts_apart
+from nanovllm.models.widened import widened
 
 _META = torch.device("meta")
 
@@ -56,7 +57,7 @@ def check_headers(
     """Raises ValueError as loading into `weights` does for names that are missing or surplus, and for shapes and types
     that are not those of the configuration. dtype: the model's."""
     given = names_of(model).select(headers.items())
-    found: dict[str, TensorSource] = dict(experts_apart(given, {weight.name for weight in weights}))
+    found: dict[str, TensorSource] = dict(widened(experts_apart(given, {weight.name for weight in weights})))
     reader = reader_for(model, weights, dtype, _META)
     if reader is not None:
         found = dict(reader.read(found.items(), wide=False))

@@ -59,6 +59,12 @@ def _gemma4(
     return _shape("Gemma4", layers, hidden, intermediate, heads, kv_heads, 262144, 262144, [1, 106], **more)
 
 
+def _yarn(mscale: float) -> dict[str, Any]:
+    """DeepSeek's."""
+    more = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    return {"type": "yarn", "factor": 40, "mscale": mscale, "mscale_all_dim": mscale, **more}
+
+
 PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
@@ -102,6 +108,17 @@ PUBLISHED_SHAPES: dict[str, dict[str, Any]] = {
         mamba_head_dim=64, ssm_state_size=128, n_routed_experts=512, num_experts_per_tok=22, moe_latent_size=1024,
         moe_intermediate_size=2688, moe_shared_expert_intermediate_size=5376, routed_scaling_factor=5.0,
         hybrid_override_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
+    "GLM-4.7-Flash": _shape(
+        "Glm4MoeLite", 47, 2048, 10240, 20, 20, 154880, 202752, [154820, 154827, 154829], rope_theta=1e6,
+        moe_intermediate_size=1536, rms_norm_eps=1e-5,
+    ),
+    "DeepSeek-V2-Lite": _shape(
+        "DeepseekV2", 27, 2048, 10944, 16, 16, 102400, 163840, 100001, q_lora_rank=None, moe_intermediate_size=1408,
+        num_experts_per_tok=6, first_k_dense_replace=1, rope_scaling=_yarn(0.707),
+    ),
+    "DeepSeek-V3": _shape(
+        "DeepseekV3", 61, 7168, 18432, 128, 128, 129280, 163840, 1, moe_intermediate_size=2048, rope_scaling=_yarn(1.0)
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),

@@ -50,7 +50,8 @@ def _check_cache(scheme: Any) -> None:
 def _read_fp8(raw: dict[str, Any]) -> list[Rule]:
     """quant_method "fp8"."""
     _option(raw.get("fmt", "e4m3"), "fmt", "e4m3", "float8_e4m3fn")
-    _option(raw.get("scale_fmt"), "scale_fmt", None, "float")
+    if _option(raw.get("scale_fmt"), "scale_fmt", None, "float", "ue8m0") == "ue8m0":  # of weights they are float32
+        logger.warning("fp8: scales of activations are not rounded to powers of two here (scale_fmt)")
     static = _option(raw.get("activation_scheme", "dynamic"), "activation_scheme", "dynamic", "static") == "static"
     block = _option(raw.get("weight_block_size"), "weight_block_size", None, _BLOCK)
     wide = raw.get("modules_to_not_convert") or raw.get("ignored_layers") or []

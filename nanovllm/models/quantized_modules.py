@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanovllm.errors import refuse
-from nanovllm.model_config import LayerSpec, MoEConfig, Quantization
+from nanovllm.model_config import LatentSizes, LayerSpec, MoEConfig, Quantization
 from nanovllm.models.names import CheckpointNames
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,17 @@ PARTS = {
     "down": ("mlp.down_proj",),
 }
 """Parts that are quantised together (LayerSpec.precision) -> their modules in a layer."""
-_RECURRENT: dict[str, dict[str, tuple[str, ...]]] = {
+_OF_MIXERS: dict[str, dict[str, tuple[str, ...]]] = {
     "delta": {"qkv": tuple(f"linear_attn.in_proj_{name}" for name in "qkvz"), "o": ("linear_attn.out_proj",)},
     "conv": {"qkv": ("conv.in_proj",), "o": ("conv.out_proj",)},
     "mamba": {"qkv": ("mamba.in_proj",), "o": ("mamba.out_proj",)},
+    "latent": {
+        "qkv": tuple(f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
+    },
 }
 """Parts of other mixers. Gates of delta nets are never quantised."""
+_KV_B = "model.layers.0.self_attn.kv_b_proj"
+"""Projection of latents to keys and values, which is held wide (models/widened.py)."""
 _OF_LAYER_INPUTS = (
     "model.layers.0.per_layer_input_gate", "model.layers.0.per_layer_projection", "model.per_layer_model_projection",
 )  # fmt: skip
@@ -73,8 +78,10 @@ def _modules(layer: str, spec: LayerSpec, fields: dict[str, Any]) -> Iterator[tu
     """Parts of the layer with this path that LayerSpec.precision knows, each with its modules."""
     moe: MoEConfig | None = fields.get("moe")
     for part, modules in PARTS.items():
-        own = _RECURRENT.get(spec.mixer, {}).get(part, modules)
+        own = _OF_MIXERS.get(spec.mixer, {}).get(part, modules)
         lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
+        if isinstance(spec.options, LatentSizes):
+            lacks = ("q_proj",) if spec.options.query_rank else ("q_a_proj", "q_b_proj")
         lacks = lacks if fields.get("gated_mlp", True) else (*lacks, "gate_proj")
         own = tuple(name for name in own if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
@@ -103,8 +110,11 @@ def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: Checkp
     def held(module: str) -> Quantization | None:
         return next((found for found, names in named if module in names), None)
 
-    of_inputs = _OF_LAYER_INPUTS if fields.get("layer_inputs") and not default.while_loading else ()
-    if quantized := [module for module in of_inputs if held(module) is not None]:
+    wide_ones: tuple[str, ...] = _OF_LAYER_INPUTS if fields.get("layer_inputs") else ()
+    if fields["layers"][0].mixer == "latent" and (found := held(_KV_B)) is not None and found.method != "fp8":
+        wide_ones = (_KV_B,)
+    quantized = [module for module in wide_ones if held(module) is not None]
+    if quantized and not default.while_loading:
         bound = f"a list that has {quantized[0]} too: it is served unquantised alone"
         refuse("quantization_config: modules that are not converted", rules[0][1][:3], bound)
     only_experts = default.method == "mxfp4" and (default.while_loading or not default.layout)
@@ -112,12 +122,12 @@ def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: Checkp
         others = set[tuple[str, Quantization | None]]()
         for part, modules in _modules(f"model.layers.{index}", spec, fields):
             spelt = sorted({spelling.module(module) for module in modules}, reverse=True)
-            found = {held(module): module for module in spelt}
-            if len(found) > 1:
-                one = found.get(None, [*found.values()][-1])
+            kinds = {held(module): module for module in spelt}
+            if len(kinds) > 1:
+                one = kinds.get(None, [*kinds.values()][-1])
                 bound = f"held as all of {', '.join(spelt[:-4:-1])}, which are one matrix here"
                 refuse("quantization_config: modules that are not converted", one, bound)
-            [how] = found
+            [how] = kinds
             if only_experts and part != "experts":
                 how = None
             elif part == "experts" and how is not None:

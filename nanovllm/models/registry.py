@@ -46,6 +46,9 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by the name in `architectures`."""
 
+_WITH_LATENTS = {"attention_backend": ("auto", "torch", "triton"), "kv_cache_dtype": ("auto",)}
+"""Options of models with latent attention, and values that they may have."""
+
 
 def register_model(architecture: str, family: Family) -> None:
     """Makes checkpoints served whose config.json names `architecture`; what was registered under that name goes. To be
@@ -153,10 +156,14 @@ def read_model_config(config: EngineConfig) -> ModelConfig:
     if config.lm_head_dtype != "auto":
         found = replace(found, head_precision=_head_precision(found))
     mixers = {layer.mixer for layer in found.layers}
-    needs = ("num_state_lines", None, {"attention"}), ("state_dtype", "float32", {"attention", "conv"})
+    stateless = {"attention", "latent"}
+    needs = ("num_state_lines", None, stateless), ("state_dtype", "float32", stateless | {"conv"})
     for name, default, others in needs:
         if (given := getattr(config, name)) != default and mixers <= others:  # "conv": it keeps inputs alone
             refuse(name, given, f"{default!r} for a model without recurrent states")
+    for name, known in _WITH_LATENTS.items():
+        if "latent" in mixers and (given := getattr(config, name)) not in known:
+            refuse(name, given, f"{' or '.join(map(repr, known))} for a model with latent attention")
     found = replace(found, state_dtype=config.state_dtype)
     found.check_tensor_parallel(config.tensor_parallel_size)
     return found

@@ -80,7 +80,7 @@ def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> 
         given["truncate"] = rope.flag("truncate", True)
         mscale, all_dim = rope.optional_positive("mscale"), rope.optional_positive("mscale_all_dim")
         if mscale and all_dim and "attention_factor" not in given:
-            given["attention_factor"] = _mscale(given["factor"], mscale) / _mscale(given["factor"], all_dim)
+            given["attention_factor"] = mscale_of(given["factor"], mscale) / mscale_of(given["factor"], all_dim)
     if kind == "longrope":
         given["short_factor"], given["long_factor"] = _factors(rope, "short_factor"), _factors(rope, "long_factor")
         given.setdefault("original_max_position_embeddings", config.integer("max_position_embeddings"))
@@ -92,7 +92,8 @@ def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> 
     return RopeConfig(rope.positive("rope_theta", 0.0), kind, partial_rotary_factor=share, **given)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def mscale_of(factor: float, mscale: float) -> float:
+    """YaRN's factor on what is rotated, of a context that is extended by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -16,8 +16,8 @@ _OF_TEXT = (
 _STEMS = {
     "language_model.": (
         "AyaVision", "Cohere2Vision", "Exaone4_5_", "Gemma3", "Gemma4", "Gemma4Unified", "Glm46V", "Glm4v", "Glm4vMoe",
-        "InternVL", "LightOnOcr", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "MuseGlimmer", "Qwen2VL",
-        "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Voxtral",
+        "InternVL", "KimiK25", "Kimi_K25", "LightOnOcr", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3",
+        "MuseGlimmer", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "Voxtral",
     ),
     "text_model.": ("Idefics3", "SmolVLM"),
 }  # fmt: skip
@@ -29,6 +29,7 @@ _LLAMA = {**_7B, "intermediate_size": 11008, "max_position_embeddings": 2048}
 _MISTRAL = {**_7B, "intermediate_size": 14336, "max_position_embeddings": 131072}
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2ForCausalLM", {}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
     "exaone4": ("Exaone4ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {}),
     "gemma4": ("Gemma4ForCausalLM", {}),
@@ -36,9 +37,11 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v": ("Glm4ForCausalLM", {"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5}),
     "glm4v_moe": ("Glm4MoeForCausalLM", {"attention_bias": True}),
     "gpt_oss": ("GptOssForCausalLM", {}),
+    "kimi_k2": ("DeepseekV3ForCausalLM", {}),
     "llama": ("LlamaForCausalLM", _LLAMA),
     "ministral3": ("Ministral3ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", _MISTRAL),
+    "mistral4": ("Mistral4ForCausalLM", {}),
     "muse_glimmer": ("MuseGlimmerTextModel", {}),
     "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32768}),
     "qwen2_5_vl": ("Qwen2ForCausalLM", _QWEN_VL),

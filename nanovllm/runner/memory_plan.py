@@ -289,7 +289,10 @@ def _step_bytes(layers: DecoderForCausalLM, rules: Rules, tokens: int, slots: in
     beside the residual stream and the rows that are normed; or of the logits of all rows."""
     hidden, widest, weight, deltas = layers.config.hidden_size, 0, 0, 0
     for layer in layers.layers:
-        widest = max(widest, *(_token_bytes(part.operations, dtype) for part in (layer.self_attn, layer.mlp)))
+        inside = getattr(layer.self_attn, "elements_inside", 0) * dtype.itemsize
+        widest = max(
+            widest, _token_bytes(layer.self_attn.operations, dtype) + inside, _token_bytes(layer.mlp.operations, dtype)
+        )  # fmt: skip
         adapted = any(isinstance(part, AdaptedMatrix) for part in layer.modules())  # their sums, wide and as rounded
         deltas = max((4 + dtype.itemsize) * one.n for one in layer.operations) if adapted else 0
         for one in layer.operations if not rules.device.has_tma else ():

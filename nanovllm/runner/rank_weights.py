@@ -16,6 +16,7 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.packed_tensors import reader_for
 from nanovllm.models.registry import names_of
 from nanovllm.models.stacked_experts import experts_apart
+from nanovllm.models.widened import widened
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.memory_probe import MemoryProbe
 from nanovllm.runner.sleep import SleepableMemory
@@ -102,7 +103,7 @@ class RankWeights:
     def _tensors_of(self, folder: Path, wide: bool = True, option: str = "model") -> dict[str, TensorSource]:
         """wide: see PackedReader.read."""
         given = self._spelling.select(open_checkpoint(folder, option).items())
-        tensors: dict[str, TensorSource] = dict(experts_apart(given, {weight.name for weight in self.all}))
+        tensors: dict[str, TensorSource] = dict(widened(experts_apart(given, {weight.name for weight in self.all})))
         if self._packed_reader is not None:
             tensors = dict(self._packed_reader.read(tensors.items(), wide))
         check_names(self.all, tensors, self._model_config.tie_word_embeddings)

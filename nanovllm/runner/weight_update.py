@@ -12,6 +12,7 @@ from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.names import CheckpointNames
 from nanovllm.models.packed_tensors import PackedReader
 from nanovllm.models.stacked_experts import experts_apart
+from nanovllm.models.widened import widened
 from nanovllm.transfer.shared import FarTensor
 
 
@@ -77,7 +78,7 @@ class WeightUpdate:
             _refuse_missing(self._awaited.keys() - names)
 
     def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
-        pairs = list(experts_apart(self._spelling.select(tensors), self._names))
+        pairs = list(widened(experts_apart(self._spelling.select(tensors), self._names)))
         return pairs if self._packed_reader is None else self._packed_reader.read(pairs)
 
     def _held_as(self, name: str) -> set[torch.dtype]:

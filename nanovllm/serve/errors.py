@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import msgspec
 
+from nanovllm.errors import UnknownName
+
 _MOST_MESSAGE = 1000  # characters
 _NAME = re.compile(r"(\w{1,40})(?:[\[.].*?)?[:=]")
 
@@ -55,7 +57,9 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (ValueError, OverflowError) as error:
-        raise from_value_error(str(error)) from None
+        refused = from_value_error(str(error))
+        refused.status = 404 if isinstance(error, UnknownName) else 400
+        raise refused from None
 
 
 def server_error() -> ApiError:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.errors import is_integer, refuse
-from nanovllm.transfer.buckets import as_bytes, entries_of, grouped, unpacked
+from nanovllm.transfer.buckets import NamedTensors, as_bytes, entries_of, grouped, unpacked
 from nanovllm.transfer.group import Broadcast, open_group
 from nanovllm.transfer.shared import MappedBuckets
 
@@ -82,8 +82,18 @@ class WeightReceiver:
         """Takes in the tensors names, dtype_names, shapes: from a SharedBucket, where its message says so, else by
         broadcast. `relay`: see Relay. Raises ValueError naming what is wrong; RuntimeError where the trainer does not
         send in time, or no group was joined."""
+        for tensors in self._groups(update_info):
+            self._engine.update(relay(tensors))
+
+    def tensors(self, update_info: dict[str, Any]) -> NamedTensors:
+        """The tensors of an `update_info`, such as an adapter's, for whom they are. Those of a bucket lie in it."""
+        for tensors in self._groups(update_info):
+            yield from tensors
+
+    def _groups(self, update_info: dict[str, Any]) -> Iterator[NamedTensors]:
+        """The tensors in the groups in which they come."""
         if "ipc_handle" in update_info or "shared_memory" in update_info:
-            self._engine.update(relay(self._buckets.tensors(update_info)))
+            yield self._buckets.tensors(update_info)
             return
         if self._group is None:
             raise RuntimeError("update_weights: no group was joined: call init_weight_transfer_engine first")
@@ -92,7 +102,11 @@ class WeightReceiver:
             memory = torch.empty(sum(entry.nbytes for entry in group), dtype=torch.uint8, device=self._device)
             if memory.numel():
                 self._group.broadcast(memory, 0)
-            self._engine.update(relay(unpacked(memory, group)))
+            yield unpacked(memory, group)
+
+    def forget_buckets(self) -> None:
+        """Lets go of the buckets that are mapped; the next message maps its own again."""
+        self._buckets.close()
 
     def finish(self, version: int | None = None) -> int:
         """LLM.finish_update; returns the version."""

@@ -59,10 +59,10 @@ class SharedBucket:
         if needed > self.nbytes:
             names = ", ".join(repr(name) for name, _ in tensors[:3])
             refuse("nbytes", self.nbytes, f"at least the {needed} of {names}")
-        begin = 0
-        for content in contents:
-            self._memory[begin : begin + content.numel()].copy_(content)
-            begin += content.numel()
+        if needed and {content.device for content in contents} == {self._memory.device}:
+            torch.cat(contents, out=self._memory[:needed])
+        elif needed:  # all in one copy
+            self._memory[:needed].copy_(torch.cat([content.to(contents[0].device) for content in contents]))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         entries = [Entry.of(name, tensor) for name, tensor in tensors]

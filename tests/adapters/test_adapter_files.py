@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, save
 
-from nanovllm.models.adapter_files import check_finite, check_targets, is_target, read_adapter
+from nanovllm.models.adapter_files import LoRAPair, check_finite, check_targets, is_target, modules_of, read_adapter
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 
@@ -17,6 +17,10 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.down_proj"
 def pair(module: str, rank: int = 4, out: int = 6, columns: int = 8) -> dict[str, torch.Tensor]:
     name = f"base_model.model.{module}"
     return {f"{name}.lora_A.weight": torch.ones(rank, columns), f"{name}.lora_B.weight": torch.ones(out, rank)}
+
+
+def modules_in(folder: Path, max_rank: int = 16) -> dict[str, LoRAPair]:
+    return modules_of(read_adapter(folder), max_rank)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +37,13 @@ def pair(module: str, rank: int = 4, out: int = 6, columns: int = 8) -> dict[str
 def test_ranks_and_scales_are_each_modules_own(
     changed: dict[str, Any], rank: int, scale: float, tmp_path: Path
 ) -> None:
-    adapter = read_adapter(save(tmp_path, pair(Q, rank), **changed), 16)
-    a, b, own_scale = adapter.modules[Q]
+    a, b, own_scale = modules_in(save(tmp_path, pair(Q, rank), **changed))[Q]
     assert a.shape == (rank, 8) and torch.equal(own_scale * b, torch.full((6, rank), scale))
 
 
 def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
     made = [
-        read_adapter(save(tmp_path / str(n), tensors, **changed), 16).digest
+        read_adapter(save(tmp_path / str(n), tensors, **changed)).digest
         for n, (tensors, changed) in enumerate(
             [(pair(Q), {}), (pair(Q), {}), (pair(DOWN), {}), (pair(Q), {"lora_alpha": 7})]
         )
@@ -76,7 +79,7 @@ def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
 )
 def test_a_field_that_is_not_served_is_refused_by_its_name(changed: dict[str, Any], name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=name.replace("(", r"\(")):
-        read_adapter(save(tmp_path, pair(Q), **changed), 16)
+        modules_in(save(tmp_path, pair(Q), **changed))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_tensors_that_are_no_adapter_are_refused_by_their_names(
     spoilt: dict[str, torch.Tensor], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        read_adapter(save(tmp_path, pair(Q) | spoilt), 16)
+        modules_in(save(tmp_path, pair(Q) | spoilt))
 
 
 @pytest.mark.parametrize(
@@ -103,16 +106,15 @@ def test_modules_with_other_than_numbers_are_named(half: str, value: float, said
     """60,000 times its scale is none in float16."""
     tensors = pair(Q) | pair(DOWN)
     tensors[f"base_model.model.{DOWN}.lora_{half}.weight"].view(-1)[3] = value
-    check_finite(read_adapter(save(tmp_path / "good", pair(Q)), 16), torch.float16)
+    check_finite(modules_in(save(tmp_path / "good", pair(Q))), torch.float16)
     with pytest.raises(ValueError, match=f"{DOWN}: lora_{half} .*{said}"):
-        check_finite(read_adapter(save(tmp_path, tensors), 16), torch.float16)
+        check_finite(modules_in(save(tmp_path, tensors)), torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_tensors_are_those_of_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in (pair(Q) | pair(DOWN)).items()}
-    adapter = read_adapter(save(tmp_path, tensors), 16)
-    for module, (a, b, _) in adapter.modules.items():
+    for module, (a, b, _) in modules_in(save(tmp_path, tensors)).items():
         for half, found in (("A", a), ("B", b)):
             expected = tensors[f"base_model.model.{module}.lora_{half}.weight"]
             assert found.dtype == dtype and torch.equal(found, expected)
@@ -120,21 +122,21 @@ def test_tensors_are_those_of_the_file(dtype: torch.dtype, tmp_path: Path) -> No
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        read_adapter(tmp_path, 16)
+        read_adapter(tmp_path)
     save(tmp_path, pair(Q))
     with pytest.raises(ValueError, match="max_lora_rank=3"):
-        read_adapter(tmp_path, 3)
+        modules_in(tmp_path, 3)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="corrupt"):
-        read_adapter(tmp_path, 16)
+        read_adapter(tmp_path)
     save(tmp_path, pair(Q))
     os.truncate(tmp_path / "adapter_model.safetensors", (tmp_path / "adapter_model.safetensors").stat().st_size - 40)
     with pytest.raises(ValueError, match="corrupt"):
-        read_adapter(tmp_path, 16)
+        read_adapter(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"short")
     (tmp_path / "adapter_config.json").write_text(json.dumps([]))
     with pytest.raises(ValueError, match="corrupt"):
-        read_adapter(tmp_path, 16)
+        read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from adapters.peft_files import save
 from adapters.test_adapters import LORA, OPTIONS, PROMPTS, check_values, generate, make_adapters, scores
 from exactness import family_cases
 from exactness.family_cases import CASES, make_model
+from system import wait_for
 
-from nanovllm import LLM, LoRARequest
+from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.runner.adapters import RankAdapters
 
 
@@ -56,6 +57,28 @@ def test_steps_go_on_while_an_adapter_is_read(qwen: Any, monkeypatch: pytest.Mon
         a, b, c = *(one.result(60) for one in loading), llm.load_adapter("c", made[2][0])
         for given, numbers in (([b, c, None], [2, 3, 0]), ([b, a, None], [2, 1, 0])):  # a has to come into a slot again
             check_values(model, made, generate(llm, PROMPTS, given), numbers)
+
+
+def test_a_load_takes_no_more_steps_than_it_waits_for(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is read within a step has ended behind it, before another thread's; what that step has gained is handed
+    out at once."""
+    _, folder, made = qwen
+    with LLM(str(folder), **LORA) as llm:
+        llm.add_request(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True))
+        llm.step()
+        gate, step, steps = Gate(monkeypatch), llm.engine.step, []
+
+        def read_meanwhile() -> Any:
+            steps.append(gained := step())
+            gate.may_end.set()
+            wait_for(lambda: not llm.engine.executor.runner.adapters.is_reading(), "the adapter")  # type: ignore[attr-defined]
+            return gained
+
+        monkeypatch.setattr(llm.engine, "step", read_meanwhile)
+        turns, turn = [], llm._turns.turn
+        monkeypatch.setattr(llm._turns, "turn", lambda: [turns.append(1), turn()][1])
+        llm.load_adapter("a", made[0][0])
+        assert len(turns) == len(steps) == 1 and steps[0].tokens and len(llm._turns.foreign) == 1
 
 
 def test_modules_may_share_tensors(qwen: Any) -> None:

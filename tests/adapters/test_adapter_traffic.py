@@ -12,6 +12,7 @@ from adapters.peft_files import CONFIG, random_tensors, save
 from adapters.test_adapters import LORA, PROMPTS, SCORED, generate, linears
 from exactness import family_cases
 from exactness.family_cases import CASES, make_model
+from safetensors.torch import load_file
 from system import wait_for
 
 from nanovllm import LLM, LoRARequest, SamplingParams
@@ -96,7 +97,8 @@ def test_rows_of_a_replica_that_is_lost_end_under_theirs(tmp_path: Path) -> None
 def test_an_adapter_whose_folder_has_gone_ends_no_replica(
     replicas: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is started again goes on without the adapters that it cannot read, and so do the others."""
+    """One that is started again goes on without the adapters that it cannot read, or that came from memory, and so do
+    the others."""
     model = make_model(CASES["qwen3"])
     folder = family_cases.save(model, CASES["qwen3"], tmp_path / "model")
     changed = {"target_modules": "all-linear"}
@@ -104,18 +106,22 @@ def test_an_adapter_whose_folder_has_gone_ends_no_replica(
     options = {**LORA, "data_parallel_size": replicas, "data_parallel_backend": "local"}
     with LLM(str(folder), **options) as llm:
         requests = [llm.load_adapter(path.name, path) for path in paths]
-        expected = generate(llm, PROMPTS, requests[2], SCORED)
+        sent = {"weights": load_file(paths[0] / "adapter_model.safetensors").items(), "lora_config": CONFIG | changed}
+        llm._turns.call("load_adapter", lora_name="3", lora_id="of a trainer", **sent)
+        requests.insert(0, LoRARequest("3"))
+        expected = generate(llm, PROMPTS, requests[-1], SCORED)
+        generate(llm, PROMPTS, requests[0])
         shutil.rmtree(paths[0])
         (paths[1] / "adapter_config.json").write_text(json.dumps({**CONFIG, **changed, "lora_alpha": 1}))
         os.kill(llm.engine.engines.all[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         for _ in range(2):
-            found = generate(llm, PROMPTS, requests[2], SCORED)
+            found = generate(llm, PROMPTS, requests[-1], SCORED)
             assert [one.token_ids for one in found] == [one.token_ids for one in expected]
             generate(llm, PROMPTS * 4)
         wait_for(lambda: [*llm.engine.state.adapters] == ["2"], "names to go")
-        for request in requests[:2]:
+        for request in requests[:-1]:
             with pytest.raises(ValueError, match="no adapter of this name"):
                 generate(llm, PROMPTS, request)
         assert llm.engine_info()["num_restarts"] == 1
-    assert "adapter '0' is unloaded" in caplog.text and "adapter '1' is unloaded" in caplog.text
+    assert all(f"adapter '{name}' is unloaded" in caplog.text for name in "013")
     assert "continue without it" not in caplog.text

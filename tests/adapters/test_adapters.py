@@ -35,7 +35,7 @@ LORA = {**OPTIONS, "enable_lora": True, "max_loras": 2}
 def linears(model: nn.Module) -> list[str]:
     """Names of those that take adapters."""
     named = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    return [name for name in named if ".layers." in name and not name.endswith((".gate", "expert_gate"))]
+    return [name for name in named if ".layers." in name and not name.endswith((".gate", "expert_gate", "kv_b_proj"))]
 
 
 def make_adapters(model: nn.Module, folder: Path) -> list[tuple[Path, dict[str, torch.Tensor], dict[str, Any]]]:
@@ -78,7 +78,7 @@ def generate(
 FAMILIES = [
     "llama", "qwen3", "qwen2", "phi3", "glm4", "gemma2", "cohere", "olmo2", "starcoder2", "granite", "nemotron",
     "gemma4", "gemma4, keys of other layers and inputs of each", "qwen3_next", "qwen3_5", "lfm2", "granite 4",
-    "nemotron_h", "olmo_hybrid", "laguna", "hy_v3",
+    "nemotron_h", "olmo_hybrid", "laguna", "hy_v3", "deepseek_v3", "deepseek_v2, lite",
 ]  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Adapters of a server: requests name them as their model, administrators load and unload them."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,15 @@ import httpx
 import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors, save
+from safetensors.torch import load_file
 from serve.serving import ANSWER, ASK, CHAT, COMPLETIONS, DEMO, Server, ready_server, wait_for
+from system import free_port
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from nanovllm.transfer.buckets import Entry, described
+from nanovllm.transfer.receiver import WeightSender
+from nanovllm.transfer.shared import SharedBucket
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 KEY = {"authorization": "Bearer admin"}
@@ -64,6 +72,63 @@ def test_models_by_adapter(folders: list[Path], tmp_path: Path) -> None:
         names = [one["id"] for one in client.get("/v1/models").json()["data"]]
         assert names == ["demo", "first"]
         assert httpx.get(f"{server.url}/v1/models/first", headers=KEY).json()["root"] == str(folders[1])
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: Path) -> None:
+    """Through shared memory and over a group, under a stream, to all replicas; texts are those of the same from a
+    folder."""
+    options = ("--enable-lora", "--max-loras", "1", "--admin-api-key", "admin", "--data-parallel-size", replicas)
+    made = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    config = json.loads((folders[0] / "adapter_config.json").read_text())
+    bucket, address = SharedBucket(1 << 21, "cpu"), {"master_address": "127.0.0.1", "master_port": free_port()}
+    info = {**address, "rank_offset": 1, "world_size": 2}
+    with ready_server(tmp_path, *options) as server, server.client("admin") as client, ThreadPoolExecutor() as pool:
+
+        def post(path: str, status: int = 200, **body: Any) -> Any:
+            answer = client.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            return answer.json()
+
+        def texts(model: str) -> set[str]:
+            """Answers of requests that run side by side, so that each replica has some."""
+            asked = [pool.submit(post, CHAT, **ASK, model=model, max_tokens=20) for _ in range(6)]
+            return {one.result(60)["choices"][0]["message"]["content"] for one in asked}
+
+        expected = []
+        for number, folder in enumerate(folders):
+            post(LOAD, lora_name=str(number), lora_path=str(folder))
+            expected.append(texts(str(number)))
+        message = bucket.fill([*made[0].items()])
+        with server.client("user") as user:
+            given = {"lora_name": "policy", "lora_config": config, "update_info": message}
+            assert user.post(LOAD, json=given).status_code == 401
+        body = ASK | {"model": "demo", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with client.stream("POST", CHAT, json=body) as stream:
+            post(LOAD, lora_name="policy", lora_config=config, update_info=message)
+            assert texts("policy") == expected[0]
+            stream.close()
+        joined = pool.submit(post, "/init_weight_transfer_engine", init_info=info)
+        sender = WeightSender(info, "cpu", timeout=60)
+        joined.result(60)
+        sent = pool.submit(sender.send, made[1].items())
+        named = described([Entry.of(*pair) for pair in made[1].items()])
+        post(LOAD, lora_name="policy", lora_config=config, update_info=named, load_inplace=True)
+        sent.result(60)
+        sender.close()
+        assert texts("policy") == expected[1] != expected[0]
+        wrong = [({"lora_path": str(folders[0]), "lora_config": config, "update_info": message}, "lora_path"),
+                 ({"lora_config": config}, "lora_path"), ({"lora_path": "x", "lora_config": config}, "lora_path"),
+                 ({"update_info": message}, "lora_path"), ({}, "lora_path"),
+                 ({"lora_config": config | {"use_dora": True}, "update_info": message}, "use_dora"),
+                 ({"lora_config": config, "update_info": {**message, "nbytes": 1 << 40}}, "nbytes"),
+                 ({"lora_config": config, "update_info": message}, "lora_name")]  # fmt: skip
+        for body, name in wrong:
+            assert name in post(LOAD, 400, lora_name="policy", **body)["error"]["message"]
+        bucket.close()
+        assert texts("policy") == expected[1]
+        post(UNLOAD, lora_name="policy")
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["demo", "0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,11 @@ from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.latent.decode import LatentDecode, LatentPlan
+from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
+from nanovllm.kernels.latent.store import latent_rope_store
 from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
 
@@ -70,6 +74,38 @@ def compile_attention(
 @pytest.mark.parametrize("fp8", [False, True])
 def test_kernels_fit_a_multiprocessor(spec: tuple[object, ...], fp8: bool) -> None:
     run_alone(compile_attention, spec, fp8)
+
+
+def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
+    """Attention of so many heads over latents of 512 and rope keys of 64."""
+    Device.of = lambda _: Device("", divmod(capability, 10), shared_bytes=SHARED_BYTES[capability])
+    compile_only(most_spilled=80 if (capability, dtype) == (90, "bfloat16") else None, capability=capability)
+    spec, slots = AttentionSpec(num_heads, 1, 576, 0.1, value_dim=512), 256
+    cache = torch.empty(4, 1, 128, 576, dtype=getattr(torch, dtype))
+    for places in (1, 2):
+        together = LatentPlan.places_together(places, num_heads, 576)
+        plan = LatentPlan(1, 576, None, slots, 1 << 17, CPU, places=places, together=together)
+        decode = LatentDecode(spec, 128, plan, DecodeScratch.for_specs({spec: plan}, CPU))
+        for rows in plan.size_classes():
+            q = torch.empty(rows, num_heads, 576, dtype=cache.dtype)
+            plan.make(zeros(rows), zeros(rows), rows)
+            decode(q, cache, zeros(slots, 1024), 1 << 17, q[..., :512].clone())
+    norm, cos_sin = Norm(torch.empty(512, dtype=cache.dtype), 1e-6), torch.empty(4096, 64)
+    for interleaved in (False, True):
+        pages, slots_of = cache[:, 0], zeros(slots)
+        latent_rope_store(q[..., :256], q[:, 0], norm, slots_of, cos_sin, slots_of, pages, q, interleaved)
+    config = latent_prefill_config(cache.dtype, SHARED_BYTES[capability])
+    prefill = LatentPrefill(spec, 128, slots, CPU, config)
+    tiles = prefill.plan(zeros(3), zeros(2), 8)
+    prefill.attend(q, cache, zeros(slots, 1024), zeros(2), zeros(3), zeros(2), tiles, q[..., :512].clone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 120])
+@pytest.mark.parametrize("num_heads", [16, 20, 128])
+def test_latents_fit_a_multiprocessor(num_heads: int, capability: int) -> None:
+    for dtype in ("bfloat16", "float32") if num_heads == 20 else ("bfloat16",):
+        run_alone(compile_latents, num_heads, capability, dtype)
 
 
 @pytest.mark.slow

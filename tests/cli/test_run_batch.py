@@ -12,8 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running import nanovllm
+from safetensors.numpy import save_file
 from serve.serving import ROOT, Server
 from system import wait_for
 
@@ -235,6 +237,25 @@ def test_a_model_of_its_own_has_the_names_it_is_given(tmp_path: Path) -> None:
         assert nanovllm("run-batch", file, str(out), *options, *names).returncode == 0, out.read_text()
     done = nanovllm("run-batch", file, str(tmp_path / "x"), "--url", "http://localhost:1", "--served-model-name", "a")
     assert done.returncode == 2 and "--served-model-name: not together with --url" in done.stderr
+
+
+def test_requests_name_adapters_as_their_model(tmp_path: Path) -> None:
+    """Of folders; without the option that makes room for them, or a server of its own, the command says so."""
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    model = json.loads((ROOT / "assets" / "demo-qwen3" / "config.json").read_text())
+    shapes = (4, model["hidden_size"]), (model["num_attention_heads"] * model["head_dim"], 4)
+    tensors = {f"{q}.lora_{half}.weight": np.zeros(shape, "float32") for half, shape in zip("AB", shapes, strict=True)}
+    (folder := tmp_path / "sql").mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [q.removeprefix("base_model.model.")]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    file, out = write(tmp_path / "in", [completion("a", model="sql")]), tmp_path / "out"
+    modules, own = ["--lora-modules", f"sql={folder}"], ["--device", "cpu", "--num-kvcache-blocks", "64", "-q"]
+    assert nanovllm("run-batch", file, str(out), *own, "--enable-lora", *modules).returncode == 0, out.read_text()
+    there = ["--url", "http://localhost:1"]
+    for more, said in ((own, "lora_modules: needs enable_lora"), (there, "--lora-modules: not together with --url")):
+        done = nanovllm("run-batch", file, str(tmp_path / "x"), *more, *modules)
+        assert done.returncode == 2 and said in done.stderr
 
 
 def test_with_a_model_of_its_own(server: Server, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nanovllm.models.files import read_json, weight_files
 from nanovllm.models.registry import read_model_config, resolve_model_folder
 
 UNSERVED = {
-    "DeepseekV3ForCausalLM": ({"kv_lora_rank": 512}, "has latent attention"),
+    "LongcatFlashForCausalLM": ({"kv_lora_rank": 512}, "has latent attention"),
     "DeepseekV32ForCausalLM": (
         {"kv_lora_rank": 512, "index_topk": 2048},
         "has latent attention and sparse attention",
@@ -98,7 +98,7 @@ def test_a_pooling_is_judged_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_refusal_takes_no_torch(tmp_path: Path) -> None:
-    config = {**SMALL, "kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}
+    config = {**SMALL, "kv_lora_rank": 512, "architectures": ["LongcatFlashForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     code = (
         "import sys; from nanovllm.models.registry import *; from nanovllm.config import EngineConfig\n"
@@ -106,7 +106,7 @@ def test_a_refusal_takes_no_torch(tmp_path: Path) -> None:
         "except ValueError as error: print(error, 'torch' in sys.modules)"
     )
     said = run("-c", code, tmp_path)
-    assert said.startswith("DeepseekV3ForCausalLM has latent attention") and said.endswith("False\n")
+    assert said.startswith("LongcatFlashForCausalLM has latent attention") and said.endswith("False\n")
 
 
 def test_weights_that_a_repository_has_twice_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors
 from adapters.test_adapters import linears
+from exactness.fp8_checkpoints import BLOCKS, quantize
 from exactness.int4_checkpoints import quantize_folder, save_packed
 from exactness.packed_formats import FORMATS, save_as
 from mtp_layer import Layer, saved
@@ -54,6 +55,8 @@ def check(seen: list[Seen], texts: dict[int, list[int]], layer: Layer) -> None:
     [
         ("glm4_moe", "glm4_moe_mtp", {"max_num_batched_tokens": 24}),
         ("glm4_moe", "mtp", {"tensor_parallel_size": 2}),
+        ("glm4_moe_lite", "mtp", {"max_num_batched_tokens": 24}),
+        ("deepseek_v3", "deepseek_mtp", {"tensor_parallel_size": 2}),
         ("qwen3_5", "mtp", {"max_num_batched_tokens": 24}),
         ("qwen3_next", "qwen3_next_mtp", {"tensor_parallel_size": 2}),
         ("qwen3_5_moe", "qwen3_5_mtp", {}),
@@ -129,6 +132,22 @@ def test_a_packed_layer_drafts_what_its_numbers_stand_for(
     save_file({**tensors, f"{fc}.weight": load_file(wide / file.name)[f"{fc}.weight"]}, file)  # as published
     found, expected = drafts_of(packed), drafts_of(wide)
     assert found == expected and len(found[1]) > 20
+
+
+def test_a_layer_over_latents_in_e4m3_drafts_as_with_their_projections_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
+    saved("glm4_moe_lite", tmp_path / "saved", **OF_PACKING)
+    packed = quantize(tmp_path / "saved", {**BLOCKS, "modules_to_not_convert": [".*eh_proj"]})
+    found, file = drafts_of(packed), packed / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("kv_b_proj.weight")]:
+        assert tensors[name].dtype == torch.float8_e4m3fn
+        weight, scales = tensors[name].float(), tensors.pop(f"{name}_scale_inv").repeat_interleave(128, 0)
+        tensors[name] = weight * scales[: len(weight)]  # of one block of columns
+    save_file(tensors, file)
+    assert drafts_of(packed) == found and len(found[1]) > 20
 
 
 @pytest.mark.parametrize(("family", "quantization"), [("qwen3_5", "int4"), ("glm4_moe", "int4"), ("glm4_moe", "fp8")])

@@ -26,7 +26,7 @@ INT4 = {"quantization": "int4"}
 TWO = {"tensor_parallel_size": 2}
 OFTEN = [
     ("qwen3_5", "half", 3, {"num_state_lines": MANY}), ("nemotron_h", "wrong", 3, TIGHT), ("lfm2", "half", 7, PADDED),
-    ("granite 4", "half", 1, {"num_state_lines": 8}), ("gemma4", "half", 3, {}),
+    ("granite 4", "half", 1, {"num_state_lines": 8}), ("gemma4", "half", 3, {}), ("glm4_moe_lite", "half", 3, PADDED),
 ]  # fmt: skip
 NIGHTLY = [
     *(("qwen3_next", "half", k, {}) for k in range(1, 8)), ("qwen3_next", "random", 3, {"num_state_lines": 1}),
@@ -42,6 +42,7 @@ NIGHTLY = [
     ("gemma4", "lookup", 3, TWO), ("gemma4", "right", 7, TIGHT), ("gemma4_unified", "half", 3, INT4),
     ("gemma4, keys of other layers and inputs of each", "half", 3, PADDED), ("gpt_oss", "half", 3, TIGHT),
     ("gemma3", "random", 3, TIGHT), ("qwen3_moe", "half", 3, INT4), ("laguna", "half", 3, {}),
+    ("deepseek_v2, lite", "half", 3, TIGHT), ("deepseek_v3", "lookup", 3, TWO), ("mistral4", "right", 7, {}),
 ]  # fmt: skip
 
 

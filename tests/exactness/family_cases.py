@@ -77,7 +77,15 @@ GEMMA4_E = {
     **GEMMA4, "num_hidden_layers": 6, "layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 3,
     "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 211, "use_double_wide_mlp": True,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "first_k_dense_replace": 1,
+}  # fmt: skip
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
 CONV = {"layer_types": ["conv", FULL, "conv", "conv"]}
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)  # which transformers leaves out
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,17 @@ CASES = {
     "hunyuan_v1_moe": Case(
         "HunYuanMoEV1", {**HEADS, "num_experts": 6, "moe_topk": 3},
         {"moe_topk": [3] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [52] * 4}),
+    "deepseek_v2": Case(
+        "DeepseekV2", {**LATENT, **GROUPED, "topk_method": "group_limited_greedy", "rope_parameters": MSCALE}),
+    "deepseek_v2, lite": Case(
+        "DeepseekV2", {**LATENT, **GROUPED, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": Case("DeepseekV3", {**LATENT, **GROUPED, "rope_parameters": MSCALE}),
+    "deepseek_v3, queries of rows, not interleaved": Case(
+        "DeepseekV3", {**LATENT, **GROUPED, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe_lite": Case("Glm4MoeLite", {**LATENT, **GROUPED, "num_nextn_predict_layers": 1}),
+    "mistral4": Case(
+        "Mistral4", {**LATENT, **GROUPED, "n_group": 1, "topk_group": 1, "rope_parameters": {**MSCALE,
+        "llama_4_scaling_beta": 0.3, "partial_rotary_factor": 8 / 24}}),
     "gpt_oss": Case(
         "GptOss", {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": WINDOW,
         "swiglu_limit": 0.9, "rope_parameters": {**YARN, "truncate": False}}),
@@ -241,6 +260,8 @@ def for_four_ranks(case: Case) -> Case:
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
     if "head_dim" not in case.entries:
         heads["hidden_size"] = 64
+    if "kv_lora_rank" in case.entries:
+        heads["num_key_value_heads"] = 8
     if "num_attention_heads_per_layer" in case.entries:
         heads["num_attention_heads_per_layer"] = [8, 4, 16, 8]
     if "mamba_d_head" in case.entries:

@@ -54,7 +54,7 @@ def is_quantized(name: str, config: dict[str, Any] | None) -> bool:
     """Whether the tensor of this name is quantised."""
     config = config or {}
     wide = [*config.get("ignore", ()), *config.get("modules_to_not_convert", ())]
-    is_matrix = re.search(r"(proj|in_proj_qkv|in_proj_z)\.weight$", name) or ".experts." in name
+    is_matrix = re.search(r"(proj|in_proj_qkv|in_proj_z|with_mqa)\.weight$", name) or ".experts." in name
     return bool(is_matrix) and not any(re.match(one.removeprefix("re:"), name) for one in wide)
 
 
@@ -87,16 +87,19 @@ def quantize(folder: Path, config: dict[str, Any]) -> Path:
 class Definition(nn.Module):
     """A linear layer in FP8, in float64 within: widened by their scales, what is rounded to e4m3 is multiplied."""
 
-    def __init__(self, linear: nn.Linear, config: dict[str, Any] | None) -> None:
+    def __init__(self, linear: nn.Linear, config: dict[str, Any] | None, rounds: bool = True) -> None:
+        """rounds: False for a weight that is widened when it is loaded."""
         super().__init__()
         values, scale = quantized(linear.weight.data.float(), config)
         rows, columns = values.shape
         if in_blocks(config):
             scale = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        self.wide, self.static = values.double() * scale.double(), is_static(config)
+        self.wide, self.static, self.rounds = values.double() * scale.double(), is_static(config), rounds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         columns, dtype = x.shape[-1], x.dtype
+        if not self.rounds:
+            return (x.double() @ self.wide.T).to(dtype)
         groups = nn.functional.pad(x.double(), (0, -columns % 128)).unflatten(-1, (-1, 128))
         scale = groups.abs().amax(-1, keepdim=True) / 448
         if self.static:
@@ -110,5 +113,5 @@ def by_definition(model: nn.Module, config: dict[str, Any] | None) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and is_quantized(f"{name}.weight", config):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Definition(module, config))
+            setattr(model.get_submodule(parent), child, Definition(module, config, child != "kv_b_proj"))
     return model

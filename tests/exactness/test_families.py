@@ -141,15 +141,16 @@ RANKS = (
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
     "granite 4 without recurrent layers", "granite 4", "granite 4 without experts", "qwen3_next", "qwen3_5_moe",
     "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "nemotron_h with latent experts", "gemma4", "gemma4, experts",
-    "gemma4, keys of other layers and inputs of each",
+    "gemma4, keys of other layers and inputs of each", "deepseek_v2", "deepseek_v2, lite", "deepseek_v3",
+    "deepseek_v3, queries of rows, not interleaved", "glm4_moe_lite", "mistral4",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = (
     "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
     "qwen3_next", "lfm2", "granite 4", "nemotron_h", "nemotron_h with latent experts",
-    "gemma4, experts", "gemma4, keys of other layers and inputs of each",
+    "gemma4, experts", "gemma4, keys of other layers and inputs of each", "deepseek_v2, lite", "glm4_moe_lite",
 )  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head, channel and
-group, experts beside an MLP, inputs of single layers."""
+group, experts beside an MLP, inputs of single layers, rows of a cache that all heads share."""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,8 @@ def expect_best_tokens(logits: torch.Tensor, token_ids: list[int]) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gemma4, experts", "olmo3", "cohere2", "nemotron",
                                   "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe",
                                   "laguna", "lfm2", "qwen3_5", "olmo_hybrid", "granite 4",
-                                  "gemma4, keys of other layers and inputs of each"])
+                                  "gemma4, keys of other layers and inputs of each", "deepseek_v2", "glm4_moe_lite",
+                                  "mistral4"])
 def test_triton_kernels_give_the_logits_of_transformers(name: str) -> None:
     """By Triton's interpreter: this file run as a script."""
     pytest.importorskip("triton")

@@ -28,7 +28,7 @@ NO_DIFFERENCE = COMMON | {
     "eod_token_id", "pad_token_id", "sep_token_id", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "num_nextn_predict_layers", "mtp_layers_block_type", "chunk_size", "expand",
     "hidden_dropout", "moe_shared_expert_overlap", "num_logits_to_keep", "rescale_prenorm_residual",
-    "use_mamba_kernels",
+    "qk_head_dim", "use_mamba_kernels",
 }  # fmt: skip
 """Entries that transformers' inference does not look at."""
 
@@ -36,6 +36,7 @@ OF_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # of the default, 42, half cannot be rotated
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": None},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "GraniteMoeHybridForCausalLM": {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "num_local_experts": 0},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*M-*"},
 }

@@ -246,7 +246,7 @@ def test_fp8_weights_need_a_configuration_that_says_so(folder: Path) -> None:
 
 REFUSED = [
     ({**BLOCKS, "fmt": "e5m2"}, "fmt='e5m2': must be one of 'e4m3', 'float8_e4m3fn'"),
-    ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+    ({**BLOCKS, "scale_fmt": "ue4m3"}, "scale_fmt='ue4m3'"),
     ({**BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
     ({**BLOCKS, "activation_scheme": "later"}, "activation_scheme='later'"),
     ({**BLOCKS, "modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]}, "q_proj'.*which are one matrix here"),

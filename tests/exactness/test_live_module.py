@@ -22,7 +22,7 @@ NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kvcache_blocks": 48}
 MIXED = ("llama, three a group, tied, biased", "qwen3", "phi3", "olmo2", "starcoder2", "gemma2", "glm4", "cohere2",
-         "qwen2_moe", "qwen3_moe", "gemma4, experts", "qwen3_5", "granite 4 without experts")
+         "qwen2_moe", "qwen3_moe", "gemma4, experts", "qwen3_5", "granite 4 without experts", "glm4_moe_lite")
 """Kinds of sharing: tied heads, biases, fused tensors and stacked experts as they are; norms of 1 + w and rows in pairs
 are copied; buffers that are weights."""
 

@@ -131,7 +131,7 @@ def test_where_a_step_is_cut() -> None:
     assert (overlap.cut(2048, 0), overlap.cut(2049, 0)) == (1024, None)
 
 
-OTHERS = ("gemma4, experts", "qwen3_5", "nemotron_h", "lfm2", "olmo_hybrid", "gemma4")
+OTHERS = ("gemma4, experts", "qwen3_5", "nemotron_h", "lfm2", "olmo_hybrid", "gemma4", "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OTHERS[:2])) for n in OTHERS])

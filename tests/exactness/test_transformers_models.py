@@ -154,7 +154,7 @@ def test_a_package_that_a_module_lacks_is_named_in_our_words(tmp_path: Path, mon
         ("gpt_neox", {"num_attention_heads": "x"}, "config.json: transformers does not take it: .*num_attention_heads"),
         ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={.*: must be absent"),
         ("jamba", {}, r"JambaForCausalLM has recurrent layers: not served\. docs/models\.md lists"),
-        ("deepseek_v3", {}, "DeepseekV3ForCausalLM has latent attention: not served"),
+        ("longcat_flash", {}, "LongcatFlashForCausalLM has latent attention: not served"),
     ],
 )
 def test_what_transformers_fills_in_and_cannot_take_is_refused_by_the_configuration_alone(

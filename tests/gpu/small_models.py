@@ -28,6 +28,10 @@ SMALL_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 136}
 _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
+_LATENTS = {
+    "num_key_value_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "n_routed_experts": 24, **SMALL_EXPERTS,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 50, "query_pre_attn_scalar": 64},
@@ -58,6 +62,8 @@ KINDS: dict[str, dict[str, Any]] = {
         **SMALL_EXPERTS, "moe_shared_expert_intermediate_size": 200,
     },
     "lfm2": {},
+    "deepseek_v3": {**_LATENTS, "q_lora_rank": 256},
+    "glm4_moe_lite": {**_LATENTS, "q_lora_rank": 192, "qk_nope_head_dim": 192, "v_head_dim": 256},
     "gemma4": {"head_dim": 256, "global_head_dim": 512, "num_key_value_heads": 2, "sliding_window": 50},
     "gemma4, experts": {  # of two layers: bfloat16 changes whole texts of four
         "global_head_dim": 128, "sliding_window": 50, "num_experts": 20, "top_k_experts": 4,

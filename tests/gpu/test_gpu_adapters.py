@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.runner.adapters import names_of_experts
+from nanovllm.runner.adapter_layout import names_of_experts
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -83,11 +83,32 @@ def test_an_adapter_from_memory(requests: list[LoRARequest | None]) -> None:
     assert scores(ours) == scores(theirs) != scores(other)
 
 
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "share_gpus": True, "enforce_eager": True}])
+def test_tensors_on_the_gpu_are_held_as_those_of_the_host(options: dict[str, Any]) -> None:
+    """Of each type, times the scale, and in pinned memory that another adapter had before."""
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig("demo").model)
+    slots: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_model_len": 512, "num_kvcache_blocks": 64}
+    with LLM("demo", device=DEVICE, **slots, **options) as llm:
+        adapters = llm.engine.executor.runner.adapters  # type: ignore[attr-defined]
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            for alpha in (6, 8):
+                config = CONFIG | {"lora_alpha": alpha}
+                made = random_tensors(model, linears(model), config, seed)
+                tensors = {name: tensor.to(dtype) for name, tensor in made.items()}
+                found = []
+                for given in (tensors, {name: tensor.cuda() for name, tensor in tensors.items()}):
+                    llm.load_adapter("a", tensors=given, config=config)
+                    [held] = adapters._held.values()
+                    assert all(half.is_pinned() for halves in held.values() for half in halves)
+                    found.append([half.clone() for halves in held.values() for half in halves])
+                assert all(here.equal(there) for here, there in zip(*found, strict=True))
+
+
 def random_adapter(llm: LLM, seed: int, folder: Path) -> LoRARequest:
     """An adapter of all layers that take one, of each expert's too."""
     rows, adapters = torch.Generator().manual_seed(seed), llm.engine.executor.runner.adapters  # type: ignore[attr-defined]
     tensors: dict[str, torch.Tensor] = {}
-    for path, module, part in adapters._all_parts:
+    for path, module, part in adapters.layouts.all_parts:
         stack, (out, columns) = adapters._layers[path].stack, (part.b.shape[-2], part.a.shape[-1])
         for name in names_of_experts(module, part.path, *stack)[0] if stack else [module]:
             a, b = torch.randn(4, columns, generator=rows), torch.randn(out, 4, generator=rows)

@@ -39,6 +39,7 @@ ROUTERS = {
     "one expert": TopK(5, 1, scale=1.5),
     "sigmoid": TopK(12, 4, sigmoid=True, scale=2.5),
     "groups": TopK(12, 3, sigmoid=True, num_groups=4, top_groups=2),
+    "groups of softmax": TopK(12, 3, num_groups=4, top_groups=2, renormalise=False, scale=1.5),
     "softmax, corrected": TopK(12, 4, scale=1.5),
     "many": TopK(128, 8),
 }

@@ -21,6 +21,7 @@ from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joine
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
+DEEPSEEK = [f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
 TAGS = {
     "hermes": "<think> </think> <tool_call> </tool_call>".split(),
     "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
@@ -42,12 +43,18 @@ TAGS = {
     "mistral_ids": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
+    "deepseek_v3": ["<think>", "</think>", *DEEPSEEK],
+    "deepseek_v31": ["<think>", "</think>", *DEEPSEEK],
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
 TAGS["hy_v3_opensource"] = [f"{tag[:-1]}:opensource>" for tag in TAGS["hy_v3"]]
-REASONING = dict.fromkeys(("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2"), "think")
+OF_THINK = (
+    "hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31", "hy_v3",
+    "hunyuan_a13b",
+)  # fmt: skip
+REASONING = dict.fromkeys(OF_THINK, "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4", "seed_oss": "seed_oss"}
-REASONING |= {"hy_v3": "think", "hunyuan_a13b": "think", "hy_v3_opensource": "hy_v3_opensource"}
+REASONING["hy_v3_opensource"] = "hy_v3_opensource"
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
     *((family, False) for family in ("hermes", "qwen3_coder", "minimax_m2")),
@@ -223,6 +230,12 @@ class Model:
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
             made = [f'<invoke name="{name}">\n{one}</invoke>\n' for (name, _), one in zip(calls, pairs, strict=True)]
             return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
+        if self.family.startswith("deepseek"):
+            opening, begin, sep, end, closing = DEEPSEEK
+            form = f"{begin}{{}}{sep}{{}}{end}"
+            if self.family == "deepseek_v3":
+                form = f"{begin}function{sep}{{}}\n```json\n{{}}\n```{end}"
+            return opening + "\n".join(form.format(*each) for each in named) + closing
         if self.family in ("glm45", "hy_v3", "hy_v3_opensource"):
             pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]

@@ -232,7 +232,8 @@ def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> 
     ("template", "tools", "reasoning"),
     [("hermes", "hermes", "think"), ("llama3", "llama3_json", None), ("mistral", "mistral_list", None),
      ("nemotron2", "nemotron", "think"), ("nemotron3", "qwen3_coder", "think"), ("gemma", None, None),
-     ("minimax", "minimax_m2", "think"), ("lfm2", "lfm2", "think"),
+     ("minimax", "minimax_m2", "think"), ("lfm2", "lfm2", "think"), ("deepseek_r1", "deepseek_v3", "think"),
+     ("deepseek_v31", "deepseek_v31", "think"),
      ("llama4_pythonic", "llama4_pythonic", None), (None, "hermes", "think")],
 )  # fmt: skip
 def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | None, reasoning: str | None) -> None:

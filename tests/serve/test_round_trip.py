@@ -25,6 +25,7 @@ TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).pare
 LOST = {
     "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
     "nemotron2": {"Thoughts"}, "mistral_ids": {"Thoughts"}, "llama4_pythonic": {"Thoughts"},
+    "deepseek_v31": {"Thoughts"},
 }  # fmt: skip
 """Parts that a template writes nowhere beside a call, in whichever form it is given."""
 THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")

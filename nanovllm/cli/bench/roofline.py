@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from nanovllm.kernels.plan.config import FP8, INT4, INT8, ITEM_SIZES, MXFP4, NVFP4
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.layers.attention import PagedAttention
+from nanovllm.layers.latent import LatentAttention
 from nanovllm.layers.memory import Slot
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.planned import one_of_each
@@ -95,7 +96,7 @@ class Roofline:
         self.layer_work = self.layer_bytes = self.expert_work = self.expert_bytes = 0.0
         """Weights, each by the time that a multiplication takes (1 in 16 bits), and bytes: of what every token goes
         through, and of one expert, in all layers of a rank."""
-        self.kv_elements_per_token, self.query_elements, self.state_bytes = 0, 0, 0
+        self.kv_elements_per_token, self.query_elements, self.state_bytes = 0, 0.0, 0
         groups = {held.method: held.group for spec in model.layers for held in spec.formats}
         of_rank, counts = one_of_each(model, Rules(world=ranks), dtype)
         for layer, count in zip(of_rank.layers, counts, strict=True):
@@ -108,8 +109,12 @@ class Roofline:
                 else:
                     self.layer_work, self.layer_bytes = self.layer_work + work, self.layer_bytes + size
             if isinstance(mixer := layer.self_attn, PagedAttention):
-                self.kv_elements_per_token += count * 2 * mixer.spec.num_kv_heads * mixer.spec.head_dim
-                self.query_elements += count * mixer.spec.num_heads * mixer.spec.head_dim
+                parts, spec = 1 if mixer.spec.value_dim else 2, mixer.spec
+                self.kv_elements_per_token += count * parts * spec.num_kv_heads * spec.head_dim
+                self.query_elements += count * spec.num_heads * (spec.head_dim + spec.out_dim) / 2
+            if isinstance(mixer, LatentAttention):
+                self.layer_work += count * mixer.kv_proj.numel()
+                self.layer_bytes += count * mixer.kv_proj.numel() * self.element_bytes
             self.state_bytes += count * sum(each.nbytes for each in mixer.memory if isinstance(each, Slot))
         self.head_weights = self.hidden * math.ceil(model.vocab_size / ranks)
 

@@ -14,6 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.attention.chunks import (
+    finish_chunk,
+    lanes_of,
+    load_lanes,
+    new_chunk,
+    store_heads_rounded,
+    visible_keys,
+)
 from nanovllm.kernels.attention.decode_plan import DecodePlan
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, empty, ends_chunk, fold, tile_keys
@@ -24,7 +32,7 @@ from nanovllm.kernels.attention.work_list import first_tile, next_tile, prefetch
 from nanovllm.kernels.base.device import paged_descriptor, pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
+from nanovllm.kernels.fp8.quantize import empty_rows_for
 from nanovllm.kernels.plan.device import Device
 
 _NOTHING = tl.constexpr(NOTHING)
@@ -93,24 +101,13 @@ def _sum_units(PARTIAL, LSE, SINKS, first, heads, dims, units, HQ: tl.constexpr,
 
 
 @triton.jit
-def _store_heads_rounded(y, ROUNDED, row, heads, mask, HQ: tl.constexpr):
-    """Stores heads y [HEADS, 128] of a row, or each of its own, in ROUNDED: values e4m3 [rows, HQ * 128], scales [HQ,
-    stride], and this stride, since a head is a group of those that share a scale (kernels/fp8/)."""
-    VALUES, SCALES, stride = ROUNDED
-    scale = group_scales(y.to(tl.float32))
-    places = VALUES + (row * HQ + heads)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(places, rounded(y.to(tl.float32), scale[:, None]), mask=mask[:, None])
-    tl.store(SCALES + heads * stride + row, scale, mask=mask)
-
-
-@triton.jit
 def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strides, HQ: tl.constexpr,
                         HEADS: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, FIXED: tl.constexpr,
                         PDL: tl.constexpr):
     """Merges the rows that have several chunks, one chunk after the other, into OUT [rows, HQ, D]. PARTIAL float32
     [rows, HQ, MAX_SPLITS, D], LSE float32 [rows, HQ, MAX_SPLITS], with FIXED two of each; SINKS [HQ] or None;
     NUM_CHUNKS int32 [rows]. A program takes HEADS query heads of a row; where most rows have nothing to merge, the
-    number of programs is all it costs. ROUNDED: None, or where rows go in e4m3 instead: see _store_heads_rounded."""
+    number of programs is all it costs. ROUNDED: None, or where rows go in e4m3 instead: see store_heads_rounded."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,107 +124,10 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strid
             total, acc = _sum_chunks(PARTIAL, LSE, SINKS, first, heads, dims, num_chunks, HQ, D, MAX_SPLITS)
         y = (acc / total[:, None]).to(OUT.dtype.element_ty)
         if ROUNDED is not None:
-            _store_heads_rounded(y, ROUNDED, row, heads, heads < HQ, HQ)
+            store_heads_rounded(y, ROUNDED, row, heads, heads < HQ, HQ)
         else:
             places = OUT + row * out_strides[0] + heads[:, None] * out_strides[1] + dims
             tl.store(places, y, mask=(heads < HQ)[:, None] & (dims < D))
-
-
-@triton.jit
-def _lanes(LANES: tl.constexpr, G: tl.constexpr, PLACES: tl.constexpr):
-    """Place and query head of each of a tile's lanes [LANES]: a place's G heads lie side by side."""
-    lanes = tl.arange(0, LANES)
-    if PLACES == 1:
-        return 0, lanes
-    else:
-        return lanes // G, lanes % G
-
-
-@triton.jit
-def _has_query(heads, own_end, G: tl.constexpr, PLACES: tl.constexpr):
-    """Mask of the lanes with a query, by their heads or their rows' ends."""
-    return heads < G if PLACES == 1 else own_end > 0
-
-
-@triton.jit
-def _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G: tl.constexpr, D: tl.constexpr,
-                  PLACES: tl.constexpr):
-    """Queries [lanes, D up to a power of two] of a row and those that share its keys; zeros where there is none."""
-    mask = _has_query(heads, own_end, G, PLACES)[:, None] & (dims < D)[None, :]
-    queries = Q + row * q_strides[0] + (kv_head * G + heads[:, None]) * q_strides[1] + dims[None, :]
-    if PLACES > 1:
-        queries += (place * q_strides[0])[:, None]
-    return tl.load(queries, mask=mask, other=0.0)
-
-
-@triton.jit
-def _visible(n, first, own_end, window, BLOCK_N: tl.constexpr, E4M3: tl.constexpr, WINDOWED: tl.constexpr,
-             PLACES: tl.constexpr):
-    """Mask of the keys of the tile at key n that each lane sees [lanes or 1, BLOCK_N], or with E4M3 its transpose."""
-    if PLACES > 1:
-        own_first = own_end[:, None] - window if WINDOWED else first
-        visible = keys_within(n, own_first, own_end[:, None], BLOCK_N, WINDOWED)
-        return tl.trans(visible) if E4M3 else visible
-    else:
-        visible = keys_within(n, first, own_end, BLOCK_N, WINDOWED)
-        return visible[:, None] if E4M3 else visible[None, :]
-
-
-@triton.jit
-def _finish_chunk(state, OUT, ROUNDED, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV: tl.constexpr,
-                  G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr, E4M3: tl.constexpr,
-                  FIXED: tl.constexpr, PLACES: tl.constexpr, own_end):
-    """Stores a chunk's result: where it is its row's only one, the row's."""
-    m, sums, acc = state[1] if FIXED else state
-    if E4M3:
-        sums = tl.trans(sums)
-        acc = tl.join(tl.trans(acc[0]), tl.trans(acc[1])).reshape(acc[0].shape[1], 2 * acc[0].shape[0])
-    total = tl.max(sums, 1) if FIXED else tl.sum(sums, 1)
-    place, heads = _lanes(acc.shape[0], G, PLACES)
-    dims = tl.arange(0, acc.shape[1])
-    is_lane = _has_query(heads, own_end, G, PLACES)
-    mask = is_lane[:, None] & (dims < D)[None, :]
-    chunk = chunk_of & 0xFFFF
-    if chunk_of >> 16 == 1:
-        if SINKS is not None:
-            total += exp_of_sink(SINKS, kv_head * G + heads, is_lane, m)
-        y = (acc / total[:, None]).to(OUT.dtype.element_ty)
-        if ROUNDED is not None:
-            _store_heads_rounded(y, ROUNDED, row + place, kv_head * G + heads, is_lane, HKV * G)
-        else:
-            OUT_HEADS = OUT + row * out_strides[0] + kv_head * G * out_strides[1]
-            if PLACES > 1:
-                OUT_HEADS += (place * out_strides[0])[:, None]
-            tl.store(OUT_HEADS + heads[:, None] * out_strides[1] + dims[None, :], y, mask=mask)
-    else:
-        entries = ((row * HKV + kv_head) * G + heads) * MAX_SPLITS + chunk
-        if PLACES > 1:
-            entries += place * (HKV * G * MAX_SPLITS)
-        if FIXED:
-            tl.store(LSE + entries * 2, m, mask=is_lane)
-            tl.store(LSE + entries * 2 + 1, total, mask=is_lane)
-        else:
-            if PLACES > 1:  # a query may see none of its chunk's keys
-                total = tl.where(total > 0, total, 1.0)
-            tl.store(LSE + entries, m + tl.log2(total), mask=is_lane)
-            acc /= total[:, None]
-        tl.store(PARTIAL + entries[:, None] * D + dims[None, :], acc, mask=mask)
-
-
-@triton.jit
-def _new_chunk(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, DIMS: tl.constexpr, E4M3: tl.constexpr,
-               FIXED: tl.constexpr, PLACES: tl.constexpr):
-    """The state of a chunk before its first tile: maximum, sums and unnormalised output, as _attend or attend_e4m3 has
-    them; FIXED: two such, of the present chunk and of those before (attend_in_order)."""
-    m = tl.full([BLOCK_H], float("-inf") if PLACES == 1 else _NOTHING, tl.float32)  # of several, one may see no key
-    if FIXED:
-        state = (empty(BLOCK_H, DIMS), empty(BLOCK_H, DIMS))
-    elif E4M3:
-        zeros = tl.zeros([DIMS, BLOCK_H], tl.float32)
-        state = (m, tl.zeros([BLOCK_N, BLOCK_H], tl.float32), (zeros, zeros))
-    else:
-        state = (m, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), tl.zeros([BLOCK_H, DIMS], tl.float32))
-    return state
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -238,7 +138,7 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
                             CAP: tl.constexpr, WINDOWED: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
                             ENDS=None, window=None, PLACES: tl.constexpr = 1, ROUNDED=None,
                             MIXED: tl.constexpr = False):
-    """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or ROUNDED (see _store_heads_rounded), or
+    """attention_reference of Q [rows, HKV * G, D] into OUT of this shape, or ROUNDED (see store_heads_rounded), or
     PARTIAL and LSE as merge_chunks_kernel takes them. Caches [blocks, HKV, PAGE, D], TABLE int32 [slots, blocks], WORK
     int32 [entries, 4] (work_list.py), NUM_WORK int32 [1]. An item is one chunk of one row for one key head and its G
     query heads. A program runs the tiles of all its items in one loop: the next one's keys come while a result is
@@ -253,11 +153,11 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    place, heads = _lanes(BLOCK_H, G, PLACES)
+    place, heads = lanes_of(BLOCK_H, G, PLACES)
     dims = tl.arange(0, padded_dims(D))
     tiles, num_items, item, n, block, entry, coming = first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV, PAGE,
                                                                  BLOCK_N, WINDOWED)
-    state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
+    state = new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
     if PDL:
         if PAGE % BLOCK_N == 0:
             prefetch_in_page(K_CACHE, item % HKV, block, n, k_strides, D, PAGE, BLOCK_N)
@@ -270,8 +170,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         k = load_tile(K, block, kv_head, n, known, k_strides, D, PAGE, BLOCK_N, TMA)
         v = load_tile(V, block, kv_head, n, known, v_strides, DV, PAGE, BLOCK_N, TMA and not MIXED)
         own_end = tl.load(ENDS + row * PLACES + place, mask=place < PLACES, other=0) if PLACES > 1 else end
-        q = _load_queries(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
-        visible = _visible(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
+        q = load_lanes(Q, row, place, kv_head, heads, dims, own_end, q_strides, G, D, PLACES)
+        visible = visible_keys(n, first, own_end, window, BLOCK_N, E4M3, WINDOWED, PLACES)
         is_last = n + BLOCK_N >= end
         if E4M3:
             scales = load_scales(KV_SCALES, block, kv_head, n, scale_stride, PAGE, BLOCK_N)
@@ -283,12 +183,12 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
         else:
             state = _attend(q, k, v, state, scale_log2, visible, CAP)
         if is_last:
-            _finish_chunk(state, OUT, ROUNDED, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D,
-                          MAX_SPLITS, E4M3, FIXED, PLACES, own_end)
+            finish_chunk(state, OUT, ROUNDED, PARTIAL, LSE, SINKS, row, kv_head, chunk_of, out_strides, HKV, G, D,
+                         MAX_SPLITS, E4M3, FIXED, PLACES, own_end)
             if FIXED:
                 state = state[0], empty(BLOCK_H, padded_dims(D))
             else:
-                state = _new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
+                state = new_chunk(BLOCK_H, BLOCK_N, padded_dims(DV), E4M3, FIXED, PLACES)
         item, n, block, entry, coming = next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_stride,
                                                   HKV, PAGE, BLOCK_N, WINDOWED)
 
@@ -304,7 +204,7 @@ class DecodeScratch:
 
     @classmethod
     def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":
-        rows = [(spec.num_heads * plan.most_partials, spec.head_dim) for spec, plan in plans.items()]
+        rows = [(spec.num_heads * plan.most_partials, spec.out_dim) for spec, plan in plans.items()]
         partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
         return cls(partial, torch.zeros(2 * max(n for n, _ in rows), dtype=torch.float32, device=device))
 

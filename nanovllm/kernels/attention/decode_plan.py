@@ -184,7 +184,7 @@ class DecodePlan:
     @property
     def most_partials(self) -> int:
         """Chunks of all rows together, in the step that has most."""
-        return self.max_num_seqs * self.most_splits
+        return max(num_rows * self.room(num_rows) for num_rows in self.size_classes())
 
     def config(self, num_rows: int) -> DecodeConfig:
         return next(config for most, config in self.tuning if most is None or num_rows <= most)

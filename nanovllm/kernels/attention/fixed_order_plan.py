@@ -134,11 +134,6 @@ class FixedOrderPlan(DecodePlan):
     def max_splits(self, config: DecodeConfig) -> int:
         return self.most_units(config, self.max_model_len)
 
-    @property
-    def most_partials(self) -> int:
-        """Units of all rows together, in the step that has most."""
-        return max(num_rows * self.room(num_rows) for num_rows in self.size_classes())
-
     def most_chunks(self, num_rows: int, max_context_len: int) -> int:
         longest = min(max_context_len, self.max_model_len)
         return max(self.most_units(config, longest) for config in self.cuts(num_rows))

@@ -43,9 +43,11 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 
     k_cache, v_cache [blocks, Hkv, block_size, D]; row_slot int32 [R], -1 for padding; cu_seqlens_q int32 [R + 1], where
     each row's tokens start; context_lens int32 [R]; block_table int32 [slots, max_blocks]; sinks [Hq]; kv_scales
-    bfloat16 [blocks, Hkv, block_size, 2]: what e4m3 keys and values are multiplied with. Returns [T, Hq, D].
+    bfloat16 [blocks, Hkv, block_size, 2]: what e4m3 keys and values are multiplied with. Returns [T, Hq, D],
+    or for a spec with value_dim so many of them.
     """
-    out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(*q.shape[:2], spec.out_dim, dtype=dtype, device=q.device)
     starts = cu_seqlens_q.tolist()
     for r, (slot, context) in enumerate(zip(row_slot.tolist(), context_lens.tolist(), strict=True)):
         tokens, count = slice(starts[r], starts[r + 1]), starts[r + 1] - starts[r]
@@ -54,6 +56,7 @@ def attention_reference(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
         blocks = block_table[slot, : -(-context // k_cache.shape[2])].long()
         pages = keys_and_values(k_cache, v_cache, blocks, slice(context), kv_scales)
         k, v = (x.repeat_interleave(spec.group_size, 0) for x in pages)
+        v = v[..., : spec.out_dim]
         visible = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
         if spec.window:
             visible = visible.triu(context - count - spec.window + 1)

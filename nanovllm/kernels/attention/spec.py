@@ -19,6 +19,8 @@ class AttentionSpec:
     """Scores become softcap * tanh(score / softcap)."""
     has_sinks: bool = False
     """Each query head has one more score, a parameter, that takes part in the softmax and has no value."""
+    value_dim: int | None = None
+    """Dimensions of a value, which are the first of its key (latent attention); None: values are apart, of head_dim."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -27,6 +29,11 @@ class AttentionSpec:
             raise ValueError(f"window={self.window}: must be at least 1")
         if self.softcap is not None and self.softcap <= 0:
             raise ValueError(f"softcap={self.softcap}: must be greater than 0")
+
+    @property
+    def out_dim(self) -> int:
+        """Dimensions of a head's result."""
+        return self.value_dim or self.head_dim
 
     @property
     def group_size(self) -> int:

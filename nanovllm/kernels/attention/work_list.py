@@ -116,7 +116,7 @@ def _count_tiles(WORK, num_items, HKV: tl.constexpr, BLOCK_N: tl.constexpr, WIND
 
 
 @triton.jit
-def _load_item(WORK, item, mask, other, HKV: tl.constexpr):
+def load_item(WORK, item, mask, other, HKV: tl.constexpr):
     """The item's entry of the work list where mask is true, else `other`."""
     entry = WORK + item // HKV * 4
     row_and_slot = tl.load(entry, mask=mask, other=other[0])
@@ -133,11 +133,11 @@ def first_tile(WORK, NUM_WORK, TABLE, table_stride, HKV: tl.constexpr, PAGE: tl.
     num_items = tl.load(NUM_WORK) * HKV
     item, step = tl.program_id(0), tl.num_programs(0)
     # The first entry is read before it is known to be one, which it is in all but the smallest batches.
-    row_and_slot, first, end, chunk_of = _load_item(WORK, item, True, (0, 0, 0, 0), HKV)
+    row_and_slot, first, end, chunk_of = load_item(WORK, item, True, (0, 0, 0, 0), HKV)
     n = _tile_start(first, BLOCK_N, WINDOWED)
     end = tl.where(item < num_items, end, n)
     tiles = (end - n + BLOCK_N - 1) // BLOCK_N + _count_tiles(WORK, num_items, HKV, BLOCK_N, WINDOWED)
-    coming = _load_item(WORK, item + step, item + step < num_items, (0, 0, 0, 0), HKV)
+    coming = load_item(WORK, item + step, item + step < num_items, (0, 0, 0, 0), HKV)
     block = _block_of(TABLE, table_stride, row_and_slot, n, end, PAGE, BLOCK_N)
     return tiles, num_items, item, n, block, (row_and_slot, first, end, chunk_of), coming
 
@@ -157,5 +157,5 @@ def next_tile(is_last, num_items, item, n, entry, coming, WORK, TABLE, table_str
     chunk_of = tl.where(is_last, coming[3], chunk_of)
     item = tl.where(is_last, item + step, item)
     block = _block_of(TABLE, table_stride, row_and_slot, n, end, PAGE, BLOCK_N)
-    coming = _load_item(WORK, item + step, is_last & (item + step < num_items), coming, HKV)
+    coming = load_item(WORK, item + step, is_last & (item + step < num_items), coming, HKV)
     return item, n, block, (row_and_slot, first, end, chunk_of), coming

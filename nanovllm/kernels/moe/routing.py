@@ -38,7 +38,8 @@ class TopK:
     """The chosen scores are divided by their sum."""
     num_groups: int = 1
     top_groups: int = 1
-    """Only experts of the best groups are chosen, by the sum of each group's two best; for sigmoid."""
+    """Only experts of the best groups are chosen: by the sum of each group's two best scores for sigmoid, by the best
+    one for softmax."""
     scale: float = 1.0
     """Factor on the weights."""
     logits_scale: float = 1.0
@@ -72,16 +73,21 @@ def max_tiles(num_choices: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def _best_groups(choice, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr):
+def _best_groups(
+    choice, group, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr, LOWEST: tl.constexpr
+):
     """bool of choice's shape [ROWS, EXPERTS]: the expert is in one of the best groups."""
     expert = tl.arange(0, choice.shape[1])[None, :]
     lane = tl.arange(0, triton.next_power_of_2(GROUPS))[None, :]
     sums = tl.full([choice.shape[0], triton.next_power_of_2(GROUPS)], float("-inf"), tl.float32)
     for g in tl.static_range(GROUPS):
         inside = tl.where(group == g, choice, float("-inf"))
-        first = tl.argmax(inside, axis=1)[:, None]
-        second = tl.max(tl.where(expert == first, float("-inf"), inside), axis=1)
-        sums = tl.where(lane == g, (tl.max(inside, axis=1) + tl.maximum(second, LOWEST / 4))[:, None], sums)
+        if BY_TWO:
+            first = tl.argmax(inside, axis=1)[:, None]
+            second = tl.max(tl.where(expert == first, float("-inf"), inside), axis=1)
+            sums = tl.where(lane == g, (tl.max(inside, axis=1) + tl.maximum(second, LOWEST / 4))[:, None], sums)
+        else:
+            sums = tl.where(lane == g, tl.max(inside, axis=1)[:, None], sums)
     allowed = choice != choice
     for _ in tl.static_range(TOP_GROUPS):
         best = tl.argmax(sums, axis=1)[:, None]
@@ -199,7 +205,7 @@ def _route_kernel(
     choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
     choice = tl.where(expert < EXPERTS, choice, float("-inf"))
     if GROUPS > 1:
-        allowed = _best_groups(choice, expert // (EXPERTS // GROUPS), GROUPS, TOP_GROUPS, LOWEST)
+        allowed = _best_groups(choice, expert // (EXPERTS // GROUPS), GROUPS, TOP_GROUPS, SIGMOID, LOWEST)
         choice = tl.where(allowed, choice, float("-inf"))
 
     lane = tl.arange(0, BLOCK_K)[None, :]
@@ -307,7 +313,7 @@ def route_reference(
     choice = choice.nan_to_num(LOWEST, posinf=float("inf"), neginf=LOWEST)
     if options.num_groups > 1:
         by_group = choice.unflatten(1, (options.num_groups, options.group_size))
-        best = by_group.topk(min(2, options.group_size), dim=-1).values.sum(-1)
+        best = by_group.topk(min(1 + options.sigmoid, options.group_size), dim=-1).values.sum(-1)
         groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_groups]
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
         choice = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)

@@ -22,6 +22,7 @@ from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy,
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
 from nanovllm.models.packed_tensors import reader_for
+from nanovllm.models.widened import widened
 
 
 def _module(config: EngineConfig) -> Any:
@@ -94,7 +95,7 @@ def load(
 def _tensors(folder: Path, config: EngineConfig, model: ModelConfig) -> dict[str, TensorSource]:
     canonical = _module(config).canonical
     named = ((canonical(name, model), tensor) for name, tensor in open_checkpoint(folder, None).items())
-    return {name: tensor for name, tensor in named if name is not None}
+    return dict(widened((name, tensor) for name, tensor in named if name is not None))
 
 
 def _of_drafter(folder: Path, error: ValueError) -> ValueError:

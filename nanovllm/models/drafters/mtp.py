@@ -2,8 +2,8 @@
 with it. It attends over pairs of the final hidden states at a token and the embedding of the token behind it, and
 drafts one token after another.
 
-GLM-4.5 (arXiv 2508.06471) has it as one layer more, Qwen3-Next, Qwen3.5 and Qwen3.6 beside the others (`mtp.*`).
-Embedding and output head are the model's.
+DeepSeek-V3, GLM-4.5 (arXiv 2508.06471) and GLM-4.7-Flash have it as one layer more, Qwen3-Next, Qwen3.5 and Qwen3.6
+beside the others (`mtp.*`). Embedding and output head are the model's.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -47,8 +47,8 @@ class _Kind(NamedTuple):
 _GLM = _Kind("model.layers.{}.", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", True, False)
 _QWEN = _Kind("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0.", "norm", False, True)
 _KINDS = {
-    "Glm4MoeForCausalLM": _GLM, "Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN,
-    "Qwen3_5MoeForCausalLM": _QWEN,
+    "Glm4MoeForCausalLM": _GLM, "Glm4MoeLiteForCausalLM": _GLM, "DeepseekV3ForCausalLM": _GLM,
+    "Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN,
 }  # fmt: skip
 _OF_MODEL = ("embed_tokens.", "shared_head.head.")
 """Beginnings, behind the prefix, of copies of tensors that are the model's."""
@@ -78,7 +78,7 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
     """See models/drafters/__init__.py. The layer is as the model's last one with attention, but for what the names of
     its tensors say."""
     kind, prefix = _kind(model)
-    spec = next(layer for layer in reversed(model.layers) if layer.mixer == "attention")
+    spec = next(layer for layer in reversed(model.layers) if layer.mixer in ("attention", "latent"))
     moe, path = model.moe, prefix + kind.layer
     if names:
         spec = _as_saved(spec, names)

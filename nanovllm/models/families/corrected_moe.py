@@ -15,12 +15,15 @@ from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
 
-def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_scaling_factor") -> MoEConfig:
-    """Reads a mixture with sigmoid scores. The arguments name entries of config.json: `name` the number of experts,
-    `shared` the number of experts that every token goes to, `scale` the factor on the weights of the chosen ones."""
+def read_grouped(
+    config: ConfigReader, name: str, shared: str, scale: str = "routed_scaling_factor", scoring: str = "sigmoid"
+) -> MoEConfig:  # fmt: skip
+    """Reads a mixture whose experts may be chosen by groups. The arguments but `scoring` name entries of config.json:
+    `name` the number of experts, `shared` the number of experts that every token goes to, `scale` the factor on the
+    weights of the chosen ones."""
     width = config.integer("moe_intermediate_size")
     moe = read_experts(
-        config, name, "moe_intermediate_size", scoring="sigmoid", renormalise=config.flag("norm_topk_prob", True),
+        config, name, "moe_intermediate_size", scoring=scoring, renormalise=config.flag("norm_topk_prob", True),
         num_groups=config.integer("n_group", 1), top_groups=config.integer("topk_group", 1),
         scale=config.positive(scale, 1.0), shared_size=config.integer(shared, 1) * width,
     )  # fmt: skip
@@ -30,7 +33,7 @@ def _sigmoid(config: ConfigReader, name: str, shared: str, scale: str = "routed_
     return moe
 
 
-def _dense_first(config: ConfigReader, default: int) -> set[int]:
+def dense_first(config: ConfigReader, default: int) -> set[int]:
     """Indices of the layers with experts: all but the first `first_k_dense_replace` (of which `default` is the number
     where config.json has none), unless `mlp_layer_types` says otherwise."""
     count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
@@ -44,7 +47,7 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
     qk_norm = "head" if config.flag("use_qk_norm") else None
     bias = config.flag("attention_bias")
     fields = read_decoder(config, generation, qkv_bias=bias, qk_norm=qk_norm, partial_rope=True)
-    return with_moe(fields, _sigmoid(config, "n_routed_experts", "n_shared_experts"), _dense_first(config, 1))
+    return with_moe(fields, read_grouped(config, "n_routed_experts", "n_shared_experts"), dense_first(config, 1))
 
 
 def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
@@ -67,8 +70,8 @@ def read_dots1(config: ConfigReader, generation: Fields) -> Fields:
     kinds = [SLIDING if window and i >= first else FULL for i in range(config.integer("num_hidden_layers"))]
     switches: Fields = {"kinds": kinds, "window": window, "qk_norm": "head", "biases": "attention_bias"}
     config = config.replaced(norm_topk_prob=config.flag("norm_topk_prob"))
-    moe = _sigmoid(config, "n_routed_experts", "n_shared_experts")
-    return with_moe(read_decoder(config, generation, **switches), moe, _dense_first(config, 0))
+    moe = read_grouped(config, "n_routed_experts", "n_shared_experts")
+    return with_moe(read_decoder(config, generation, **switches), moe, dense_first(config, 0))
 
 
 def read_solar_open(config: ConfigReader, generation: Fields) -> Fields:
@@ -76,19 +79,19 @@ def read_solar_open(config: ConfigReader, generation: Fields) -> Fields:
     width = config.get("intermediate_size", config.integer("moe_intermediate_size"))
     config = config.replaced(intermediate_size=width)
     fields = read_decoder(config, generation, qkv_bias=config.flag("attention_bias"), partial_rope=True)
-    return with_moe(fields, _sigmoid(config, "n_routed_experts", "n_shared_experts"))
+    return with_moe(fields, read_grouped(config, "n_routed_experts", "n_shared_experts"))
 
 
 def read_hy_v3(config: ConfigReader, generation: Fields) -> Fields:
     config.get("enable_moe_fp32_combine")  # sums are float32 here in any case
     config.require("mlp_bias", False)
-    moe = _sigmoid(config, "num_experts", "num_shared_experts", "router_scaling_factor")
-    return with_moe(read_llama(config, generation, qk_norm="head"), moe, _dense_first(config, 1))
+    moe = read_grouped(config, "num_experts", "num_shared_experts", "router_scaling_factor")
+    return with_moe(read_llama(config, generation, qk_norm="head"), moe, dense_first(config, 1))
 
 
 def read_exaone_moe(config: ConfigReader, generation: Fields) -> Fields:
     fields = read_decoder(config, generation, qk_norm="head", **exaone_layers(config))
-    return with_moe(fields, _sigmoid(config, "num_experts", "num_shared_experts"), _dense_first(config, 1))
+    return with_moe(fields, read_grouped(config, "num_experts", "num_shared_experts"), dense_first(config, 1))
 
 
 def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
@@ -116,7 +119,7 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
         scale=config.positive("moe_routed_scaling_factor", 1.0),
         shared_size=config.integer("shared_expert_intermediate_size"),
     )  # fmt: skip
-    return with_moe(fields, moe, _dense_first(config, 1))
+    return with_moe(fields, moe, dense_first(config, 1))
 
 
 def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
@@ -132,7 +135,7 @@ def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
         window=config.integer("sliding_window"),
         embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0, **norms,
     )  # fmt: skip
-    moe = _sigmoid(config, "num_experts", "num_shared_experts", "route_scale")
+    moe = read_grouped(config, "num_experts", "num_shared_experts", "route_scale")
     return with_moe(fields, moe, set(range(dense, config.integer("num_hidden_layers"))))
 
 

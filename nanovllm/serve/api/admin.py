@@ -14,7 +14,7 @@ import msgspec
 from nanovllm.engine.calls import CALLS
 from nanovllm.engine.engine_state import EngineState, InFlight
 from nanovllm.serve.api.fields import Struct, convert
-from nanovllm.serve.errors import ApiError, bad_request
+from nanovllm.serve.errors import bad_request
 from nanovllm.serve.front import Front
 from nanovllm.serve.http.call import Call
 
@@ -53,13 +53,7 @@ async def _control(front: Front, call: Call) -> None:
     name, kind = _NAMES[call.path]
     options = msgspec.structs.asdict(await _options(front, call, kind))
     given = {key: value for key, value in options.items() if value is not None}
-    try:
-        answer = await front.control(name, **given)
-    except ApiError as error:
-        if name == "remove_adapter" and error.param == "lora_name":
-            error.status = 404  # by which clients know that it is gone already
-        raise
-    await call.respond_json(answer)
+    await call.respond_json(await front.control(name, **given))
 
 
 _STATE: dict[str, Callable[[EngineState], dict[str, Any]]] = {

@@ -84,6 +84,7 @@ def _hy_v3(suffix: str) -> CallForm:
     )
 
 
+_DEEPSEEK = tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 _CALL_FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
         tags=("<tool_call>", "</tool_call>"),
@@ -180,6 +181,18 @@ _CALL_FORMS = {
         between=", ",
         last="]</TOOLCALL>",
     ),
+    "deepseek_v31": CallForm(
+        tags=_DEEPSEEK,
+        call="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        between="{breaks}",
+        last="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v3": CallForm(  # and R1
+        tags=_DEEPSEEK,
+        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        between="{breaks}",
+        last="<｜tool▁calls▁end｜>",
+    ),
     "llama3_json": CallForm(
         tags=("<|python_tag|>",),
         call="{call}",
@@ -208,6 +221,8 @@ _MARKS = (  # the first whose text is in a template
     ("<|tool_call|>", "granite"),
     ("<TOOLCALL>", "nemotron"),
     ("[CALL_ID]", "mistral_ids"),
+    ("+ '<｜tool▁sep｜>' + tool['function']['name']", "deepseek_v3"),
+    ("<｜tool▁sep｜>", "deepseek_v31"),
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),

@@ -1,0 +1,22 @@
+"""Engines drawn at random (random_engines.py): each request gets what it gets alone, and nothing hangs or is left."""
+
+import os
+
+import pytest
+from random_engines import draw_case, run_case, run_many
+
+OFTEN = (200, 201, 203, 204)
+NIGHTLY = range(1000, 1100)
+
+
+@pytest.mark.parametrize("seed", [*OFTEN, *(pytest.param(seed, marks=pytest.mark.slow) for seed in NIGHTLY)])
+def test_requests_get_what_they_get_alone(seed: int) -> None:
+    refused = run_case(draw_case(seed, alone=seed in OFTEN))
+    assert refused is None or seed not in OFTEN
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """For as many seconds, and from the seed on, that these variables have."""
+    seconds, first = os.environ.get("NANOVLLM_RANDOM_SECONDS", "60"), os.environ.get("NANOVLLM_RANDOM_SEED", "0")
+    assert not run_many("cuda", int(first), float(seconds), 10**9, alone=True)
