@@ -170,7 +170,7 @@ DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
         ({"attention_backend": "flex"}, f"='flex': must be 'auto' or 'torch' or 'triton' {OF_LATENTS}"),
         ({"attention_backend": "flash"}, f"attention_backend='flash': must be .* {OF_LATENTS}"),
         ({"exact_bits": "batch"}, "must be without mixers and MLPs that its family alone has with exact_bits='batch'"),
-        ({"speculative_config": DRAFTS}, "method='mtp': must be another for DeepseekV3ForCausalLM"),
+        ({"speculative_config": DRAFTS}, "no tensor in the checkpoint is one of a layer that drafts"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: must be a divisor of num_attention_heads=6"),
         ({"num_state_lines": 4}, "num_state_lines=4: must be None for a model without recurrent states"),
         ({"model_impl": "transformers"}, "='transformers': must be 'auto' or 'native' .* has latent attention"),
