@@ -108,9 +108,9 @@ class LayerSpec:
     norm_placement: str | None = None
     """Places of the norms in this layer; None: ModelConfig.norm_placement."""
     quantization: Quantization | None = None
-    wide: frozenset[str] = frozenset()
-    """Parts that stay unquantised: of "qkv", "o", "gate_up", "down", "experts", "shared_gate_up", "shared_down" and
-    "latent"."""
+    others: frozenset[tuple[str, Quantization | None]] = frozenset()
+    """Parts that are held otherwise, None: unquantised. Parts are "qkv", "o", "gate_up", "down", "experts",
+    "shared_gate_up", "shared_down" and "latent"."""
 
     @property
     def has_dense_mlp(self) -> bool:
@@ -124,13 +124,18 @@ class LayerSpec:
     def signature(self) -> Hashable:
         """Equal for layers that run the same kernels: tables of one size differ in values alone."""
         keys = (self.values_are_keys, self.shares_keys, self.has_sinks)
-        kinds = (self.mixer, self.mlp, self.intermediate_size, self.options, self.quantization, self.wide, *keys)
+        kinds = (self.mixer, self.mlp, self.intermediate_size, self.options, self.quantization, self.others, *keys)
         heads = (self.head_dim, self.num_kv_heads, self.num_heads)
         return (*heads, self.window, self.rope is None, self.norm_placement, *kinds)
 
     def precision(self, part: str) -> Quantization | None:
-        """Quantisation of a part that `wide` may name; None: the part is in the model's dtype."""
-        return None if part in self.wide else self.quantization
+        """Quantisation of a part; None: it is in the model's dtype."""
+        return dict(self.others).get(part, self.quantization)
+
+    @property
+    def formats(self) -> set[Quantization]:
+        """Formats of all parts."""
+        return {held for held in (self.quantization, *dict(self.others).values()) if held is not None}
 
 
 @dataclass(frozen=True)

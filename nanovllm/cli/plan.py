@@ -121,7 +121,7 @@ def _gpu(name: str) -> "Gpu":
 
 def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]) -> Iterator[str]:
     settled = _settled(config, model, gpu)
-    held = {spec.quantization.method for spec in model.layers if spec.quantization is not None}
+    held = sorted({found.method for spec in model.layers for found in spec.formats})
     weights = f"weights in {', '.join(held) or settled.dtype}"
     yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {notes[0]}"
     yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"

@@ -52,10 +52,12 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
 """vLLM's options of its server that are none here, as vllm_options.FIXED has those of the engine."""
 SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
     "reasoning_parser": {
-        **dict.fromkeys(("deepseek_r1", "glm45", "minimax_m2", "qwen3"), "think"), "openai_gptoss": "harmony",
+        **dict.fromkeys(("deepseek_r1", "ernie45", "glm45", "hunyuan_a13b", "minimax_m2", "qwen3"), "think"),
+        "openai_gptoss": "harmony",
     },
     "tool_call_parser": {
-        "openai": "harmony", "qwen3_xml": "qwen3_coder", "glm47": "glm45", "pythonic": "llama4_pythonic",
+        "openai": "harmony", "qwen3_xml": "qwen3_coder", "pythonic": "llama4_pythonic",
+        "ernie45": "hermes", **dict.fromkeys(("glm47", "poolside_v1"), "glm45"),
     },
 }  # fmt: skip
 

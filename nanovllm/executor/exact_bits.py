@@ -29,7 +29,7 @@ def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple
     for option in ("kv_cache_dtype", "lm_head_dtype"):
         if getattr(config, option) != "auto":
             refuse(option, getattr(config, option), "'auto'" + where)
-    quantized = [layer.quantization for layer in model.layers if layer.quantization is not None]
+    quantized = [held for layer in model.layers for held in layer.formats]
     if any(one.method != "mxfp4" or one.layout for one in quantized):  # of gpt-oss experts alone are in 4 bits
         refuse("model", config.model, "a checkpoint that is not quantised" + where)
     for name in ("fused_kernels", "gemm_kernels"):

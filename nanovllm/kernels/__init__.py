@@ -33,6 +33,8 @@ class Kernels:
     causal_conv: Annotated[Callable[..., torch.Tensor], "recurrent.conv"]
     gated_delta_rule: Annotated[Callable[..., torch.Tensor], "recurrent.delta"]
     mamba: Annotated[Callable[..., torch.Tensor], "recurrent.mamba"]
+    gated_norm: Annotated[Callable[..., torch.Tensor], "recurrent.gated_norm"]
+    gated_mean_squares: Annotated[Callable[..., torch.Tensor], "recurrent.gated_norm"]
     gumbel_argmax: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     commit_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]
     sample_tokens: Annotated[Callable[..., torch.Tensor], "sampling.gumbel"]

@@ -1,7 +1,7 @@
 """Mamba-2 (arXiv 2405.21060), the recurrent layer of Nemotron-H, Nemotron 3 and Granite 4."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,9 +33,10 @@ class Mamba(NamedTuple):
 
 
 class Mamba2(WeightedModule):
-    """[T, hidden] -> [wanted, hidden], a partial sum of this rank's groups of heads: projections to z, x, b, c and dt,
-    the convolution of x, b and c, the recurrence over them (kernels/recurrent/mamba.py), and the output's
-    projection."""
+    """[T, hidden] -> [wanted, hidden], a partial sum of this rank's heads: projections to z, x, b, c and dt, the
+    convolution of x, b and c, the recurrence over them (kernels/recurrent/mamba.py), the norm of each group's heads,
+    and the output's projection. With more ranks than groups the heads of each rank are of one group, whose b and c it
+    computes for itself."""
 
     can_capture = True
     checkpoint_name = "mamba"
@@ -44,9 +45,10 @@ class Mamba2(WeightedModule):
         super().__init__()
         net = Mamba(*spec.options)  # type: ignore[misc]
         group, hidden, dtype, device = context.group, context.config.hidden_size, context.dtype, context.device
-        if net.groups % group.size:
-            raise ValueError(f"tensor_parallel_size={group.size}: must be a divisor of {net.groups} groups of heads")
-        self.kernels = context.kernels
+        if net.heads % group.size or (net.groups % group.size and group.size % net.groups):
+            bound = f"a divisor of {net.heads} heads, and a divisor or a multiple of their {net.groups} groups"
+            raise ValueError(f"tensor_parallel_size={group.size}: must be {bound}")
+        self.kernels, self.group = context.kernels, group
         self.heads = heads = HeadSplit(net.heads, net.groups, group.rank, group.size)
         self.sizes = sizes = MambaSizes(heads.local_heads, heads.local_kv_heads, net.dim, net.state)
         whole = MambaSizes(net.heads, net.groups, net.dim, net.state)
@@ -55,6 +57,9 @@ class Mamba2(WeightedModule):
             *heads.query_cuts(net.dim), *moved(of_group, sizes.inner, whole.inner),
             *moved(of_group, sizes.inner + sizes.groups * net.state, whole.inner + net.groups * net.state),
         )  # fmt: skip
+        self._shared_groups = net.groups if group.size > net.groups else None
+        """Number of groups, where the heads of each are on several ranks."""
+        self._share = net.groups / whole.inner
         self.rows = (sizes.inner, sizes.channels, sizes.heads)
         first, first_whole = sizes.inner + sizes.channels, whole.inner + whole.channels
         cuts = (
@@ -89,8 +94,18 @@ class Mamba2(WeightedModule):
         rows, projected = call.step.rows, self.in_proj(x, call)
         z, mixed, dt, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, self.conv_bias)
-        weights = MambaWeights(self.A_log, self.dt_bias, self.D, self.norm, self.eps, self.least)
-        return self.out_proj.of_wanted(self.kernels.mamba(mixed, dt, z, weights, self.sizes, self.states, rows), call)
+        weights = MambaWeights(self.A_log, self.dt_bias, self.D, self.least)
+        found = self.kernels.mamba(mixed, dt, weights, self.sizes, self.states, rows)
+        return self.out_proj.of_wanted(self._normed(found, z), call)
+
+    def _normed(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The gated norm of x [T, columns of this rank's heads] over the groups of the whole model."""
+        of_ranks: tuple[Any, ...] = ()
+        if self._shared_groups is not None:
+            own = self.heads.kv_head(0)
+            part = self.kernels.gated_mean_squares(x, z, self._share, own, self._shared_groups)
+            of_ranks = self.group.all_reduce(part), own
+        return self.kernels.gated_norm(x, z, self.norm, self.eps, self.sizes.groups, *of_ranks)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.in_proj.checkpoint_weights(prefix)

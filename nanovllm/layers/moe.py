@@ -231,6 +231,13 @@ def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
             yield from matrix.checkpoint_weights(path, piece.shape, piece.cuts, expert=index)
 
 
+def _linears(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
+    """"input_linear" and "output_linear" of all experts; of quantised ones models/stacked_experts.py makes modules."""
+    if isinstance(base_of(moe.gate_up.matrix), DenseMatrix):
+        return _stacked("input_linear.weight", "output_linear.weight", moe, prefix)
+    return _experts(moe, prefix)
+
+
 def _stacked(
     gate_up_name: str, down_name: str, moe: MoE, prefix: str, may_be_turned: bool = False
 ) -> Iterator[CheckpointWeight]:
@@ -274,7 +281,7 @@ def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
 
 _LAYOUTS: dict[str, Callable[[MoE, str], Iterator[CheckpointWeight]]] = {
     "experts": _experts,
-    "linears": partial(_stacked, "input_linear.weight", "output_linear.weight"),
+    "linears": _linears,
     "parameters": partial(_stacked, "experts.gate_up_proj", "experts.down_proj"),  # as transformers' modules have them
     "turned": partial(_stacked, "experts.gate_up_proj", "experts.down_proj", may_be_turned=True),
     "transposed": _transposed,

@@ -110,8 +110,8 @@ class Int4Reader:
         self.quantization, self.dtype, self.device = quantization, dtype, device
         self._is_blind = device.type == "meta"
         """Whether tensors are headers alone, whose values nobody knows."""
-        held = [weight for weight in weights if weight.shards and weight.shards[0].target.dtype == torch.int16]
-        self._rows = {weight.name: weight.shape[0] for weight in held}
+        held = [weight for weight in weights if weight.shards and weight.packing is None]
+        self._rows = {one.name: one.shape[0] for one in held if one.shards[0].target.dtype == torch.int16}
         self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:

@@ -2,17 +2,22 @@
 for, into what ranks hold."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import pad
 
-from nanovllm.kernels.gemm.e2m1 import SPAN
+from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, widened, words_of
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.checkpoint import HEAD
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
 
 UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
 """Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
+
+_HEAD = (HEAD, "lm_head.weight_scale", "lm_head.weight_scale_2")
+"""Tensors of a head in NVFP4 of ModelOpt."""
 
 
 class PackedReader(Protocol):
@@ -27,19 +32,38 @@ class PackedReader(Protocol):
 def reader_for(
     config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
 ) -> PackedReader | None:
-    """Reader for a model with layers in 4 or 8 bits; None where there are none. dtype: the model's."""
-    made = next((spec.quantization for spec in config.layers if spec.quantization is not None), None)
-    if made is None or made.method == "fp8":
-        return None
-    return Int4Reader(weights, made, dtype, device) if made.method == "int4" else PackingReader(weights, made, device)
+    """Reader for a model with layers in 4 or 8 bits; None where its tensors are as a checkpoint has them. dtype: the
+    model's."""
+    made = {found for spec in config.layers for found in spec.formats}
+    readers: list[PackedReader] = []
+    for one in [one for one in made if one.method == "int4"][:1]:
+        readers.append(Int4Reader(weights, one, dtype, device))
+    if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
+        readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
+    return readers[0] if len(readers) == 1 else _Both(*readers) if readers else None
+
+
+class _Both(NamedTuple):
+    """Readers of two formats, one after the other: each leaves the other's tensors as they are."""
+
+    first: PackedReader
+    second: PackedReader
+
+    def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
+        """See PackedReader."""
+        return self.second.read(self.first.read(tensors, wide), wide)
 
 
 class PackingReader:
     """Reader by what `weights` say themselves (CheckpointWeight.packing)."""
 
-    def __init__(self, weights: Iterable[CheckpointWeight], made: Quantization, device: torch.device) -> None:
-        self.device, self._while_loading = device, made.while_loading
-        self._held = {weight.name: weight for weight in weights if weight.packing is not None}
+    def __init__(
+        self, weights: Iterable[CheckpointWeight], while_loading: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of a head that comes packed."""
+        self.device, self._dtype, self._while_loading = device, dtype, while_loading
+        self._needed = {weight.name: weight for weight in weights}
+        self._held = {name: weight for name, weight in self._needed.items() if weight.packing is not None}
         self._of_wide: dict[str, list[CheckpointWeight]] = {}
         for name, weight in self._held.items():
             if weight.packing is not None and weight.packing.rounding is not None:
@@ -48,7 +72,28 @@ class PackingReader:
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
         """See PackedReader."""
-        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+        given = dict(tensors)
+        parts = [given.pop(name) for name in _HEAD] if given.keys() >= {*_HEAD} else []
+        head = [(HEAD, self._widened(*parts))] if parts else []
+        return head + [found for name, tensor in given.items() for found in self._translated(name, tensor, wide)]
+
+    def _widened(self, numbers: TensorSource, scales: TensorSource, of_tensor: TensorSource) -> DerivedTensor:
+        """A head in NVFP4 of ModelOpt as a wide one, which is what models have."""
+        columns = 2 * numbers.shape[1]
+
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            assert dim == 0
+            out = torch.empty(length, columns, dtype=self._dtype, device=self.device)
+            for part in torch.arange(start, start + length).split(max(1, AT_ONCE // columns)):
+                rows = 0, int(part[0]), len(part)
+                words, held = (one.narrow(*rows).to(self.device) for one in (numbers, scales))
+                padded = pad(held.view(torch.uint8), (0, -held.shape[1] % (SPAN // NV_GROUP)))
+                factors = NV_FACTOR * all_of(of_tensor).float().to(self.device).expand(len(part))
+                sets, words = scales_of(padded, NV_GROUP).T, words_of(words, NV_GROUP).transpose(0, 1)
+                out[rows[1] - start :][: len(part)] = widened(words, sets, NV_GROUP, factors)[:, :columns]
+            return out
+
+        return DerivedTensor(torch.Size((numbers.shape[0], columns)), self._dtype, narrow)
 
     def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
         if name in self._held:
@@ -56,7 +101,7 @@ class PackingReader:
         elif name in self._of_wide:
             for weight in self._of_wide[name]:
                 yield weight.name, self._rounded(name, weight, tensor, wide)
-        elif name.rpartition(".")[2] not in UNUSED:
+        elif name in self._needed or name.rpartition(".")[2] not in UNUSED:
             yield name, tensor
 
     def _packed(self, weight: CheckpointWeight, tensor: TensorSource) -> DerivedTensor:

@@ -32,7 +32,8 @@ from nanovllm.models.names import CheckpointNames
 from nanovllm.models.plugins import load_plugins
 from nanovllm.models.pooling import read_pooling
 from nanovllm.models.published import PUBLISHED_SHAPES
-from nanovllm.models.quantization import quantized_layers, read_quantization, settled
+from nanovllm.models.quantization import read_quantization
+from nanovllm.models.quantized_modules import quantized_layers, settled
 from nanovllm.models.unserved import refuse_unserved, takes_more_than_text, unserved_parts
 from nanovllm.models.wrappers import WRAPPERS, text_of, wrapped
 
@@ -83,10 +84,9 @@ def parse_config(
     names = wrapped(found.names, wrapper)
     config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
-    how, skipped = read_quantization(config.get("quantization_config"), quantization, fields.get("moe"))
-    if how is not None:
-        how = settled(how, fields, names)
-        fields["layers"] = quantized_layers(fields, how, skipped, names)
+    rules = read_quantization(config.get("quantization_config"), quantization, fields.get("moe"))
+    if rules:
+        fields["layers"] = quantized_layers(fields, settled(rules, fields, names), names)
     config.finish()
     check_overrides(_text_config(overrides), {*there, *found.defaults, *config.was_read, *CHANGES_RESULT})
     return ModelConfig(architecture=architecture, wrapper=wrapper, **fields)

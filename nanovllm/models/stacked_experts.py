@@ -1,5 +1,5 @@
 """Experts that a checkpoint holds in one tensor, for layers that take the matrices of each: so transformers' modules
-have them, and so are some checkpoints published (Qwen3.5-35B-A3B, but not as quantised ones)."""
+have them, and so are some checkpoints published (Qwen3.5-35B-A3B, but not as quantised ones; Granite, also these)."""
 
 from collections.abc import Container, Iterable, Iterator
 
@@ -10,6 +10,8 @@ from nanovllm.models.checkpoint import FileTensor
 
 _MEMBERS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Last part of the name of a tensor [experts, rows, columns] -> the matrices that an expert has in it, by rows."""
+_LINEARS = ("input_linear", "output_linear")
+"""Modules of Granite's experts; quantised, all their tensors are those of one expert after the other."""
 
 
 def experts_apart(
@@ -19,6 +21,14 @@ def experts_apart(
     `needed`, packed or not."""
     for name, tensor in tensors:
         path, _, last = name.rpartition(".")
+        around, _, module = path.rpartition(".")
+        ours = (f"{around}.experts.0.{module}.{end}" for end in ("weight", "weight_packed"))
+        if module in _LINEARS and any(one in needed for one in ours):
+            is_stack = len(tensor.shape) == 3  # else it says the stack's shape, which nobody needs
+            for expert in range(tensor.shape[0] if is_stack else 1):
+                one = _matrix(tensor, expert, 0, tensor.shape[1]) if is_stack else tensor
+                yield f"{around}.experts.{expert}.{module}.{last}", one
+            continue
         members = _MEMBERS.get(last, ())
         ours = (f"{path}.0.{member}.{end}" for member in members[:1] for end in ("weight", "weight_packed"))
         if len(tensor.shape) != 3 or not any(one in needed for one in ours):

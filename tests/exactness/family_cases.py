@@ -1,7 +1,7 @@
 """Families of models as tiny checkpoints: a configuration of transformers for each, every parameter random."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ CASES = {
     "nemotron_h that ends with experts": Case(
         "NemotronH", {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "M-*E"},
         {"layers_block_type": None, "hybrid_override_pattern": "M-*E"}),
-    "nemotron_h with latent experts": Case("NemotronH", {**NEMOTRON, "moe_latent_size": 24}),
+    "nemotron_h with latent experts": Case("NemotronH", {**NEMOTRON, "moe_latent_size": 24, "n_groups": 2}),
     "seed_oss": Case("SeedOss", {**HEADS, "attention_out_bias": True}),
     "arcee": Case("Arcee", {"rope_parameters": YARN, **HEADS}),
     "ernie4_5": Case("Ernie4_5", {**HEADS, "use_bias": True}),
@@ -253,6 +253,20 @@ CASES = {
         "GptOss", {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": WINDOW,
         "swiglu_limit": 0.9, "rope_parameters": {**YARN, "truncate": False}}),
 }  # fmt: skip
+
+
+def for_four_ranks(case: Case) -> Case:
+    """The case with as many heads as four ranks need."""
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if "head_dim" not in case.entries:
+        heads["hidden_size"] = 64
+    if "kv_lora_rank" in case.entries:
+        heads["num_key_value_heads"] = 8
+    if "num_attention_heads_per_layer" in case.entries:
+        heads["num_attention_heads_per_layer"] = [8, 4, 16, 8]
+    if "mamba_d_head" in case.entries:
+        heads["mamba_n_heads"] = 8
+    return replace(case, entries={**case.entries, **heads})
 
 
 def make_model(case: Case, seed: int = 0) -> Any:

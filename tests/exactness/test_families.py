@@ -20,6 +20,7 @@ from family_cases import (
     TOLERANCE,
     WINDOW,
     Case,
+    for_four_ranks,
     make_model,
     reference_logits,
     save,
@@ -138,14 +139,14 @@ RANKS = (
     "llama", "qwen2, seven a group", "gemma2", "olmo2", "phi3", "cohere2",
     "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss", "minimax_m2", "ernie4_5_moe", "granitemoeshared",
     "hunyuan_v1_moe", "olmoe", "dots1", "solar_open", "hy_v3", "exaone_moe", "laguna", "afmoe",
-    "granite 4 without recurrent layers", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h",
-    "nemotron_h with latent experts", "gemma4", "gemma4, experts",
+    "granite 4 without recurrent layers", "granite 4", "granite 4 without experts", "qwen3_next", "qwen3_5_moe",
+    "olmo_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "nemotron_h with latent experts", "gemma4", "gemma4, experts",
     "gemma4, keys of other layers and inputs of each", "deepseek_v2", "deepseek_v2, lite", "deepseek_v3",
     "deepseek_v3, queries of rows, not interleaved", "glm4_moe_lite", "mistral4",
 )  # fmt: skip
 SHARED_IN_WAYS_OF_THEIR_OWN = (
     "olmo2", "phi3", "glm4_moe", "gpt_oss", "minimax_m2", "granitemoeshared", "laguna",
-    "qwen3_next", "lfm2", "nemotron_h", "nemotron_h with latent experts",
+    "qwen3_next", "lfm2", "granite 4", "nemotron_h", "nemotron_h with latent experts",
     "gemma4, experts", "gemma4, keys of other layers and inputs of each", "deepseek_v2, lite", "glm4_moe_lite",
 )  # fmt: skip
 """Norms over all heads, projections packed in one tensor, shared experts, sinks by head, states by head, channel and
@@ -163,14 +164,7 @@ def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_four_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
-    if "kv_lora_rank" in CASES[name].entries:
-        heads["num_key_value_heads"] = 8
-    if "num_attention_heads_per_layer" in CASES[name].entries:
-        heads["num_attention_heads_per_layer"] = [8, 4, 16, 8]
-    expect_tokens_of_transformers(
-        replace(CASES[name], entries={**CASES[name].entries, **heads}), tmp_path, tensor_parallel_size=4
-    )
+    expect_tokens_of_transformers(for_four_ranks(CASES[name]), tmp_path, tensor_parallel_size=4)
 
 
 def expect_tokens_of_transformers(case: Case, folder: Path, **options: Any) -> None:

@@ -28,6 +28,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 5, "norm_topk_prob": True},
     "Mixtral": {"num_local_experts": 5, "intermediate_size": 160},
     "Glm4Moe": {"n_routed_experts": 5, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": True},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "num_hidden_layers": 4,
+        "mamba_num_heads": 16, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 32, "n_routed_experts": 5,
+        "moe_shared_expert_intermediate_size": 192, "moe_latent_size": 64,
+    },
 }
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "compressed-tensors on two ranks": ("Qwen3Moe", "compressed-tensors", 32, {"tensor_parallel_size": 2}),
@@ -35,6 +40,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "gptq": ("Qwen3Moe", "gptq", 32, {}),
     "names of Mixtral": ("Mixtral", "awq", 32, {}),
     "shared experts": ("Glm4Moe", "compressed-tensors", 0, {"tensor_parallel_size": 2}),
+    "latent rows and no gates": ("NemotronH", "gptq", 32, {"tensor_parallel_size": 2}),
 }
 
 

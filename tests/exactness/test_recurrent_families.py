@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from family_cases import CASES, OPTIONS, TOLERANCE, Case, make_model, reference_logits, save
+from family_cases import CASES, OPTIONS, TOLERANCE, Case, for_four_ranks, make_model, reference_logits, save
 from observing import StepWitness
 from safetensors.torch import load_file
 from test_families import expect_best_tokens
@@ -22,15 +22,13 @@ KINDS = {
     "nemotron_h that ends with experts": 1, "nemotron_h with latent experts": 3, "gemma4, experts": 0,
     "gemma4, keys of other layers and inputs of each": 0, "gemma4_unified": 0,
 }  # fmt: skip
-"""States of an engine that has few of them, by family; 0: its layers keep none. Granite's layers have one group of
-heads, and those of one kind in gemma4_unified three heads of keys."""
+"""States of an engine that has few of them, by family; 0: its layers keep none. Layers of one kind in gemma4_unified
+have three heads of keys."""
 OFTEN = ("qwen3_5", "nemotron_h", "lfm2", "gemma4")
-FOUR: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Heads for four ranks."""
 SERVED = [
     pytest.param((name, ranks), id=f"{name}, {ranks}", marks=[pytest.mark.slow] * (name not in OFTEN or ranks > 1))
     for name in KINDS for ranks in (1, 2, 4)
-    if ranks == 1 or not (name.startswith("granite") or (ranks == 4 and name == "gemma4_unified"))
+    if ranks < 4 or name != "gemma4_unified"
 ]  # fmt: skip
 RECURRENT = [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name, few in KINDS.items() if few]
 LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200)
@@ -55,10 +53,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """An engine whose steps of 23 tokens cut prompts at many offsets; those of several ranks are cut in halves, too."""
     name, ranks = request.param
     options = {**OPTIONS, "num_kvcache_blocks": 192, "max_num_batched_tokens": BUDGET, "disable": ()}
-    case = CASES[name]
-    if ranks == 4:
-        width = {} if "head_dim" in case.entries else {"hidden_size": 64}
-        case = replace(case, entries={**case.entries, **FOUR, **width})
+    case = for_four_ranks(CASES[name]) if ranks == 4 else CASES[name]
     model = make_model(case)
     folder = str(save(model, case, tmp_path_factory.mktemp("family")))
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from small_models import DEVICE, GREEDY, NO_FARTHER, OPTIONS, OUTLIER, PROMPTS, 
 
 from nanovllm import LLM
 from nanovllm.kernels.fp8.reference import BLOCK
-from nanovllm.models.quantization import PARTS
+from nanovllm.models.quantized_modules import PARTS
 from nanovllm.outputs import RequestOutput
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -67,6 +67,21 @@ def test_a_mixture_is_that_of_the_twins(name: str, config: GemmConfig, biased: b
     assert relative_error(got, want[:1] + residual[:1].double()) < TOLERANCE[DTYPE]
 
 
+@pytest.mark.parametrize("name", ["int4 of 64", "nvfp4"])
+def test_experts_without_gates_are_those_of_the_twin(name: str) -> None:
+    """relu(up) ** 2, with a norm inside."""
+    experts, hidden, width, options, squared = 5, 160, 112, TopK(5, 2), ExpertActivation(gated=False)
+    up, _ = packed_experts(*CODES[name], experts, width, hidden, DTYPE, DEVICE)
+    down, _ = packed_experts(*CODES[name], experts, hidden, width, DTYPE, DEVICE, seed=1)
+    logits, residual = randn(1, 2, experts, dtype=torch.float32, seed=3), randn(2, hidden, dtype=DTYPE)
+    norm = Norm(randn(hidden, dtype=DTYPE, seed=1).abs() + 0.5, EPS)
+    routing = route_reference(logits, options, 16)
+    h = expert_gate_up_reference(norm_reference(residual, norm), up, routing, NARROW, squared)
+    want = expert_down_reference(h, down, routing, NARROW, torch.float32).sum(0) + residual.double()
+    got = mixed(residual, up, down, Chosen(logits, options), NARROW, norm, (None, None), squared, residual)
+    assert relative_error(got, want) < TOLERANCE[DTYPE]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CODES)
 def test_experts_launched_dependently_in_a_graph_give_the_same_bits(name: str) -> None:

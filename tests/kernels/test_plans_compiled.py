@@ -32,6 +32,7 @@ from nanovllm.kernels.pointwise.norm import Norm
 from nanovllm.kernels.recurrent.conv import causal_conv
 from nanovllm.kernels.recurrent.delta import DeltaWeights, gated_delta_rule
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
+from nanovllm.kernels.recurrent.gated_norm import gated_mean_squares, gated_norm
 from nanovllm.kernels.recurrent.mamba import MambaSizes, MambaWeights, mamba
 from nanovllm.layers.packed import FORMATS
 from nanovllm.layers.step import Call
@@ -173,11 +174,13 @@ def compile_recurrent(name: str) -> None:
             gated_delta_rule(x, gates, gates, z, of_delta, delta, states, rows)
     for sizes in (MambaSizes(64, 8, 64, 128), MambaSizes(48, 1, 64, 128)):  # Nemotron 3 Nano, Granite 4 H Tiny
         convolve(sizes.channels, 4, bias=empty(sizes.channels))
-        of_mamba = MambaWeights(*(floats(sizes.heads) for _ in range(3)), empty(sizes.inner), 1e-5, 0.001)
+        of_mamba = MambaWeights(*(floats(sizes.heads) for _ in range(3)), 0.001)
         x, dt, z = (empty(tokens, size) for size in (sizes.channels, sizes.heads, sizes.inner))
         for dtype in (torch.float32, torch.bfloat16):
             states = empty(lines, sizes.heads, sizes.state, sizes.dim, dtype=dtype)
-            mamba(x, dt, z, of_mamba, sizes, states, rows)
+            mamba(x, dt, of_mamba, sizes, states, rows)
+        gated_norm(z, z, empty(sizes.inner), 1e-5, sizes.groups)
+        gated_norm(z, z, empty(sizes.inner), 1e-5, 1, gated_mean_squares(z, z, 1.0, 0, 1))
     convolve(2048, 3, gated=True)  # LFM2-1.2B
 
 

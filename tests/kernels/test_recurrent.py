@@ -6,6 +6,12 @@ import torch
 from nanovllm.kernels.recurrent.conv import causal_conv, causal_conv_reference
 from nanovllm.kernels.recurrent.delta import DeltaWeights, gated_delta_rule, gated_delta_rule_reference
 from nanovllm.kernels.recurrent.delta_prompt import DeltaSizes
+from nanovllm.kernels.recurrent.gated_norm import (
+    gated_mean_squares,
+    gated_mean_squares_reference,
+    gated_norm,
+    gated_norm_reference,
+)
 from nanovllm.kernels.recurrent.mamba import MambaSizes, MambaWeights, mamba, mamba_reference
 from nanovllm.kernels.recurrent.rows import Lines, StepRows
 
@@ -117,16 +123,36 @@ def test_mamba_equals_its_twin(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device)
 
-    x, dt, z = (random(rows.num_tokens, size).to(dtype) for size in (sizes.channels, heads + 5, sizes.inner))
+    x, dt = (random(rows.num_tokens, size).to(dtype) for size in (sizes.channels, heads + 5))
     bias = random(heads) - 3  # steps as models have them: what is summed up in a piece is no large number
-    weights = MambaWeights(random(heads), bias, random(heads), random(sizes.inner).to(dtype), 1e-6, 0.02)
+    weights = MambaWeights(random(heads), bias, random(heads), 0.02)
     states = random(NUM_LINES + 1, heads, sizes.state, sizes.dim)
     mine, twins = states.clone(), states.clone()
-    out = mamba(x, dt[:, :heads], z, weights, sizes, mine, rows)
-    wanted = mamba_reference(x, dt[:, :heads], z, weights, sizes, twins, rows)
+    out = mamba(x, dt[:, :heads], weights, sizes, mine, rows)
+    wanted = mamba_reference(x, dt[:, :heads], weights, sizes, twins, rows)
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(mine[:NUM_LINES], twins[:NUM_LINES], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_gated_norm_equals_its_twin_and_that_of_its_shares(
+    groups: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of two ranks for each group."""
+    x, wide, weight = (torch.randn(*shape, dtype=dtype, device=device) for shape in ((5, 96), (5, 100), (96,)))
+    z, each = wide[:, :96], 96 // groups // 2
+    wanted = gated_norm_reference(x, z, weight, 1e-6, groups)
+    parts = [(x[:, at : at + each].contiguous(), z[:, at : at + each], at // each // 2) for at in range(0, 96, each)]
+    squares = [gated_mean_squares(a, b, 1 / (2 * each), group, groups) for a, b, group in parts]
+    for found, (a, b, group) in zip(squares, parts, strict=True):
+        torch.testing.assert_close(found, gated_mean_squares_reference(a, b, 1 / (2 * each), group, groups))
+    total, weights = torch.stack(squares).sum(0), weight.split(each)
+    shares = [(a, b, one, 1e-6, 1, total, group) for (a, b, group), one in zip(parts, weights, strict=True)]
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
+    for norm in (gated_norm_reference, gated_norm):
+        torch.testing.assert_close(torch.cat([norm(*share) for share in shares], 1), wanted, **tolerance)
+    torch.testing.assert_close(gated_norm(x, z, weight, 1e-6, groups), wanted, **tolerance)
 
 
 def test_keys_that_are_all_equal_and_nothing_forgotten(device: torch.device) -> None:

@@ -87,12 +87,11 @@ def test_the_delta_rule(device: torch.device) -> None:
 
 def test_mamba(device: torch.device) -> None:
     sizes = MambaSizes(2, 1, 16, 32)
-    x, dt, z = (torch.randn(LENGTH, n, device=device) for n in (sizes.channels, sizes.heads, sizes.inner))
+    x, dt = (torch.randn(LENGTH, n, device=device) for n in (sizes.channels, sizes.heads))
     of_heads = torch.randn(3, sizes.heads, device=device)
-    norm = torch.randn(sizes.inner, device=device)
-    weights = MambaWeights(of_heads[0], of_heads[1] - 3, of_heads[2], norm, 1e-6, 0.02)
+    weights = MambaWeights(of_heads[0], of_heads[1] - 3, of_heads[2], 0.02)
 
     def kernel(places: torch.Tensor, states: torch.Tensor, rows: StepRows) -> torch.Tensor:
-        return mamba(x[places], dt[places], z[places], weights, sizes, states, rows)
+        return mamba(x[places], dt[places], weights, sizes, states, rows)
 
     check(kernel, (sizes.heads, sizes.state, sizes.dim), device, 1e-4)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +26,35 @@ TAGS = {
     "hermes": "<think> </think> <tool_call> </tool_call>".split(),
     "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
     "glm45": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    "seed_oss": "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>".split(),
+    "hy_v3": [
+        *"<think> </think> <tool_calls> </tool_calls> <tool_call> </tool_call>".split(),
+        *"<tool_sep> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    ],
+    "hy_v3_opensource": [],
+    "granite": ["<|tool_call|>"],
+    "hunyuan_a13b": ["<think>", "</think>", "<tool_calls>", "</tool_calls>"],
     "minimax_m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>".split(),
     "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|>'.split(),
     "lfm2": "<think> </think> <|tool_call_start|> <|tool_call_end|>".split(),
     "llama4_pythonic": ["<|python_start|>"],
     "llama3_json": ["<|python_tag|>"],
     "mistral": "[THINK] [/THINK] [TOOL_CALLS] [ARGS]".split(),
+    "mistral_ids": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
     "deepseek_v3": ["<think>", "</think>", *DEEPSEEK],
     "deepseek_v31": ["<think>", "</think>", *DEEPSEEK],
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
-OF_THINK = ("hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31")
+TAGS["hy_v3_opensource"] = [f"{tag[:-1]}:opensource>" for tag in TAGS["hy_v3"]]
+OF_THINK = (
+    "hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31", "hy_v3",
+    "hunyuan_a13b",
+)  # fmt: skip
 REASONING = dict.fromkeys(OF_THINK, "think")
-REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4"}
+REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4", "seed_oss": "seed_oss"}
+REASONING["hy_v3_opensource"] = "hy_v3_opensource"
 MODELS = [
     *((family, True) for family in TAGS if family != "harmony"),
     *((family, False) for family in ("hermes", "qwen3_coder", "minimax_m2")),
@@ -88,12 +103,15 @@ def save_tokenizer(folder: Path, new: Iterable[tuple[str, bool]]) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
 
+_TAG = re.compile(r"</?(?:tool_calls?|tool_sep|arg_key|arg_value)(?=>)")
+
+
 class Model:
     """A family's tokenizer, parser and grammar engine."""
 
     def __init__(self, family: str, has_tokens: bool, folder: Path) -> None:
         self.family = family
-        has_special = family in ("mistral", "mistral_list", "harmony", "gemma4", "lfm2", "llama4_pythonic")
+        has_special = family.startswith("mistral") or family in ("harmony", "gemma4", "lfm2", "llama4_pythonic")
         save_tokenizer(folder, [(tag, has_special) for tag in TAGS[family] if has_tokens])
         self.tokenizer = CheckpointTokenizer(folder)  # without a template reasoning is left to the model
         self.parser = OutputParser(self.tokenizer, family, REASONING.get(family, "none"))
@@ -101,11 +119,13 @@ class Model:
         self.eos = backend.token_to_id("<|return|>" if family == "harmony" else "<|im_end|>")
         self.library = llguidance.LLTokenizer(backend.to_str(), n_vocab=len(self.tokenizer), eos_token=self.eos)
         self.compiler = GrammarCompiler(backend.to_str(), len(self.tokenizer), [self.eos])
-        closed = {"mistral": "[/THINK]", "gemma4": "<|channel>thought\n<channel|>"}
+        closed = {"mistral": "[/THINK]", "gemma4": "<|channel>thought\n<channel|>", "seed_oss": "</seed:think>"}
+        closed["hy_v3_opensource"] = "<think:opensource></think:opensource>"
         self.closed = closed.get(family, "<think>\n\n</think>")
         """End of a prompt after which the model does not reason."""
         self._matchers: dict[str, Any] = {}
         own = {"gemma4": ('<|"|>',), "lfm2": ("'", ")"), "llama4_pythonic": ("'", ")")}.get(family, ())
+        own = ("</arg_value:opensource>",) if family == "hy_v3_opensource" else own
         self.endings = [self.tokenizer.encode(text) for text in (*_ENDINGS, *own)]
         """Tokens of texts by which a value or a call may end."""
 
@@ -171,6 +191,8 @@ class Model:
     def write(self, message: "Message", prompt_opens: bool = False) -> str:
         """A message as the family's models write it."""
         tags = {"mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought\n", "\n<channel|>")}
+        tags["seed_oss"] = "<seed:think>", "</seed:think>\n"
+        tags["hy_v3_opensource"] = "<think:opensource>", "</think:opensource>"
         opening, closing = tags.get(self.family, ("<think>\n", "\n</think>\n\n"))
         text = "" if prompt_opens or message.reasoning is None else opening
         text += "" if message.reasoning is None else message.reasoning + closing
@@ -186,11 +208,15 @@ class Model:
         if self.family == "hermes":
             one = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
             return "\n".join(one.format(*each) for each in named)
+        if self.family == "mistral_ids":
+            return "".join(f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4{len(name) % 10}[ARGS]{text}" for name, text in named)
         if self.family == "mistral":
             return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in named)
-        if self.family in ("mistral_list", "nemotron"):
+        around = {"mistral_list": ("[TOOL_CALLS]", ""), "nemotron": ("<TOOLCALL>", "</TOOLCALL>")}
+        around |= {"hunyuan_a13b": ("<tool_calls>", "</tool_calls>"), "granite": ("<|tool_call|>", "")}
+        if self.family in around:
             listed = ", ".join('{{"name": "{}", "arguments": {}}}'.format(*one) for one in named)
-            return f"<TOOLCALL>[{listed}]</TOOLCALL>" if self.family == "nemotron" else f"[TOOL_CALLS][{listed}]"
+            return f"[{listed}]".join(around[self.family])
         if self.family == "llama3_json":
             return "; ".join('{{"name": "{}", "parameters": {}}}'.format(*one) for one in named)
         if self.family == "gemma4":
@@ -210,16 +236,23 @@ class Model:
             if self.family == "deepseek_v3":
                 form = f"{begin}function{sep}{{}}\n```json\n{{}}\n```{end}"
             return opening + "\n".join(form.format(*each) for each in named) + closing
-        if self.family == "glm45":
+        if self.family in ("glm45", "hy_v3", "hy_v3_opensource"):
             pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
             names = [name for name, _ in calls]
+            if self.family != "glm45":
+                pieces = zip(names, pairs, strict=True)
+                whole = "".join(f"<tool_call>{name}<tool_sep>\n{one}</tool_call>\n" for name, one in pieces)
+                whole = f"<tool_calls>\n{whole}</tool_calls>"
+                return whole if self.family == "hy_v3" else _TAG.sub(r"\g<0>:opensource", whole)
             return "\n".join(f"<tool_call>{name}\n{one}</tool_call>" for name, one in zip(names, pairs, strict=True))
-        blocks = []
+        blocks, tag, line = [], "tool_call", "\n"
+        if self.family == "seed_oss":
+            tag, line = "seed:tool_call", ""
         for name, arguments in calls:
             values = {k: _shown(v) for k, v in arguments.items()}
-            lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-            blocks.append(f"<tool_call>\n<function={name}>\n{lines}</function>\n</tool_call>")
+            lines = "".join(f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in values.items())
+            blocks.append(f"<{tag}>\n<function={name}>\n{lines}</function>\n</{tag}>")
         return "\n".join(blocks)
 
 

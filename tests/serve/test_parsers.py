@@ -53,7 +53,8 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     prose = model.family not in ("llama3_json", "llama4_pythonic") or not made
     content = content.lstrip("{[<") or "x"
     message = Message(reasoning, content if prose else "", made)
-    openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n"}
+    openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n", "seed_oss": "<seed:think>"}
+    openings["hy_v3_opensource"] = "<think:opensource>"
     prompt = openings.get(model.family, "<think>\n") if opens else "assistant\n"
     plan = usual_plan(model, prompt)
     text = model.write(message, opens)

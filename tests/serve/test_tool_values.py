@@ -12,7 +12,7 @@ from parsing import MODELS, Model, message_of, random_output, read, steps
 
 from nanovllm.serve.parsers import Plan
 
-FAMILIES = [key for key in MODELS if key[0] in ("qwen3_coder", "glm45", "minimax_m2")]
+FAMILIES = [key for key in MODELS if key[0] in ("qwen3_coder", "seed_oss", "glm45", "hy_v3", "minimax_m2")]
 TEXT, NULL, COUNT, LIST = ({"type": kind} for kind in ("string", "null", "integer", "array"))
 POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}
 COLOUR = {"type": "string", "enum": ["red", "dark red"]}

@@ -97,7 +97,7 @@ class Roofline:
         """Weights, each by the time that a multiplication takes (1 in 16 bits), and bytes: of what every token goes
         through, and of one expert, in all layers of a rank."""
         self.kv_elements_per_token, self.query_elements, self.state_bytes = 0, 0.0, 0
-        groups = {held.method: held.group for spec in model.layers if (held := spec.quantization) is not None}
+        groups = {held.method: held.group for spec in model.layers for held in spec.formats}
         of_rank, counts = one_of_each(model, Rules(world=ranks), dtype)
         for layer, count in zip(of_rank.layers, counts, strict=True):
             for one in layer.operations:

@@ -1,12 +1,11 @@
-"""Mamba-2 (Dao and Gu, "Transformers are SSMs", arXiv 2405.21060), with the gated norm behind it.
+"""Mamba-2 (Dao and Gu, "Transformers are SSMs", arXiv 2405.21060); gated_norm.py has the norm behind it.
 
 A head's state S [N, P], float32 in the arithmetic, goes through the tokens of a row:
 
-    S <- e^(-exp(A_log) t) S + b (t x)^T;  o = S^T c + D x;  y = norm(o * silu(z)) * weight
+    S <- e^(-exp(A_log) t) S + b (t x)^T;  o = S^T c + D x
 
-with the step t = max(softplus(dt + dt_bias), least); heads of a group share b and c, and the norm is over a group's
-heads. Decode rows take one step; prompt chunks go in pieces (section 6): with G the running sum of -exp(A_log) t within
-a piece and S the state before it
+with the step t = max(softplus(dt + dt_bias), least); heads of a group share b and c. Decode rows take one step; prompt
+chunks go in pieces (section 6): with G the running sum of -exp(A_log) t within a piece and S the state before it
 
     O = e^G C S + tril(C B^T e^(G_i - G_j)) (t X)
     S <- e^(G_end) S + (e^(G_end - G) B)^T (t X)
@@ -18,11 +17,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import silu as torch_silu
 from torch.nn.functional import softplus as torch_softplus
 
-from nanovllm.kernels.base.activations import silu
-from nanovllm.kernels.base.device import pdl_options, start_early
+from nanovllm.kernels.base.device import pdl_options
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.recurrent.gates import softplus
 from nanovllm.kernels.recurrent.rows import StepRows, row_places
@@ -61,9 +58,6 @@ class MambaWeights(NamedTuple):
     """float32 [heads]"""
     D: torch.Tensor
     """float32 [heads]"""
-    norm: torch.Tensor
-    """[heads * dim]"""
-    eps: float
     least: float
     """Least step."""
 
@@ -153,28 +147,11 @@ def _scan_kernel(
         store_state(STATES, write, state_stride, inside, state)
 
 
-@triton.jit
-def _norm_kernel(
-    OUT, Z, NORM, z_stride, eps, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """The gated norm of OUT [T, WIDTH] in place, token program_id(0), SIZE columns from program_id(1) * SIZE on."""
-    start_early(PDL)
-    token, order = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    cols, mask = tl.program_id(1) * SIZE + order, order < SIZE
-    places = OUT + token * WIDTH + cols
-    z = tl.load(Z + token * z_stride + cols, mask=mask, other=0.0)
-    y = tl.load(places, mask=mask, other=0.0).to(tl.float32) * silu(z.to(tl.float32))
-    normed = (y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)).to(z.dtype).to(tl.float32)
-    weight = tl.load(NORM + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, (weight * normed).to(z.dtype), mask=mask)
-
-
 def mamba(
-    x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, weights: MambaWeights, sizes: MambaSizes, states: torch.Tensor,
-    rows: StepRows,
-) -> torch.Tensor:  # fmt: skip
-    """x [T, channels]: x, b and c as causal_conv leaves them; dt [T, heads]; z [T, heads * dim] -> y [T, heads * dim];
-    padding is left as it is.
+    x: torch.Tensor, dt: torch.Tensor, weights: MambaWeights, sizes: MambaSizes, states: torch.Tensor, rows: StepRows
+) -> torch.Tensor:
+    """x [T, channels]: x, b and c as causal_conv leaves them; dt [T, heads] -> o [T, heads * dim]; padding is
+    left as it is.
 
     states [L, heads, state, dim], each line contiguous, float32 or bfloat16: by line, moved on. dim is a multiple of
     16, state a power of two from 16 on.
@@ -195,19 +172,12 @@ def mamba(
             *operands, rows.cu_seqlens, *rows.lines, dt.stride(0), states.stride(0), decodes, weights.least, C=PIECE,
             num_stages=2, **constants,
         )  # fmt: skip
-    size = heads * dim // groups
-    padded = triton.next_power_of_2(size)
-    _norm_kernel[(tokens, groups)](
-        out, z, weights.norm, z.stride(0), weights.eps, WIDTH=heads * dim, SIZE=size, BLOCK=padded,
-        num_warps=max(1, min(8, padded // 256)), **pdl_options(x.device),
-    )  # fmt: skip
     return out
 
 
 def mamba_reference(
-    x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, weights: MambaWeights, sizes: MambaSizes, states: torch.Tensor,
-    rows: StepRows,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, dt: torch.Tensor, weights: MambaWeights, sizes: MambaSizes, states: torch.Tensor, rows: StepRows
+) -> torch.Tensor:
     """Plain twin of `mamba`: the definition, token by token."""
     heads, groups, dim, state = sizes
     values, b, c = x.float().split([sizes.inner, groups * state, groups * state], dim=1)
@@ -224,6 +194,4 @@ def mamba_reference(
             if number == row.keep_at:
                 states[row.keep] = own.to(states.dtype)
         states[row.write] = own.to(states.dtype)
-    y = (out.flatten(1).to(x.dtype).float() * torch_silu(z.float())).unflatten(1, (groups, -1))
-    normed = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + weights.eps)
-    return weights.norm * normed.flatten(1).to(x.dtype)
+    return out.flatten(1).to(x.dtype)

@@ -93,7 +93,7 @@ def _as_saved(spec: LayerSpec, names: Collection[str]) -> LayerSpec:
     if spec.quantization is None or spec.quantization.while_loading:
         return spec
     is_quantised = any("scale" in name.rpartition(".")[2] for name in names)
-    return spec if is_quantised else replace(spec, quantization=None, wide=frozenset())
+    return spec if is_quantised else replace(spec, quantization=None, others=frozenset())
 
 
 class Drafter(shared.Drafter):

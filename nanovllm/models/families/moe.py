@@ -116,10 +116,9 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
 
 MIXTRAL_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
-_GRANITE_NAMES = CheckpointNames({"mlp": "block_sparse_moe", "gate": "router.layer"})
-_GRANITE_SHARED_NAMES = CheckpointNames(
-    {**_GRANITE_NAMES.parts, "down_proj": "output_linear"}, {"input_linear": ("gate_proj", "up_proj")},
-    paths={"mlp.shared_experts": "shared_mlp"},
+_GRANITE_NAMES = CheckpointNames(
+    {"mlp": "block_sparse_moe", "gate": "router.layer", "down_proj": "output_linear"},
+    {"input_linear": ("gate_proj", "up_proj")}, paths={"mlp.shared_experts": "shared_mlp"},
 )  # fmt: skip
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _OLMOE = {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
@@ -142,7 +141,7 @@ FAMILIES = {
     "Qwen3VLMoeTextModel": Family(read_qwen3_vl_moe, defaults=_QWEN3_VL),
     "MixtralForCausalLM": Family(read_mixtral, CheckpointNames(MIXTRAL_NAMES), _MIXTRAL),
     "GraniteMoeForCausalLM": Family(read_granite_moe, _GRANITE_NAMES, _GRANITE),
-    "GraniteMoeSharedForCausalLM": Family(read_granite_moe_shared, _GRANITE_SHARED_NAMES, _GRANITE),
+    "GraniteMoeSharedForCausalLM": Family(read_granite_moe_shared, _GRANITE_NAMES, _GRANITE),
     "OlmoeForCausalLM": Family(read_olmoe, defaults=_OLMOE),
     "HunYuanMoEV1ForCausalLM": Family(read_hunyuan_moe, _HUNYUAN_NAMES, _HUNYUAN),
     "GptOssForCausalLM": Family(read_gpt_oss, CheckpointNames({"gate": "router"}), _GPT_OSS),

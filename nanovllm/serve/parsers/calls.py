@@ -25,7 +25,7 @@ end there."""
 _REST = r"(~/[^\s\S]/)"
 """Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
 left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
-_OPTIONAL = {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
     "integer": "-?(?:0|[1-9][0-9]*)",
@@ -53,7 +53,7 @@ class ToolFamily:
         terms = []
         for piece in pieces:
             if isinstance(piece, Slot):
-                terms.append(_OPTIONAL.get(piece) or slots[piece.value])
+                terms.append(_FIXED.get(piece) or slots[piece.value])
             elif piece:
                 terms.append(self._tags[piece].lark if isinstance(piece, Mark) else json.dumps(piece))
         return " ".join(terms)
@@ -184,16 +184,20 @@ class ToolFamily:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def read(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
-        """Reads content and calls up to the end of the text."""
-        tag, bare, has_words = self.opening.text, self._written.bare, False
+    def read(self, tools: Sequence[Tool], source: Source, output: Output, around: Sequence[str] = ()) -> Steps:
+        """Reads content and calls up to the end of the text. around: tags before and behind the content."""
+        tag, bare, has_words, around = self.opening.text, self._written.bare, False, [*around]
 
         def emit(text: str) -> None:
             nonlocal has_words
             has_words = has_words or bool(text.strip())
             output.text(text)
 
-        while found := (yield from source.until([tag, bare] if bare else [tag], emit)):
+        while found := (yield from source.until([one for one in (tag, bare, *around[:1]) if one], emit)):
+            if found in around:
+                output.begin("content", strips=True)
+                around.remove(found)
+                continue
             if found != tag:
                 source.text, found = found + source.text, ""
             num_calls = output.num_calls
@@ -242,6 +246,8 @@ class ToolFamily:
             elif piece is Slot.NAME:
                 yield from source.blanks()
                 name = yield from source.matching(_WORD)
+            elif piece is Slot.ID:
+                yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
                 if output.num_calls == num_calls:

@@ -8,7 +8,8 @@ from enum import Enum
 @dataclass(frozen=True)
 class CallForm:
     """Form of a family's calls, as texts with slots. {name}: of the function; {arguments}: a JSON object; {parameters}:
-    a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {blank},
+    a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {id}: nine
+    letters and digits, which nobody needs; {blank},
     {break}, {breaks}: a blank, a line break, up to two of them, or nothing. A reader takes any blanks around texts."""
 
     tags: tuple[str, ...]
@@ -35,7 +36,7 @@ class Slot(Enum):
     """Slot of a form (see CallForm)."""
 
     NAME, ARGUMENTS, PARAMETERS, CALL = "name", "arguments", "parameters", "call"
-    BLANK, BREAK, BREAKS = "blank", "break", "breaks"
+    ID, BLANK, BREAK, BREAKS = "id", "blank", "break", "breaks"
 
 
 class Mark(str):
@@ -69,6 +70,20 @@ class Form:
         return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
 
 
+def _hy_v3(suffix: str) -> CallForm:
+    """Hy3's, whose tags end with a suffix in some checkpoints."""
+    calls, call, key, value = (f"{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value"))
+    separator = f"<tool_sep{suffix}>"
+    return CallForm(
+        tags=(*(begin + name for name in (calls, call, key, value) for begin in ("<", "</")), separator),
+        first="{break}",
+        call=f"<{call}{{name}}{separator}{{break}}{{parameters}}</{call}",
+        parameter=f"<{key}{{key}}</{key}{{break}}<{value}{{value}}</{value}{{break}}",
+        between="{break}",
+        last=f"{{break}}</{calls}",
+    )
+
+
 _DEEPSEEK = tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 _CALL_FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
@@ -79,11 +94,27 @@ _CALL_FORMS = {
         between="{breaks}<tool_call>",
         bare="<function=",
     ),
+    "seed_oss": CallForm(
+        tags=("<seed:tool_call>", "</seed:tool_call>"),
+        call="\n<function={name}>\n{parameters}</function>\n</seed:tool_call>",
+        parameter="<parameter={key}>{value}</parameter>\n",
+        between="{breaks}<seed:tool_call>",
+        bare="<function=",
+    ),
     "glm45": CallForm(
         tags=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         call="{name}{break}{parameters}</tool_call>",
         parameter="<arg_key>{key}</arg_key>{break}<arg_value>{value}</arg_value>{break}",
         between="{breaks}<tool_call>",
+    ),
+    "hy_v3": _hy_v3(""),
+    "hy_v3_opensource": _hy_v3(":opensource"),
+    "hunyuan_a13b": CallForm(
+        tags=("<tool_calls>", "</tool_calls>"),
+        first="[",
+        call="{call}",
+        between=", ",
+        last="]</tool_calls>",
     ),
     "minimax_m2": CallForm(
         tags=("<minimax:tool_call>", "</minimax:tool_call>"),
@@ -93,9 +124,9 @@ _CALL_FORMS = {
         between="{break}",
         last="{break}</minimax:tool_call>",
     ),
-    "hermes": CallForm(  # Qwen2.5 and Qwen3, too
+    "hermes": CallForm(  # Qwen2.5 and Qwen3, too; EXAONE without line breaks
         tags=("<tool_call>", "</tool_call>"),
-        call="\n{call}\n</tool_call>",
+        call="{break}{call}{break}</tool_call>",
         between="{breaks}<tool_call>",
     ),
     "mistral": CallForm(
@@ -103,8 +134,20 @@ _CALL_FORMS = {
         call="{name}[ARGS]{arguments}",
         between="[TOOL_CALLS]",
     ),
+    "mistral_ids": CallForm(  # Mistral Small 3.2
+        tags=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call="{name}[CALL_ID]{id}[ARGS]{arguments}",
+        between="[TOOL_CALLS]",
+    ),
     "mistral_list": CallForm(  # older models of theirs
         tags=("[TOOL_CALLS]",),
+        first="{blank}[",
+        call="{call}",
+        between=", ",
+        last="]",
+    ),
+    "granite": CallForm(  # Granite 3
+        tags=("<|tool_call|>",),
         first="{blank}[",
         call="{call}",
         between=", ",
@@ -164,14 +207,20 @@ HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
 _MARKS = (  # the first whose text is in a template
     ("<|channel|>", HARMONY),
+    ("<seed:tool_call>", "seed_oss"),
     ("<function=", "qwen3_coder"),
+    (":opensource", "hy_v3_opensource"),
+    ("<tool_sep>", "hy_v3"),
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call>", "gemma4"),
     ("<|tool_call_start|>", "lfm2"),
     ("[func_name1(", "llama4_pythonic"),
     ("<tool_call>", "hermes"),
+    ("<tool_calls>[", "hunyuan_a13b"),
+    ("<|tool_call|>", "granite"),
     ("<TOOLCALL>", "nemotron"),
+    ("[CALL_ID]", "mistral_ids"),
     ("+ '<｜tool▁sep｜>' + tool['function']['name']", "deepseek_v3"),
     ("<｜tool▁sep｜>", "deepseek_v31"),
     ("[ARGS]", "mistral"),
@@ -181,9 +230,14 @@ _MARKS = (  # the first whose text is in a template
 )
 REASONING_TAGS = {
     "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>", "<channel|>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "hy_v3_opensource": ("<think:opensource>", "</think:opensource>"),
 }  # fmt: skip
 REASONING_LABELS = {"gemma4": "thought\n"}
 """Text behind the tag that opens reasoning."""
+
+_ANSWER_TAGS = (("<response>", "</response>"), ("<answer>", "</answer>"))
+"""Tags around an answer's words, of ERNIE 4.5, Granite 3.3 and Hunyuan."""
 
 
 def tool_family_of(template: str) -> str | None:
@@ -193,6 +247,14 @@ def tool_family_of(template: str) -> str | None:
 
 def reasoning_of(template: str) -> str | None:
     """The kind of reasoning that a chat template knows."""
-    if tool_family_of(template) == HARMONY:
-        return HARMONY
+    family = tool_family_of(template)
+    if family in (HARMONY, "hy_v3_opensource"):  # whose template may put its tags together
+        return family
     return next((kind for kind, (_, closing) in REASONING_TAGS.items() if closing in template), None)
+
+
+def answer_tags_of(template: str) -> tuple[str, ...]:
+    """The tags in which a chat template has the words behind reasoning, if any."""
+    if reasoning_of(template) != "think":
+        return ()
+    return next((pair for pair in _ANSWER_TAGS if all(tag in template for tag in pair)), ())

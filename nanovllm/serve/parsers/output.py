@@ -12,6 +12,7 @@ from nanovllm.serve.parsers.families import (
     HARMONY,
     REASONING_LABELS,
     REASONING_TAGS,
+    answer_tags_of,
     reasoning_of,
     tool_family_of,
 )
@@ -51,6 +52,8 @@ class OutputParser:
         self._family = None if form is None else kind(form, tags)
         names = REASONING_TAGS.get(self.reasoning or "", ())
         self._thinks = tuple(tags[name] for name in names)
+        self._around = tuple(tags[name] for name in (answer_tags_of(template) if self._thinks else ()))
+        """Tags around the words of an answer."""
         self._label = REASONING_LABELS.get(self.reasoning or "", "")
         self._opened = tuple(name + label for name in names[:1] for label in ("", self._label.rstrip()))
         """Ends of prompts after which an answer begins with its reasoning."""
@@ -77,12 +80,12 @@ class OutputParser:
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state, thinks = self._state(prompt), self._thinks
-        marks = [*thinks]
+        marks = [*thinks, *self._around]
         is_new = prompt.rstrip().endswith((*self._opened, *(tag.name for tag in thinks)))
         if choice is not None and self._family is not None:
             marks += self._family.marks
             thinks += (self._family.opening,) if self._family.is_tagged else ()
-        reads = bool(choice is not None or state != "none")
+        reads = bool(choice is not None or state != "none" or self._around)
         return Plan(
             self._structured(state, choice, structured),
             state,
@@ -169,8 +172,13 @@ class OutputParser:
         """`is_new`: there is no text of the reasoning in the prompt."""
         if state != "none":
             yield from self._read_reasoning(state, choice, is_new, source, output)
+        around = [tag.text for tag in self._around]
         if choice is not None and self._family is not None:
-            yield from self._family.read(choice.tools, source, output)
+            yield from self._family.read(choice.tools, source, output, around)
+            return
+        for text in around:
+            if (yield from source.until([text], output.text)):
+                output.begin("content", strips=True)
 
     def _read_reasoning(
         self, state: ReasoningState, choice: ToolChoice | None, is_new: bool, source: Source, output: Output
