@@ -160,12 +160,18 @@ class Fleet:
         """Updates `state` from all engines that have caught up. `last_states`: answered states, if no engine is
         left."""
         states = [self._states[number] for number in self.numbers if number not in self._starting]
+        loading = self._names(lambda call: call.is_users_load)
+        before = {name: one for name, one in self.state.adapters.items() if name in loading}
         if states or last_states:
             self.state.sum_up(states or last_states)
-        going = {call.options["lora_name"] for call in self._calls.values() if call.name == "remove_adapter"}
-        self.state.adapters = {name: one for name, one in self.state.adapters.items() if name not in going}
+        going, there = self._names(lambda call: call.name == "remove_adapter"), before | self.state.adapters
+        self.state.adapters = {name: one for name, one in there.items() if name not in going}
         if self.is_resuming or any(pending.name == "resume" for pending in self._calls.values()):
             self.state.pause_mode = None  # that which some engines report is over
+
+    def _names(self, of: Callable[[PendingCall], bool]) -> set[str]:
+        """Names of the adapters of such calls that have not ended."""
+        return {call.options["lora_name"] for call in self._calls.values() if of(call)}
 
     def _note_loaded(self, pending: PendingCall) -> None:
         """Notes the adapter of a user's load that ended where all engines that had caught up were lost meanwhile."""
@@ -251,8 +257,8 @@ class Fleet:
         where it is held. Does nothing where the name has another by now, or will have."""
         name = failed.options["lora_name"]
         found = self.state.adapters.get(name)
-        loading = [each.options["lora_name"] for each in self._calls.values() if each.is_users_load]
-        if found is None or found.digest != failed.options["digest"] or name in loading:
+        is_loading = name in self._names(lambda call: call.is_users_load)
+        if found is None or found.digest != failed.options["digest"] or is_loading:
             return
         logger.warning("adapter %r is unloaded: %s", name, reason)
         self.state.adapters = {other: one for other, one in self.state.adapters.items() if other != name}

@@ -230,7 +230,7 @@ class Run:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def rounds(self, llm: LLM) -> None:
-        """After other weights: one by one with calls in between, and all at once, from the cache."""
+        """Rounds after other weights: one by one with calls in between, and all at once, from the cache."""
         for name in range(1, self.case.num_adapters + 1):
             self.load(llm, name)
         given = [self.request(number) for number in range(len(self.case.asked))]

@@ -235,3 +235,17 @@ def test_an_engine_that_returns_does_not_undo_a_call_that_others_still_run() -> 
     assert not engines.take_sent() and {*engines.fleet._starting} == {1, 2}
     engines.fleet.take(0, answer(pause, {}, paused))
     assert not engines.take_sent() and not engines.fleet._starting and engines.fleet.state.is_paused
+
+
+def test_a_name_stays_while_it_gets_another_adapter() -> None:
+    """Though one engine has that already when another call ends."""
+    engines = Engines(2)
+    before, after = (EngineState(adapters={"a": LoadedAdapter(digest, "/a")}) for digest in ("before", "after"))
+    engines.complete("load_adapter", before, lora_name="a", lora_path="/a")
+    info, load = engines.call("info"), engines.call("load_adapter", lora_name="a", lora_path="/a", load_inplace=True)
+    engines.fleet.take(0, answer(info, {}, before))
+    engines.fleet.take(0, answer(load, {"digest": "after"}, after))
+    engines.fleet.take(1, answer(info, {}, before))
+    assert engines.fleet.state.adapters == before.adapters
+    engines.fleet.take(1, answer(load, {"digest": "after"}, after))
+    assert engines.fleet.state.adapters == after.adapters
