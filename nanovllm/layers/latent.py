@@ -55,8 +55,7 @@ class LatentAttention(WeightedModule, PagedAttention):
         if rank:
             self.q_norm = RowNorm(context, rank, _EPS)
             self.q_proj = ParallelLinear(
-                context, "queries", heads.local_heads * self.head_dim, rank, precision=precision,
-                around=Around("own rms" if precision is None else ""),
+                context, "queries", heads.local_heads * self.head_dim, rank, precision=precision, around=Around(),
                 pieces=(Piece("q_b_proj", (of_all, rank), queries),),
             )  # fmt: skip
         self.kv_norm = parameter(options.width, dtype=dtype, device=device)
@@ -84,10 +83,7 @@ class LatentAttention(WeightedModule, PagedAttention):
         projected = self.in_proj(x, call)
         q, kv, _ = projected.tensor_split((self.first_rows, self.first_rows + self.row), 1)
         if self.q_proj is not None and self.q_norm is not None:
-            if self.q_proj.launch(len(q), call).norm and q.is_contiguous():  # one row
-                q = self.q_proj(q, call._replace(norm=self.q_norm.for_kernel()))
-            else:
-                q = self.q_proj(self.q_norm(q), call)
+            q = self.q_proj(self.q_norm(q), call)
         q, of_heads = q.unflatten(1, (-1, self.head_dim)), self.kv_proj.unflatten(0, (self.heads.local_heads, -1))
         if self.query_scale is not None:
             q = q * self.query_scale[step.positions.long()].to(q.dtype)[:, None, None]
