@@ -62,6 +62,7 @@ def homes_of_private_names() -> dict[str, object]:
         "_allgather_base": dist.ProcessGroup, "_global_mapping": ALL_ATTENTION_FUNCTIONS,
         "_reinterpret": shared_memory_descriptor,
     }  # fmt: skip
+    homes |= dict.fromkeys(("_foreach_copy_", "_foreach_mul", "_foreach_mul_", "_foreach_zero_"), torch)
     for dtype in ("bf16", "fp16"):
         homes[f"_get_cublas_allow_{dtype}_reduced_precision_reduction"] = torch._C
     return homes

@@ -15,8 +15,9 @@ _WIDE = ".kv_b_proj"
 def widened(tensors: Iterable[tuple[str, TensorSource]]) -> Iterator[tuple[str, TensorSource]]:
     """A checkpoint's (name, tensor) pairs, with such matrices and their scales as float32 matrices. Raises ValueError
     for one without its scales."""
-    given = dict(tensors)
-    for name, tensor in given.items():
+    pairs = [*tensors]  # of which names may come twice: that is refused elsewhere
+    given = dict(pairs)
+    for name, tensor in pairs:
         path, _, last = name.rpartition(".")
         weight = given.get(f"{path}.weight") if path.endswith(_WIDE) else None
         if weight is None or weight.dtype != FP8:

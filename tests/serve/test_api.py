@@ -63,10 +63,13 @@ def test_usage_of_a_stream(client: httpx.Client) -> None:
 def test_usage_so_far_in_each_chunk(client: httpx.Client) -> None:
     options = {"continuous_usage_stats": True}
     assert not any("usage" in chunk for chunk in streamed(client, CHAT, ASK | {"stream_options": options}))
-    chunks = streamed(client, CHAT, ASK | {"stream_options": options | {"include_usage": True}})
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] < counts[2] and counts[-2:] == [9, 9]
-    assert chunks[-1]["choices"] == []
+    for _ in range(10):  # on a busy machine all tokens may come in one chunk
+        chunks = streamed(client, CHAT, ASK | {"stream_options": options | {"include_usage": True}})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-2:] == [9, 9] and chunks[-1]["choices"] == []
+        if counts[0] < counts[-1]:
+            return
+    raise AssertionError(counts)
 
 
 def test_refused_streams_have_a_status(served: httpx.Client) -> None:
