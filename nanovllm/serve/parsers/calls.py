@@ -73,9 +73,10 @@ class ToolFamily:
         more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         beside: Beside = {}
         functions = [self._function_term(tool, terminals, beside) for tool in tools]
+        breaks = [piece for piece in form.between if piece is Slot.BREAKS]  # which also end a turn, as with Nemotron 3
         rules = [
             self._body(free),
-            f"calls: {self._terms(form.first)} call {more} {self._terms(form.last)}",
+            f"calls: {self._terms(form.first)} call {more} {self._terms([*form.last, *breaks])}",
             f"call: {self._terms(form.before)} function {self._terms(form.after)}",
             one_of("function", [f"({each})" for each in functions]),  # so that errors name the line of theirs
             *(rule for _, found in beside.values() for rule in found),
