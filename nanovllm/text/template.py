@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -136,11 +137,21 @@ class ChatTemplate:
             seconds,
             **self.check_kwargs(chat_template_kwargs or {}),
             messages=chat,
-            tools=list(tools) if tools else None,
+            tools=self._shown_tools(tools) if tools else None,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
         )
         return _cut(text) if continue_final_message else text
+
+    def _shown_tools(self, tools: Messages) -> list[Mapping[str, Any]]:
+        """Tools as the template takes them: with a description and parameters, where it refuses those without."""
+        return list(tools) if self._takes_bare_tools else [{**tool, "function": _whole(tool)} for tool in tools]
+
+    @cached_property
+    def _takes_bare_tools(self) -> bool:
+        bare = {"name": "look"}, {"name": "look", "parameters": {"type": "object"}}
+        chat: Chat = [{"role": "user", "content": "x"}]
+        return all(self._probe(chat, tools=[{"type": "function", "function": each}]) for each in bare)
 
     def _fill(self, seconds: float, **values: Any) -> str:
         """The text that the template writes with these variables. Raises ValueError as `render`."""
@@ -152,6 +163,13 @@ class ChatTemplate:
             raise ValueError(f"messages: the chat template takes longer than {seconds} s") from error
         except Exception as error:  # whatever a template raises about what it is given
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
+
+
+def _whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's function with all that OpenAI's API leaves to the client."""
+    given = {name: value for name, value in tool.get("function", {}).items() if value is not None}
+    parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
+    return {"description": "", **given, "parameters": parameters}
 
 
 def _readable(messages: Messages, template: ChatTemplate) -> Chat:

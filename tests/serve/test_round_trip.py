@@ -150,6 +150,19 @@ def test_results_stay_beside_their_calls() -> None:
         assert places == sorted(places), template
 
 
+def test_tools_without_description_or_parameters_are_shown() -> None:
+    """gpt-oss' template fails without a description, others without parameters or properties."""
+    user, bare = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "look"}}
+    asks = "{% for tool in tools or [] %}{{ tool.function.name + ': ' + FIELD }}{% endfor %}"
+    fields = ("tool.function.description", "tool.function.parameters.properties | tojson")
+    for field, shown in zip(fields, ("", "{}"), strict=True):
+        template = ChatTemplate(asks.replace("FIELD", field))
+        for extra in ({}, {"parameters": {"type": "object"}}, {"description": None, "parameters": None}):
+            tool = {**bare, "function": {"name": "look", **extra}}
+            assert template.render(user, [tool]) == f"look: {shown}"
+    assert ChatTemplate("{{ tools | tojson }}").render(user, [bare]) == json.dumps([bare])
+
+
 def test_a_call_that_a_template_cannot_show_is_an_error() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{% if m.tool_calls %}called{% endif %}{% endfor %}")
     with pytest.raises(ValueError, match="shows no tool call"):
