@@ -42,7 +42,7 @@ class CallMessages:
                 groups[-1].append(form.result(message))
             else:
                 groups.append([form.message(message) if message.get("tool_calls") else message])
-        return [one for message, *results in groups for one in self._called(form, message, results)]
+        return form.renamed([one for message, *results in groups for one in self._called(form, message, results)])
 
     def _called(self, form: "_Form", message: dict[str, Any], results: Chat) -> Chat:
         """A message and its results; where the template shows one call of a message, one after the other."""
@@ -66,7 +66,7 @@ class CallMessages:
     @cached_property
     def _form(self) -> "_Form | None":
         """The first form in which a call is shown with its arguments."""
-        forms = (_Form(*each) for each in product(("", None), (False, True), (False, True)))
+        forms = (_Form(*each) for each in product(("", None), (False, True), ("given", "short", "named")))
         return next((form for form in forms if self._count([form.message(_said(1))], form, 1) == 2), None)
 
     @cached_property
@@ -86,7 +86,7 @@ class CallMessages:
     def _count(self, messages: Chat, form: "_Form", num_calls: int) -> int:
         """Number of marks, of `_said`, that the template shows."""
         results = [{"role": "tool", "tool_call_id": _probe_id(i), "content": "x"} for i in range(num_calls)]
-        text = self._render([{"role": "user", "content": "x"}, *messages, *map(form.result, results)])
+        text = self._render(form.renamed([{"role": "user", "content": "x"}, *messages, *map(form.result, results)]))
         return len({*re.findall(r"probe(?:name|value)\d|probewords|probethoughts", text)})
 
 
@@ -97,8 +97,9 @@ class _Form(NamedTuple):
     """Content where nothing is said."""
     as_text: bool
     """Whether arguments are a text, not an object."""
-    short_ids: bool
-    """Whether ids are nine letters and digits, as Mistral's templates ask for."""
+    ids: str
+    """"given"; "short": nine letters and digits, as Mistral's templates ask for; "named": with the function's name,
+    which Kimi-K2's show nowhere else."""
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         content = message.get("content")
@@ -108,7 +109,7 @@ class _Form(NamedTuple):
         return {**message, "content": content, "tool_calls": calls}
 
     def result(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.short_ids:
+        if self.ids != "short":
             return dict(message)
         return {**message, "tool_call_id": self._id(str(message.get("tool_call_id", 0)))}
 
@@ -118,7 +119,23 @@ class _Form(NamedTuple):
         found = given if isinstance(given, Mapping) else arguments(given)
         function["arguments"] = json.dumps(found, ensure_ascii=False) if self.as_text else found
         made = {**call, "function": function}
-        return made | {"id": self._id(str(call.get("id", number)))} if self.short_ids else made
+        return made | {"id": self._id(str(call.get("id", number)))} if self.ids == "short" else made
+
+    def renamed(self, chat: Chat) -> Chat:
+        """The chat with ids as Kimi-K2 writes them, counted through it, where these are to be named."""
+        if self.ids != "named":
+            return chat
+        names, count, out = dict[Any, str](), 0, []
+        for message in chat:
+            calls = []
+            for call in message.get("tool_calls") or ():
+                names[call.get("id")] = name = f"functions.{call['function'].get('name')}:{count}"
+                calls.append({**call, "id": name})
+                count += 1
+            given = message.get("tool_call_id")
+            result = {"tool_call_id": names.get(given, given)} if message.get("role") == "tool" else {}
+            out.append({**message, **({"tool_calls": calls} if calls else {}), **result})
+        return out
 
     def _id(self, given: str) -> str:
         return given if _SHORT_ID.fullmatch(given) else blake2b(given.encode(errors="replace")).hexdigest()[:9]

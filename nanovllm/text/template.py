@@ -174,7 +174,7 @@ def _whole(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readable(messages: Messages, template: ChatTemplate) -> Chat:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
-    joined into one text unless the template goes through parts itself, and one text as a part where it sees nothing
+    joined into one text beside calls and unless the template goes through parts itself, and one text as a part where it sees nothing
     else, `developer` as `system` unless the template knows it."""
     out = []
     for message in messages:
@@ -185,9 +185,9 @@ def _readable(messages: Messages, template: ChatTemplate) -> Chat:
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
         content, role = message.get("content"), str(message.get("role"))
-        if isinstance(content, list) and not template.takes_parts(role):
-            message["content"] = "\n".join(map(_text_of, content))
-        elif isinstance(content, str) and template.needs_parts(role):
+        if isinstance(content, list) and (message.get("tool_calls") or not template.takes_parts(role)):
+            message["content"] = content = "\n".join(map(_text_of, content))
+        if isinstance(content, str) and template.needs_parts(role):
             message["content"] = [{"type": "text", "text": content}]
         out.append(message)
     return out

@@ -141,6 +141,23 @@ def test_thoughts_and_words_before_a_call_are_written_as_harmony_does() -> None:
     assert head + words + "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" in text
 
 
+def test_ids_are_named_where_a_template_shows_names_in_them_alone() -> None:
+    call, result = sent_to_chat(PARIS)[1:]
+    text = rendered("kimi_k2", [*sent_to_chat(ANSWERS["two calls"]), call, result])
+    names = ("get_weather:0", "get_time:1", "get_weather:2")
+    for name in names:
+        assert f"<|tool_call_begin|>functions.{name}<|tool_call_argument_begin|>" in text
+    assert [text.count(f"## Return of functions.{name}\nresult of") for name in names] == [1, 1, 1]
+
+
+def test_words_in_parts_beside_a_call_are_a_text() -> None:
+    """Kimi-K2's template goes through parts in messages without calls alone."""
+    user, message, result = sent_to_chat(ANSWERS["words and a call"])
+    message["content"] = [{"type": "text", "text": "Some"}, {"type": "text", "text": "words."}]
+    text = rendered("kimi_k2", [user, message, result])
+    assert "</think>Some\nwords.<|tool_calls_section_begin|>" in text and "result of 0" in text
+
+
 def test_results_stay_beside_their_calls() -> None:
     chat = sent_to_chat(ANSWERS["two calls"])
     chat[2:] = chat[:1:-1]  # results may come in any order

@@ -276,7 +276,8 @@ def test_pythons_constants_are_read_as_json_where_no_text_may_stand(model: Model
     """An answer that is not held to a grammar may have them, as in the templates of Qwen3.5 and Nemotron 3."""
     values = {"True": True, "False": False, "None": None, " True": True, "[1]": [1]}
     for text, value in values.items():
-        found = model.read(plan_of(model, schema_of({"type": ["boolean", "null", "array"]})), model.calls_text([("f", {"v": text})]))
+        plan = plan_of(model, schema_of({"type": ["boolean", "null", "array"]}))
+        found = model.read(plan, model.calls_text([("f", {"v": text})]))
         assert message_of(found).calls == [("f", {"v": value})]
     found = model.read(plan_of(model, schema_of(TEXT)), model.calls_text([("f", {"v": "True"})]))
     assert message_of(found).calls == [("f", {"v": "True"})]

@@ -25,7 +25,8 @@ end there."""
 _REST = r"(~/[^\s\S]/)"
 """Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
 left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
-_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.NUMBER: "/[0-9]{1,4}/"}
+_FIXED |= {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
     "integer": "-?(?:0|[1-9][0-9]*)",
@@ -247,7 +248,7 @@ class ToolFamily:
             elif piece is Slot.NAME:
                 yield from source.blanks()
                 name = yield from source.matching(_WORD)
-            elif piece is Slot.ID:
+            elif piece in (Slot.ID, Slot.NUMBER):
                 yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()
