@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from nanovllm.text.system_messages import Chat
 
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_PART_OF_THOUGHTS = re.compile(r"""== *['"]thinking['"]""")
 _COMMENTARY = "<|end|><|start|>assistant<|channel|>commentary<|message|>"
 """Tokens between thoughts and words before a call in OpenAI's harmony format."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*("?)|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
@@ -22,11 +23,14 @@ _ESCAPE = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\u[dD][89a-fA-F]\
 class CallMessages:
     """The form in which a template wants calls, found out by renderings when it is first asked for."""
 
-    def __init__(self, render: Callable[[Chat], str], knows_calls: bool, is_harmony: bool) -> None:
-        """`render`: writes a chat as it is; "" where the template refuses it. `knows_calls`: the template has calls in
-        some form."""
-        self._render, self._knows_calls = render, knows_calls
-        self._ways = [_together, _apart, _in_channels] if is_harmony else [_together, _apart]
+    def __init__(self, render: Callable[[Chat], str], source: str) -> None:
+        """`render`: writes a chat as it is; "" where the template refuses it. `source`: of the template."""
+        self._render, self._knows_calls = render, "tool_calls" in source
+        self._ways = [_together, _apart]
+        if "<|channel|>" in source:
+            self._ways.append(_in_channels)
+        if _PART_OF_THOUGHTS.search(source):
+            self._ways.append(_in_parts)
         self._best: dict[tuple[bool, bool], _Way] = {}
 
     def placed(self, chat: Chat) -> Chat:
@@ -161,6 +165,14 @@ def _in_channels(message: dict[str, Any], empty: str | None) -> Chat:
         return [message]
     said = f"{message.get('thinking', '')}{_COMMENTARY}{message['content']}"
     return [{**message, "content": empty, "thinking": said}]
+
+
+def _in_parts(message: dict[str, Any], empty: str | None) -> Chat:
+    """Makes what was thought a part of the content, as Ministral 3 wants it."""
+    if "thinking" not in message or not isinstance(message["content"], str | None):
+        return [message]
+    words = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return [{**message, "content": [{"type": "thinking", "thinking": message["thinking"]}, *words]}]
 
 
 def _said(num_calls: int, words: str = "", thinks: bool = False) -> dict[str, Any]:

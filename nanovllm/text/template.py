@@ -53,7 +53,7 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
         self._system = SystemMessages(lambda chat: self._probe(_readable(chat, self)))
-        self._calls = CallMessages(self._probe_calls, "tool_calls" in source, "<|channel|>" in source)
+        self._calls = CallMessages(self._probe_calls, source)
         self._parts: dict[str, tuple[bool, bool]] = {}
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
@@ -174,8 +174,8 @@ def _whole(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readable(messages: Messages, template: ChatTemplate) -> Chat:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
-    joined into one text beside calls and unless the template goes through parts itself, and one text as a part where it sees nothing
-    else, `developer` as `system` unless the template knows it."""
+    joined into one text beside calls and unless the template goes through parts itself, and one text as a part where
+    it sees nothing else, `developer` as `system` unless the template knows it."""
     out = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}

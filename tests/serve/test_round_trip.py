@@ -150,6 +150,19 @@ def test_ids_are_named_where_a_template_shows_names_in_them_alone() -> None:
     assert [text.count(f"## Return of functions.{name}\nresult of") for name in names] == [1, 1, 1]
 
 
+def test_thoughts_that_a_template_wants_as_a_part_are_one() -> None:
+    """As Ministral 3's does."""
+    source = TEMPLATES["mistral_args"].replace("{%- if message.content %}{{- message.content }}{% endif %}", """
+        {%- if message.content is string %}{{- message.content }}{% else %}{% for part in message.content %}
+        {%- if part.type == 'thinking' %}{{- '[THINK]' + part.thinking + '[/THINK]' }}
+        {%- else %}{{- part.text }}{% endif %}
+        {%- endfor %}{% endif %}""").replace("message.reasoning_content", "false")
+    for name, shown in (("thoughts and a call", ""), ("all of them and two calls", "Words.")):
+        text = ChatTemplate(source).render(sent_to_chat(ANSWERS[name]))
+        assert f"[THINK]Thoughts.[/THINK]{shown}[TOOL_CALLS]get_weather[ARGS]" in text
+    assert "[/INST]Words.[TOOL_CALLS]get_weather" in ChatTemplate(source).render(sent_to_chat([WORDS, *PARIS]))
+
+
 def test_words_in_parts_beside_a_call_are_a_text() -> None:
     """Kimi-K2's template goes through parts in messages without calls alone."""
     user, message, result = sent_to_chat(ANSWERS["words and a call"])
