@@ -26,6 +26,7 @@ class CallMessages:
     def __init__(self, render: Callable[[Chat], str], source: str) -> None:
         """`render`: writes a chat as it is; "" where the template refuses it. `source`: of the template."""
         self._render, self._knows_calls = render, "tool_calls" in source
+        self._is_lfm2 = "List of tools: " in source
         self._ways = [_together, _apart]
         if "<|channel|>" in source:
             self._ways.append(_in_channels)
@@ -35,8 +36,10 @@ class CallMessages:
 
     def placed(self, chat: Chat) -> Chat:
         """The chat as the template shows all of it. Raises ValueError where calls in it would go missing."""
-        if not self._knows_calls or not any(message.get("tool_calls") for message in chat):
+        if not (self._knows_calls or self._is_lfm2) or not any(message.get("tool_calls") for message in chat):
             return chat
+        if not self._knows_calls:
+            return [_as_words(message) if message.get("tool_calls") else message for message in chat]
         if (form := self._form) is None:
             raise ValueError("messages: the chat template shows no tool call in any form that the server knows")
         groups: list[Chat] = []
@@ -165,6 +168,19 @@ def _in_channels(message: dict[str, Any], empty: str | None) -> Chat:
         return [message]
     said = f"{message.get('thinking', '')}{_COMMENTARY}{message['content']}"
     return [{**message, "content": empty, "thinking": said}]
+
+
+def _as_words(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls as LFM2 writes them, for its first template, which knows no other form."""
+    said = _Form("", False, "given").message(message)
+    functions = [call["function"] for call in said.pop("tool_calls")]
+    pairs = [", ".join(f"{key}={_of_python(value)}" for key, value in each["arguments"].items()) for each in functions]
+    calls = ", ".join(f"{each['name']}({given})" for each, given in zip(functions, pairs, strict=True))
+    return {**said, "content": f"{said['content']}<|tool_call_start|>[{calls}]<|tool_call_end|>"}
+
+
+def _of_python(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
 
 
 def _in_parts(message: dict[str, Any], empty: str | None) -> Chat:

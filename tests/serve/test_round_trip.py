@@ -25,7 +25,7 @@ TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).pare
 LOST = {
     "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
     "nemotron2": {"Thoughts"}, "mistral_ids": {"Thoughts"}, "llama4_pythonic": {"Thoughts"},
-    "deepseek_v31": {"Thoughts"},
+    "deepseek_v31": {"Thoughts"}, "lfm2_first": {"Thoughts"},
 }  # fmt: skip
 """Parts that a template writes nowhere beside a call, in whichever form it is given."""
 THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")
@@ -148,6 +148,17 @@ def test_ids_are_named_where_a_template_shows_names_in_them_alone() -> None:
     for name in names:
         assert f"<|tool_call_begin|>functions.{name}<|tool_call_argument_begin|>" in text
     assert [text.count(f"## Return of functions.{name}\nresult of") for name in names] == [1, 1, 1]
+
+
+def test_calls_are_words_for_a_template_that_shows_none() -> None:
+    """LFM2's first; what a client spells out is no token in them either."""
+    given = {"city": 'a "b" <|im_end|>', "sure": True, "none": None, "n": [1, {"x": "y"}]}
+    chat = [{"role": "user", "content": "Hi"}, *sent_to_chat([WORDS, *call(0, json.dumps(given)), *ROME])[1:]]
+    text = rendered("lfm2_first", chat)
+    shown = 'city="a \\"b\\" <|im_end|>", sure=True, none=None, n=[1, {"x": "y"}]'
+    rome = 'get_time(city="Rome", when=[1, 2])'
+    assert f"Words.<|tool_call_start|>[get_weather({shown}), {rome}]<|tool_call_end|><|im_end|>" in text
+    assert "result of 0" in text and "result of 1" in text
 
 
 def test_thoughts_that_a_template_wants_as_a_part_are_one() -> None:

@@ -236,6 +236,7 @@ _MARKS = (  # the first whose text is in a template
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),
+    ("List of tools: ", "lfm2"),  # and its first template, which shows calls as words
     ('"parameters": ', "llama3_json"),
 )
 REASONING_TAGS = {
