@@ -100,7 +100,7 @@ def test_granites_words_behind_thoughts() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("template", ["nemotron3", "glm45", "minimax_m2"])
+@pytest.mark.parametrize("template", ["nemotron2", "nemotron3", "glm45", "minimax_m2"])
 def test_line_breaks_stand_before_and_behind_calls(
     models: dict[tuple[str, bool], Model], template: str, choice: str
 ) -> None:

@@ -113,6 +113,13 @@ def test_every_family_has_a_template() -> None:
     assert {tool_family_of(source) for source in TEMPLATES.values()} >= {*FORMS, HARMONY}
 
 
+def test_templates_of_other_forms_are_of_no_known_family() -> None:
+    """Command R and Muse Glimmer write parameters, too, but in forms of their own."""
+    others = "Action: [{\"tool_name\": \"x\", \"parameters\": {}}]", "{\"description\": 1, \"parameters\": 2}"
+    for source in others:
+        assert tool_family_of(source) is None
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"gemma", "granite3"}))
 @pytest.mark.parametrize("name", ANSWERS)

@@ -179,7 +179,7 @@ _CALL_FORMS = {
         first="[",
         call="{call}",
         between=", ",
-        last="]</TOOLCALL>",
+        last="]</TOOLCALL>{break}",
     ),
     "deepseek_v31": CallForm(
         tags=_DEEPSEEK,
@@ -237,7 +237,7 @@ _MARKS = (  # the first whose text is in a template
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),
     ("List of tools: ", "lfm2"),  # and its first template, which shows calls as words
-    ('"parameters": ', "llama3_json"),
+    ('{"name": function name, "parameters": ', "llama3_json"),
 )
 REASONING_TAGS = {
     "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>", "<channel|>"),
