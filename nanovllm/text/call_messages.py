@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from nanovllm.text.system_messages import Chat
 
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_PART_OF_THOUGHTS = re.compile(r"""== *['"]thinking['"]""")
 _COMMENTARY = "<|end|><|start|>assistant<|channel|>commentary<|message|>"
 """Tokens between thoughts and words before a call in OpenAI's harmony format."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*("?)|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
@@ -22,17 +23,23 @@ _ESCAPE = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\u[dD][89a-fA-F]\
 class CallMessages:
     """The form in which a template wants calls, found out by renderings when it is first asked for."""
 
-    def __init__(self, render: Callable[[Chat], str], knows_calls: bool, is_harmony: bool) -> None:
-        """`render`: writes a chat as it is; "" where the template refuses it. `knows_calls`: the template has calls in
-        some form."""
-        self._render, self._knows_calls = render, knows_calls
-        self._ways = [_together, _apart, _in_channels] if is_harmony else [_together, _apart]
+    def __init__(self, render: Callable[[Chat], str], source: str) -> None:
+        """`render`: writes a chat as it is; "" where the template refuses it. `source`: of the template."""
+        self._render, self._knows_calls = render, "tool_calls" in source
+        self._is_lfm2 = "List of tools: " in source
+        self._ways = [_together, _apart]
+        if "<|channel|>" in source:
+            self._ways.append(_in_channels)
+        if _PART_OF_THOUGHTS.search(source):
+            self._ways.append(_in_parts)
         self._best: dict[tuple[bool, bool], _Way] = {}
 
     def placed(self, chat: Chat) -> Chat:
         """The chat as the template shows all of it. Raises ValueError where calls in it would go missing."""
-        if not self._knows_calls or not any(message.get("tool_calls") for message in chat):
+        if not (self._knows_calls or self._is_lfm2) or not any(message.get("tool_calls") for message in chat):
             return chat
+        if not self._knows_calls:
+            return [_as_words(message) if message.get("tool_calls") else message for message in chat]
         if (form := self._form) is None:
             raise ValueError("messages: the chat template shows no tool call in any form that the server knows")
         groups: list[Chat] = []
@@ -42,7 +49,7 @@ class CallMessages:
                 groups[-1].append(form.result(message))
             else:
                 groups.append([form.message(message) if message.get("tool_calls") else message])
-        return [one for message, *results in groups for one in self._called(form, message, results)]
+        return form.renamed([one for message, *results in groups for one in self._called(form, message, results)])
 
     def _called(self, form: "_Form", message: dict[str, Any], results: Chat) -> Chat:
         """A message and its results; where the template shows one call of a message, one after the other."""
@@ -66,7 +73,7 @@ class CallMessages:
     @cached_property
     def _form(self) -> "_Form | None":
         """The first form in which a call is shown with its arguments."""
-        forms = (_Form(*each) for each in product(("", None), (False, True), (False, True)))
+        forms = (_Form(*each) for each in product(("", None), (False, True), ("given", "short", "named")))
         return next((form for form in forms if self._count([form.message(_said(1))], form, 1) == 2), None)
 
     @cached_property
@@ -86,7 +93,7 @@ class CallMessages:
     def _count(self, messages: Chat, form: "_Form", num_calls: int) -> int:
         """Number of marks, of `_said`, that the template shows."""
         results = [{"role": "tool", "tool_call_id": _probe_id(i), "content": "x"} for i in range(num_calls)]
-        text = self._render([{"role": "user", "content": "x"}, *messages, *map(form.result, results)])
+        text = self._render(form.renamed([{"role": "user", "content": "x"}, *messages, *map(form.result, results)]))
         return len({*re.findall(r"probe(?:name|value)\d|probewords|probethoughts", text)})
 
 
@@ -97,8 +104,9 @@ class _Form(NamedTuple):
     """Content where nothing is said."""
     as_text: bool
     """Whether arguments are a text, not an object."""
-    short_ids: bool
-    """Whether ids are nine letters and digits, as Mistral's templates ask for."""
+    ids: str
+    """"given"; "short": nine letters and digits, as Mistral's templates ask for; "named": with the function's name,
+    which Kimi-K2's show nowhere else."""
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         content = message.get("content")
@@ -108,7 +116,7 @@ class _Form(NamedTuple):
         return {**message, "content": content, "tool_calls": calls}
 
     def result(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.short_ids:
+        if self.ids != "short":
             return dict(message)
         return {**message, "tool_call_id": self._id(str(message.get("tool_call_id", 0)))}
 
@@ -118,7 +126,23 @@ class _Form(NamedTuple):
         found = given if isinstance(given, Mapping) else arguments(given)
         function["arguments"] = json.dumps(found, ensure_ascii=False) if self.as_text else found
         made = {**call, "function": function}
-        return made | {"id": self._id(str(call.get("id", number)))} if self.short_ids else made
+        return made | {"id": self._id(str(call.get("id", number)))} if self.ids == "short" else made
+
+    def renamed(self, chat: Chat) -> Chat:
+        """The chat with ids as Kimi-K2 writes them, counted through it, where these are to be named."""
+        if self.ids != "named":
+            return chat
+        names, count, out = dict[Any, str](), 0, []
+        for message in chat:
+            calls = []
+            for call in message.get("tool_calls") or ():
+                names[call.get("id")] = name = f"functions.{call['function'].get('name')}:{count}"
+                calls.append({**call, "id": name})
+                count += 1
+            given = message.get("tool_call_id")
+            result = {"tool_call_id": names.get(given, given)} if message.get("role") == "tool" else {}
+            out.append({**message, **({"tool_calls": calls} if calls else {}), **result})
+        return out
 
     def _id(self, given: str) -> str:
         return given if _SHORT_ID.fullmatch(given) else blake2b(given.encode(errors="replace")).hexdigest()[:9]
@@ -144,6 +168,27 @@ def _in_channels(message: dict[str, Any], empty: str | None) -> Chat:
         return [message]
     said = f"{message.get('thinking', '')}{_COMMENTARY}{message['content']}"
     return [{**message, "content": empty, "thinking": said}]
+
+
+def _as_words(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls as LFM2 writes them, for its first template, which knows no other form."""
+    said = _Form("", False, "given").message(message)
+    functions = [call["function"] for call in said.pop("tool_calls")]
+    pairs = [", ".join(f"{key}={_of_python(value)}" for key, value in each["arguments"].items()) for each in functions]
+    calls = ", ".join(f"{each['name']}({given})" for each, given in zip(functions, pairs, strict=True))
+    return {**said, "content": f"{said['content']}<|tool_call_start|>[{calls}]<|tool_call_end|>"}
+
+
+def _of_python(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+
+
+def _in_parts(message: dict[str, Any], empty: str | None) -> Chat:
+    """Makes what was thought a part of the content, as Ministral 3 wants it."""
+    if "thinking" not in message or not isinstance(message["content"], str | None):
+        return [message]
+    words = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    return [{**message, "content": [{"type": "thinking", "thinking": message["thinking"]}, *words]}]
 
 
 def _said(num_calls: int, words: str = "", thinks: bool = False) -> dict[str, Any]:

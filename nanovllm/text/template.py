@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -52,7 +53,7 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(tree)) - self._fixed
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
         self._system = SystemMessages(lambda chat: self._probe(_readable(chat, self)))
-        self._calls = CallMessages(self._probe_calls, "tool_calls" in source, "<|channel|>" in source)
+        self._calls = CallMessages(self._probe_calls, source)
         self._parts: dict[str, tuple[bool, bool]] = {}
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
@@ -136,11 +137,21 @@ class ChatTemplate:
             seconds,
             **self.check_kwargs(chat_template_kwargs or {}),
             messages=chat,
-            tools=list(tools) if tools else None,
+            tools=self._shown_tools(tools) if tools else None,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
         )
         return _cut(text) if continue_final_message else text
+
+    def _shown_tools(self, tools: Messages) -> list[Mapping[str, Any]]:
+        """Tools as the template takes them: with a description and parameters, where it refuses those without."""
+        return list(tools) if self._takes_bare_tools else [{**tool, "function": _whole(tool)} for tool in tools]
+
+    @cached_property
+    def _takes_bare_tools(self) -> bool:
+        bare = {"name": "look"}, {"name": "look", "parameters": {"type": "object"}}
+        chat: Chat = [{"role": "user", "content": "x"}]
+        return all(self._probe(chat, tools=[{"type": "function", "function": each}]) for each in bare)
 
     def _fill(self, seconds: float, **values: Any) -> str:
         """The text that the template writes with these variables. Raises ValueError as `render`."""
@@ -154,10 +165,17 @@ class ChatTemplate:
             raise ValueError(f"messages: the chat template cannot render them: {str(error)[:300]}") from error
 
 
+def _whole(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's function with all that OpenAI's API leaves to the client."""
+    given = {name: value for name, value in tool.get("function", {}).items() if value is not None}
+    parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
+    return {"description": "", **given, "parameters": parameters}
+
+
 def _readable(messages: Messages, template: ChatTemplate) -> Chat:
     """Messages as chat templates read them: nothing that is None, reasoning under each name that is in use, text parts
-    joined into one text unless the template goes through parts itself, and one text as a part where it sees nothing
-    else, `developer` as `system` unless the template knows it."""
+    joined into one text beside calls and unless the template goes through parts itself, and one text as a part where
+    it sees nothing else, `developer` as `system` unless the template knows it."""
     out = []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}
@@ -167,9 +185,9 @@ def _readable(messages: Messages, template: ChatTemplate) -> Chat:
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
         content, role = message.get("content"), str(message.get("role"))
-        if isinstance(content, list) and not template.takes_parts(role):
-            message["content"] = "\n".join(map(_text_of, content))
-        elif isinstance(content, str) and template.needs_parts(role):
+        if isinstance(content, list) and (message.get("tool_calls") or not template.takes_parts(role)):
+            message["content"] = content = "\n".join(map(_text_of, content))
+        if isinstance(content, str) and template.needs_parts(role):
             message["content"] = [{"type": "text", "text": content}]
         out.append(message)
     return out

@@ -22,6 +22,8 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
 DEEPSEEK = [f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
+KIMI = "<|tool_calls_section_begin|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>".split()
+KIMI.append("<|tool_calls_section_end|>")
 TAGS = {
     "hermes": "<think> </think> <tool_call> </tool_call>".split(),
     "qwen3_coder": "<think> </think> <tool_call> </tool_call>".split(),
@@ -45,12 +47,13 @@ TAGS = {
     "nemotron": "<think> </think> <TOOLCALL> </TOOLCALL>".split(),
     "deepseek_v3": ["<think>", "</think>", *DEEPSEEK],
     "deepseek_v31": ["<think>", "</think>", *DEEPSEEK],
+    "kimi_k2": ["<think>", "</think>", *KIMI],
     "harmony": "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split(),
 }
 TAGS["hy_v3_opensource"] = [f"{tag[:-1]}:opensource>" for tag in TAGS["hy_v3"]]
 OF_THINK = (
     "hermes", "qwen3_coder", "glm45", "minimax_m2", "nemotron", "lfm2", "deepseek_v3", "deepseek_v31", "hy_v3",
-    "hunyuan_a13b",
+    "hunyuan_a13b", "kimi_k2",
 )  # fmt: skip
 REASONING = dict.fromkeys(OF_THINK, "think")
 REASONING |= {"mistral": "mistral", "harmony": "harmony", "gemma4": "gemma4", "seed_oss": "seed_oss"}
@@ -230,6 +233,10 @@ class Model:
             pairs = ["".join(pair.format(k, _shown(v)) for k, v in arguments.items()) for _, arguments in calls]
             made = [f'<invoke name="{name}">\n{one}</invoke>\n' for (name, _), one in zip(calls, pairs, strict=True)]
             return f"<minimax:tool_call>\n{''.join(made)}</minimax:tool_call>"
+        if self.family == "kimi_k2":
+            opening, begin, sep, end, closing = KIMI
+            made = [f"{begin}functions.{name}:{i}{sep}{text}{end}" for i, (name, text) in enumerate(named)]
+            return opening + "".join(made) + closing
         if self.family.startswith("deepseek"):
             opening, begin, sep, end, closing = DEEPSEEK
             form = f"{begin}{{}}{sep}{{}}{end}"

@@ -97,3 +97,33 @@ def test_granites_words_behind_thoughts() -> None:
     text = "<think>Thoughts.</think><response>Words.</response>"
     for cuts in (None, [1]):
         assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", "Words.", [])
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("template", ["nemotron2", "nemotron3", "glm45", "minimax_m2"])
+def test_line_breaks_stand_before_and_behind_calls(
+    models: dict[tuple[str, bool], Model], template: str, choice: str
+) -> None:
+    """As templates write them: behind reasoning that the prompt closes, up to three of them, and at a turn's end."""
+    family = tool_family_of(TEMPLATES[template])
+    assert family is not None
+    model = models[family, True]
+    text = model.calls_text(CALLS["one"])
+    for prompt, before in (("<think></think>", "\n"), ("<think>\n", "Thoughts.\n</think>\n\n\n")):
+        plan = model.plan(prompt, choice, tools=TOOLS)
+        for after in ("",) if template == "minimax_m2" else ("", "\n"):
+            assert model.admits(plan, before + text + after)
+            for cuts in (None, [1]):
+                found = message_of(model.read(plan, before + text + after, cuts))
+                assert (found.content, found.calls) == ("", CALLS["one"])
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_words_behind_reasoning_that_the_prompt_closes_begin_with_no_line_break(
+    models: dict[tuple[str, bool], Model], choice: str | None
+) -> None:
+    model = models["glm45", True]
+    for prompt in ("<|assistant|>\n<think></think>", "<think>Thoughts.</think>"):
+        plan = model.plan(prompt, tools=TOOLS, choice=choice) if choice else model.plan(prompt, tools=None)
+        for cuts in (None, [1]):
+            assert message_of(model.read(plan, "\nWords.\n\nMore.", cuts)).content == "Words.\n\nMore."

@@ -25,7 +25,7 @@ TEMPLATES = {path.stem: path.read_text("utf-8") for path in (Path(__file__).pare
 LOST = {
     "llama3": {"Thoughts"}, "deepseek_r1": {"Thoughts"}, "mistral": {"Thoughts", "Words"}, "minimax": {"Thoughts"},
     "nemotron2": {"Thoughts"}, "mistral_ids": {"Thoughts"}, "llama4_pythonic": {"Thoughts"},
-    "deepseek_v31": {"Thoughts"},
+    "deepseek_v31": {"Thoughts"}, "lfm2_first": {"Thoughts"},
 }  # fmt: skip
 """Parts that a template writes nowhere beside a call, in whichever form it is given."""
 THOUGHTS, WORDS = Delta("reasoning", "Thoughts."), Delta("content", "Words.")
@@ -113,6 +113,13 @@ def test_every_family_has_a_template() -> None:
     assert {tool_family_of(source) for source in TEMPLATES.values()} >= {*FORMS, HARMONY}
 
 
+def test_templates_of_other_forms_are_of_no_known_family() -> None:
+    """Command R and Muse Glimmer write parameters, too, but in forms of their own."""
+    others = "Action: [{\"tool_name\": \"x\", \"parameters\": {}}]", "{\"description\": 1, \"parameters\": 2}"
+    for source in others:
+        assert tool_family_of(source) is None
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"gemma", "granite3"}))
 @pytest.mark.parametrize("name", ANSWERS)
@@ -141,6 +148,47 @@ def test_thoughts_and_words_before_a_call_are_written_as_harmony_does() -> None:
     assert head + words + "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" in text
 
 
+def test_ids_are_named_where_a_template_shows_names_in_them_alone() -> None:
+    call, result = sent_to_chat(PARIS)[1:]
+    text = rendered("kimi_k2", [*sent_to_chat(ANSWERS["two calls"]), call, result])
+    names = ("get_weather:0", "get_time:1", "get_weather:2")
+    for name in names:
+        assert f"<|tool_call_begin|>functions.{name}<|tool_call_argument_begin|>" in text
+    assert [text.count(f"## Return of functions.{name}\nresult of") for name in names] == [1, 1, 1]
+
+
+def test_calls_are_words_for_a_template_that_shows_none() -> None:
+    """LFM2's first; what a client spells out is no token in them either."""
+    given = {"city": 'a "b" <|im_end|>', "sure": True, "none": None, "n": [1, {"x": "y"}]}
+    chat = [{"role": "user", "content": "Hi"}, *sent_to_chat([WORDS, *call(0, json.dumps(given)), *ROME])[1:]]
+    text = rendered("lfm2_first", chat)
+    shown = 'city="a \\"b\\" <|im_end|>", sure=True, none=None, n=[1, {"x": "y"}]'
+    rome = 'get_time(city="Rome", when=[1, 2])'
+    assert f"Words.<|tool_call_start|>[get_weather({shown}), {rome}]<|tool_call_end|><|im_end|>" in text
+    assert "result of 0" in text and "result of 1" in text
+
+
+def test_thoughts_that_a_template_wants_as_a_part_are_one() -> None:
+    """As Ministral 3's does."""
+    source = TEMPLATES["mistral_args"].replace("{%- if message.content %}{{- message.content }}{% endif %}", """
+        {%- if message.content is string %}{{- message.content }}{% else %}{% for part in message.content %}
+        {%- if part.type == 'thinking' %}{{- '[THINK]' + part.thinking + '[/THINK]' }}
+        {%- else %}{{- part.text }}{% endif %}
+        {%- endfor %}{% endif %}""").replace("message.reasoning_content", "false")
+    for name, shown in (("thoughts and a call", ""), ("all of them and two calls", "Words.")):
+        text = ChatTemplate(source).render(sent_to_chat(ANSWERS[name]))
+        assert f"[THINK]Thoughts.[/THINK]{shown}[TOOL_CALLS]get_weather[ARGS]" in text
+    assert "[/INST]Words.[TOOL_CALLS]get_weather" in ChatTemplate(source).render(sent_to_chat([WORDS, *PARIS]))
+
+
+def test_words_in_parts_beside_a_call_are_a_text() -> None:
+    """Kimi-K2's template goes through parts in messages without calls alone."""
+    user, message, result = sent_to_chat(ANSWERS["words and a call"])
+    message["content"] = [{"type": "text", "text": "Some"}, {"type": "text", "text": "words."}]
+    text = rendered("kimi_k2", [user, message, result])
+    assert "</think>Some\nwords.<|tool_calls_section_begin|>" in text and "result of 0" in text
+
+
 def test_results_stay_beside_their_calls() -> None:
     chat = sent_to_chat(ANSWERS["two calls"])
     chat[2:] = chat[:1:-1]  # results may come in any order
@@ -148,6 +196,19 @@ def test_results_stay_beside_their_calls() -> None:
         text = rendered(template, chat)
         places = [text.index(one) for one in ("get_weather", "result of 0", "get_time", "result of 1")]
         assert places == sorted(places), template
+
+
+def test_tools_without_description_or_parameters_are_shown() -> None:
+    """gpt-oss' template fails without a description, others without parameters or properties."""
+    user, bare = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "look"}}
+    asks = "{% for tool in tools or [] %}{{ tool.function.name + ': ' + FIELD }}{% endfor %}"
+    fields = ("tool.function.description", "tool.function.parameters.properties | tojson")
+    for field, shown in zip(fields, ("", "{}"), strict=True):
+        template = ChatTemplate(asks.replace("FIELD", field))
+        for extra in ({}, {"parameters": {"type": "object"}}, {"description": None, "parameters": None}):
+            tool = {**bare, "function": {"name": "look", **extra}}
+            assert template.render(user, [tool]) == f"look: {shown}"
+    assert ChatTemplate("{{ tools | tojson }}").render(user, [bare]) == json.dumps([bare])
 
 
 def test_a_call_that_a_template_cannot_show_is_an_error() -> None:

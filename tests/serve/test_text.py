@@ -300,5 +300,5 @@ def test_which_templates_go_through_parts() -> None:
     }
     assert {name: roles for name, roles in taken.items() if roles} == {
         "gemma": ["user", "assistant"], "gemma4": ["system", "user", "assistant"], "glm45": ["system", "user"],
-        "minimax_m2": ["system", "user", "assistant", "tool"],
+        "kimi_k2": ["system", "user", "assistant", "tool"], "minimax_m2": ["system", "user", "assistant", "tool"],
     }  # fmt: skip

@@ -272,6 +272,17 @@ def test_values_within_values_are_held_to_their_schemas(models: dict[tuple[str, 
         model.plan(tools=tools({"type": "object", "properties": {"a:b": {}}}, strict=False))
 
 
+def test_pythons_constants_are_read_as_json_where_no_text_may_stand(model: Model) -> None:
+    """An answer that is not held to a grammar may have them, as in the templates of Qwen3.5 and Nemotron 3."""
+    values = {"True": True, "False": False, "None": None, " True": True, "[1]": [1]}
+    for text, value in values.items():
+        plan = plan_of(model, schema_of({"type": ["boolean", "null", "array"]}))
+        found = model.read(plan, model.calls_text([("f", {"v": text})]))
+        assert message_of(found).calls == [("f", {"v": value})]
+    found = model.read(plan_of(model, schema_of(TEXT)), model.calls_text([("f", {"v": "True"})]))
+    assert message_of(found).calls == [("f", {"v": "True"})]
+
+
 def test_spellings_of_python_are_read_as_json(models: dict[tuple[str, bool], Model]) -> None:
     """Templates before Gemma 4's latest show None."""
     model = models["gemma4", True]

@@ -25,7 +25,8 @@ end there."""
 _REST = r"(~/[^\s\S]/)"
 """Any bytes, as a term: behind the beginning of what is excluded, so that the library sees at once that nothing is
 left. Where it must try the texts of a long bound to find that out, it gives up, and the answer ends with an error."""
-_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
+_FIXED = {Slot.ID: "/[A-Za-z0-9]{9}/", Slot.NUMBER: "/[0-9]{1,4}/"}
+_FIXED |= {Slot.BLANK: "/ ?/", Slot.BREAK: r"/\n?/", Slot.BREAKS: r"/\n{0,2}/"}
 _SCALARS = {
     "boolean": "true|false",
     "integer": "-?(?:0|[1-9][0-9]*)",
@@ -73,9 +74,10 @@ class ToolFamily:
         more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         beside: Beside = {}
         functions = [self._function_term(tool, terminals, beside) for tool in tools]
+        breaks = [piece for piece in form.between if piece is Slot.BREAKS]  # which also end a turn, as with Nemotron 3
         rules = [
             self._body(free),
-            f"calls: {self._terms(form.first)} call {more} {self._terms(form.last)}",
+            f"calls: {self._terms(form.first)} call {more} {self._terms([*form.last, *breaks])}",
             f"call: {self._terms(form.before)} function {self._terms(form.after)}",
             one_of("function", [f"({each})" for each in functions]),  # so that errors name the line of theirs
             *(rule for _, found in beside.values() for rule in found),
@@ -246,7 +248,7 @@ class ToolFamily:
             elif piece is Slot.NAME:
                 yield from source.blanks()
                 name = yield from source.matching(_WORD)
-            elif piece is Slot.ID:
+            elif piece in (Slot.ID, Slot.NUMBER):
                 yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
                 yield from source.blanks()

@@ -9,8 +9,8 @@ from enum import Enum
 class CallForm:
     """Form of a family's calls, as texts with slots. {name}: of the function; {arguments}: a JSON object; {parameters}:
     a `parameter` for each argument, with {key} and {value}; {call}: name and arguments as one JSON object; {id}: nine
-    letters and digits, which nobody needs; {blank},
-    {break}, {breaks}: a blank, a line break, up to two of them, or nothing. A reader takes any blanks around texts."""
+    letters and digits, and {number}: digits, which nobody needs; {blank}, {break}, {breaks}: a blank, a line break, up
+    to two of them, or nothing. A reader takes any blanks around texts."""
 
     tags: tuple[str, ...]
     """Tags, which are single tokens of most vocabularies; the first begins calls."""
@@ -36,7 +36,7 @@ class Slot(Enum):
     """Slot of a form (see CallForm)."""
 
     NAME, ARGUMENTS, PARAMETERS, CALL = "name", "arguments", "parameters", "call"
-    ID, BLANK, BREAK, BREAKS = "id", "blank", "break", "breaks"
+    ID, NUMBER, BLANK, BREAK, BREAKS = "id", "number", "blank", "break", "breaks"
 
 
 class Mark(str):
@@ -179,7 +179,7 @@ _CALL_FORMS = {
         first="[",
         call="{call}",
         between=", ",
-        last="]</TOOLCALL>",
+        last="]</TOOLCALL>{break}",
     ),
     "deepseek_v31": CallForm(
         tags=_DEEPSEEK,
@@ -192,6 +192,15 @@ _CALL_FORMS = {
         call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         between="{breaks}",
         last="<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": CallForm(
+        tags=(
+            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        ),
+        call="<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        between="{breaks}",
+        last="<|tool_calls_section_end|>",
     ),
     "llama3_json": CallForm(
         tags=("<|python_tag|>",),
@@ -214,6 +223,7 @@ _MARKS = (  # the first whose text is in a template
     ("<arg_key>", "glm45"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call>", "gemma4"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|tool_call_start|>", "lfm2"),
     ("[func_name1(", "llama4_pythonic"),
     ("<tool_call>", "hermes"),
@@ -226,7 +236,8 @@ _MARKS = (  # the first whose text is in a template
     ("[ARGS]", "mistral"),
     ("[TOOL_CALLS]", "mistral_list"),
     ("<|python_tag|>", "llama3_json"),
-    ('"parameters": ', "llama3_json"),
+    ("List of tools: ", "lfm2"),  # and its first template, which shows calls as words
+    ('{"name": function name, "parameters": ', "llama3_json"),
 )
 REASONING_TAGS = {
     "think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>", "<channel|>"),

@@ -27,6 +27,7 @@ from nanovllm.text.checkpoint import CheckpointTokenizer
 _KINDS: dict[str, type[ToolFamily]] = {"gemma4": BareKeys, "lfm2": Pythonic, "llama4_pythonic": Pythonic}
 """Families whose arguments are not JSON and have no parameters in tags."""
 _TEXT = r"TEXT: /(.|\n)*/"
+_GAP = r"gap: /\n{0,3}/"
 
 
 class OutputParser:
@@ -81,11 +82,12 @@ class OutputParser:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state, thinks = self._state(prompt), self._thinks
         marks = [*thinks, *self._around]
+        is_closed = prompt.endswith(tuple(tag.name for tag in thinks[1:]))
         is_new = prompt.rstrip().endswith((*self._opened, *(tag.name for tag in thinks)))
         if choice is not None and self._family is not None:
             marks += self._family.marks
             thinks += (self._family.opening,) if self._family.is_tagged else ()
-        reads = bool(choice is not None or state != "none" or self._around)
+        reads = bool(choice is not None or state != "none" or self._around or is_closed)
         return Plan(
             self._structured(state, choice, structured),
             state,
@@ -154,7 +156,7 @@ class OutputParser:
         """Reasoning as the state has it, and then what `answer` names; `gap`: what may stand between the two. Calls may
         also end the reasoning, where the rule `early` is there."""
         if state == "none":
-            return StructuredOutput(grammar=f"start: {answer}\n{_TEXT}\n{rules}")
+            return StructuredOutput(grammar=f"start: {gap}{answer}\n{_GAP}\n{_TEXT}\n{rules}")
         opening, closing = self._thinks
         reasoned = f"thoughts {gap}{answer}"
         if has_early:
@@ -162,14 +164,16 @@ class OutputParser:
         label = f"{json.dumps(self._label)} " if self._label else ""
         start = reasoned if state == "open" else f"{answer} | gap {opening.lark} {label}{reasoned}"
         thoughts = closing.text_before("thoughts")
-        return StructuredOutput(grammar=f"start: {start}\n{thoughts}\ngap: /\\n{{0,2}}/\n{_TEXT}\n{rules}")
+        return StructuredOutput(grammar=f"start: {start}\n{thoughts}\n{_GAP}\n{_TEXT}\n{rules}")
 
     # --- reading
 
     def _read(
         self, state: ReasoningState, choice: ToolChoice | None, is_new: bool, source: Source, output: Output
     ) -> Steps:
-        """`is_new`: there is no text of the reasoning in the prompt."""
+        """`is_new`: there is no text behind the tag of the reasoning in the prompt."""
+        if is_new and state == "none":
+            output.begin("content", strips=True)
         if state != "none":
             yield from self._read_reasoning(state, choice, is_new, source, output)
         around = [tag.text for tag in self._around]

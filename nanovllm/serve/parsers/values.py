@@ -126,6 +126,9 @@ class Document(SchemaDocument):
         return {**whole, "$defs": definitions} if definitions else whole
 
 
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
 def _own_types(schema: Schema) -> frozenset[str]:
     kind = schema.get("type", [*TYPES])
     types = frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
@@ -166,7 +169,9 @@ def json_type(text: str) -> str | None:
 
 def as_json(text: str, types: frozenset[str], begin: str = "") -> str:
     """A parameter's text as JSON: as it is where it is JSON of its types, or where no text is among these; else as a
-    string, without `begin`."""
+    string, without `begin`. Qwen3.5 and Nemotron 3 may write Python's constants, as their templates do."""
+    if "string" not in types:
+        text = _OF_PYTHON.get(text.strip(BLANKS), text)
     found = json_type(text)
     if found is not None and ("string" not in types or found in types - {"string"}):
         return text.strip(BLANKS)
