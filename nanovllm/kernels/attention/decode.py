@@ -11,6 +11,7 @@ The idea of fixed split offsets with a merge by log-sum-exp is Flash-Decoding's 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -209,6 +210,18 @@ class DecodeScratch:
         return cls(partial, torch.zeros(2 * max(n for n, _ in rows), dtype=torch.float32, device=device))
 
 
+def merge_chunks(spec: AttentionSpec, plan: DecodePlan, scratch: DecodeScratch, num_rows: int, out: torch.Tensor,
+                 merge_first: bool, sinks: torch.Tensor | None = None, rounded_to: Any = None) -> None:
+    """Merges the chunks of a plan's rows into out [num_rows, Hq, dimensions], or `rounded_to`; merge_first: see
+    DecodeAttention."""
+    heads = plan.config(num_rows).merge_heads
+    merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, heads))](
+        scratch.partial, scratch.lse, sinks, out, rounded_to, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
+        HEADS=heads, D=spec.out_dim, MAX_SPLITS=plan.room(num_rows), FIXED=plan.fixed_order,
+        num_warps=1 if heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
+        **pdl_options(out.device, not merge_first))
+
+
 class DecodeAttention:
     """The kernel for one kind of layers: the step's `plan` is made first, then this called once per layer. Serves any
     batch up to max_num_seqs from one set of buffers; nothing is allocated after construction."""
@@ -253,9 +266,5 @@ class DecodeAttention:
             enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends, MIXED=mixed,
             window=spec.window if together > 1 else None, ROUNDED=rounded_to, **pdl_options(q.device))
         if most_chunks > 1:
-            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-                scratch.partial, scratch.lse, sinks, out, rounded_to, plan.num_chunks, out.stride()[:2],
-                HQ=spec.num_heads, HEADS=c.merge_heads, D=spec.head_dim, MAX_SPLITS=splits, FIXED=plan.fixed_order,
-                num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
-                **pdl_options(out.device, not merge_first))
+            merge_chunks(spec, plan, scratch, num_rows, out, merge_first, sinks, rounded_to)
         return out if row is None else row

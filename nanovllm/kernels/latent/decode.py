@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.attention.chunks import finish_chunk, lanes_of, load_lanes, new_chunk, visible_keys
-from nanovllm.kernels.attention.decode import DecodeScratch, merge_chunks_kernel
+from nanovllm.kernels.attention.decode import DecodeScratch, merge_chunks
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, Tuning
 from nanovllm.kernels.attention.pages import keys_within, load_tile, look_up
 from nanovllm.kernels.attention.scores import LOG2_E, padded_dims, softmax_step
@@ -151,7 +151,7 @@ class LatentDecode:
         """q [num_rows, H, head_dim] and out [num_rows, H, value_dim]: the rows of the last plan. cache [num_blocks, 1,
         block_size, head_dim]. The rest as DecodeAttention."""
         num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
-        c, splits, group = plan.config(num_rows), plan.room(num_rows), spec.num_heads // self.blocks
+        splits, group = plan.room(num_rows), spec.num_heads // self.blocks
         lanes = max(16, triton.next_power_of_2(plan.together * group))
         block_n, warps, stages, at_once = _TILES[lanes]
         if self.is_small or q.dtype.itemsize > 2:
@@ -167,9 +167,5 @@ class LatentDecode:
             ENDS=plan.ends, PLACES=plan.together, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
             **pdl_options(q.device))
         if most_chunks > 1:
-            merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, c.merge_heads))](
-                scratch.partial, scratch.lse, None, out, None, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-                HEADS=c.merge_heads, D=spec.out_dim, MAX_SPLITS=splits, FIXED=False,
-                num_warps=1 if c.merge_heads == 1 else 4, enable_fp_fusion=True,
-                **pdl_options(out.device, not merge_first))
+            merge_chunks(spec, plan, scratch, num_rows, out, merge_first)
         return out
