@@ -58,7 +58,10 @@ GAIN = 0.0015
 Timer = Callable[[Choices, int], float]
 """Microseconds of a step with these choices, over so many replays."""
 
-_FMA_ONE_ROW = [(16, 512, 3, 4), (16, 1024, 2, 8), (4, 1024, 3, 2), (8, 1024, 3, 4), (8, 512, 4, 4), (16, 512, 2, 4)]
+_FMA_ONE_ROW = [
+    (16, 512, 3, 4), (16, 1024, 2, 8), (4, 1024, 3, 2), (8, 1024, 3, 4), (8, 512, 4, 4), (16, 512, 2, 4),
+    (4, 512, 4, 2), (8, 512, 2, 4), (8, 2048, 1, 8), (4, 2048, 2, 4),
+]  # fmt: skip
 _FMA_TWO_ROWS = [(16, 512, 1, 4), (8, 1024, 3, 4), (16, 1024, 1, 4)]
 """(weight rows, columns of a step, stages, warps)"""
 _DECODE = [

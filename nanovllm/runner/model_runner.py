@@ -281,9 +281,16 @@ class ModelRunner:
         self._progress()
         self.planner.adopt(replace(self.planner.rules, tried=choices))
         self._tell_backend()
+        computed = self.work.state.num_computed
         with self.io.stream_context():
+            before = computed - 1  # a step moves its rows on, behind what it was given room for: they would read no keys
+
+            def again() -> None:
+                computed.copy_(before)
+                self.work.run_padded(StepShape(num_decode_rows, 0))
+
             try:
-                return graph_us([lambda: self.work.run_padded(StepShape(num_decode_rows, 0))], replays)
+                return graph_us([again], replays)
             except ValueError:  # a kernel refuses its shape, on all ranks alike
                 return float("inf")
 
