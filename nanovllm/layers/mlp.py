@@ -39,7 +39,8 @@ class MLP(WeightedModule):
             context, intermediate_size, hidden_size, bias=bias, precision=precisions[1], multiple=multiple,
             around=around.last(), name=f"{path}down",
         )  # fmt: skip
-        self.operations = (self.gate_up_proj.product, self.down_proj.product)
+        self.linears = self.gate_up_proj, self.down_proj
+        self.operations = tuple(linear.product for linear in self.linears)
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """[T, hidden] -> a partial sum [T, hidden]; see ParallelLinear."""

@@ -107,11 +107,15 @@ class MoE(WeightedModule):
         precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
         if not (for_few and is_experts_alone(config)):
             around = around.apart
+        choice = Choice(count, config.top_k, of_gate_up.type_name, for_few)
         self.shared: MLP | None = None
         if config.shared_size:
+            shared_size, *_ = part_of(config.shared_size, group, max(map(column_multiple, precisions)))
+            is_alike = (how, *precisions) == (None,) * 3 and not config.latent_size and shared_size % self.size == 0
             self.shared = MLP(  # whose parts combine does not add up
                 context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
-                gated=config.gated, precisions=precisions, around=Around(), path="shared.",
+                gated=config.gated, precisions=precisions, around=Around(beside=choice if is_alike else None),
+                path="shared.",
             )  # fmt: skip
         self.to_latent = self.from_latent = None
         if config.latent_size:
@@ -128,7 +132,6 @@ class MoE(WeightedModule):
         )  # fmt: skip
         alpha = config.activation_alpha if config.activation == "silu" else None
         self.activation = ExpertActivation(config.activation_limit, alpha, config.gated)
-        choice = Choice(count, config.top_k, of_gate_up.type_name, for_few)
         is_alone = group.size == 1 and not config.shared_size and not config.latent_size and around.adds_parts
         around = around._replace(adds_parts=is_alone and 1 < config.top_k <= MOST_PARTS)
         self.router = Router(context, hidden_size, config, choice, around)
@@ -161,7 +164,11 @@ class MoE(WeightedModule):
         """See ParallelLinear. of_router: rows [T, hidden], and their call, that the router takes in place of these."""
         logits = self.router(*(of_router or (x, call)))
         routed = self._routed(logits, self.down.launch(x.shape[0], call).config)
-        is_few, shared = routed.routing is None, None if self.shared is None else self.shared(x, call)
+        is_few, shared = routed.routing is None, None
+        if self.shared is not None and self.shared.gate_up_proj.launch(x.shape[0], call).with_experts:
+            routed = routed._replace(beside=tuple(base_of(one.matrix).weight for one in self.shared.linears))
+        elif self.shared is not None:
+            shared = self.shared(x, call)
         if is_few and self.from_latent is None:
             routed = routed._replace(shared=shared)
         call = call._replace(routing=routed)

@@ -101,6 +101,8 @@ def _name(one: Product) -> str:
 
 def _cell(launch: Launch) -> str:
     """Kernel and numbers, and what it computes besides."""
+    if launch.with_experts:
+        return "with experts"
     return f"{launch.config}" + "".join(f" + {name}" for name in INSIDE if getattr(launch, name))
 
 
@@ -109,7 +111,7 @@ def _reasons(names: list[str], whys: dict[int, list[str]]) -> Iterator[str]:
     found: dict[tuple[str, str], list[int]] = {}
     for rows, all_whys in whys.items():
         for name, why in zip(names, all_whys, strict=True):
-            if why not in ("", "measured", "nearest", "rule"):
+            if why not in ("", "measured", "nearest", "rule", "with experts"):
                 found.setdefault((name, why), []).append(rows)
     if found:
         yield ""

@@ -201,6 +201,11 @@ FEW = {
 """Choices and activations, and what the router has besides."""
 
 
+def everyone(rows: int) -> Routing:
+    """All rows choose the only expert there is."""
+    return route_reference(torch.zeros(1, rows, 1, device=DEVICE), TopK(1, 1), 16)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_few_tokens_without_sorting_are_the_twins_of_many(name: str) -> None:
     """Logits with ties, zeros of both signs and what is no number; widths that no tile divides. And each token by
@@ -229,6 +234,12 @@ def test_few_tokens_without_sorting_are_the_twins_of_many(name: str) -> None:
         want = combine_reference(parts, DTYPE, shared, gate, count)
         total = mixed(x, logits, options, gate_up, down, shared=shared, shared_gate=gate is not None, **around)
         torch.testing.assert_close(total, want, **TOLERANCE)
+        for number in (1, 2):  # a shared expert that the same kernels compute, as wide as so many
+            beside = rand(number * first, hidden, seed=10) / hidden**0.5, rand(hidden, number * width, seed=11) / 6
+            h = expert_gate_up_reference(x, beside[0][None], everyone(rows), SMALL, activation)
+            want = combine_reference(parts, DTYPE, h @ beside[1].T, gate, count)
+            total = mixed(x, logits, options, gate_up, down, beside=beside, shared_gate=gate is not None, **around)
+            torch.testing.assert_close(total, want, **TOLERANCE)
     expected = combine_reference(parts, DTYPE, residual)
     alone = [
         mixed(residual[row : row + 1].clone(), logits[:, row : row + 1], options, gate_up, down, norm, **around)

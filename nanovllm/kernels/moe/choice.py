@@ -111,6 +111,15 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
 
 
 @triton.jit
+def shared_weight(LOGITS, row, GATED: tl.constexpr, how):
+    """Weight of a shared expert, [warps, 1]: 1, with GATED the sigmoid of the logit behind the experts'."""
+    weight = tl.full([how.warps, 1], 1.0, tl.float32)
+    if GATED:
+        weight = weight / (1.0 + tl.exp(-tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")))
+    return weight
+
+
+@triton.jit
 def load_shared(SHARED, col, live, LOGITS, row, n_out, GATED: tl.constexpr, how):
     """Columns of what a shared expert computed, SHARED [T, n_out], in float32, with GATED times the sigmoid of the
     logit behind the experts'."""

@@ -30,6 +30,8 @@ class Routed(NamedTuple):
     """Bias, correction and factors [experts], see routing.route; tiles have them in `routing`."""
     shared: Tensor | None = None
     """[T, H] of a shared expert, which kernels for a few rows add to the sum of the others."""
+    beside: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Weights [2 I', H] and [H, I'] of a shared expert that those kernels compute, I' a multiple of I."""
     shared_gate: bool = False
     """The sigmoid of the logit behind the experts' multiplies it."""
 
@@ -55,11 +57,11 @@ def linear(
         if gated:
             around = (chosen, config, activation, norm)
             if isinstance(weight, Tensor):
-                return few_rows.gate_up(x, weight, *around)
+                return few_rows.gate_up(x, weight, *around, routed.beside[0])
             return few_streamed.gate_up(x, weight, *around, of_gate_up)
         adds = (chosen, config, residual, routed.shared, routed.shared_gate)
         if isinstance(weight, Tensor):
-            return few_rows.down(x, weight, *adds)
+            return few_rows.down(x, weight, *adds, routed.beside[1])
         return few_streamed.down(x, weight, *adds, of_down)
     if gated:
         return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, of_gate_up, delta)

@@ -33,7 +33,7 @@ from nanovllm.kernels.plan.config import (
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.fits import norms_inside, refusal, rounds_inside, why_not
 from nanovllm.kernels.plan.order import fixed_ranges, leaves_of, without_library
-from nanovllm.kernels.plan.product import Product
+from nanovllm.kernels.plan.product import Choice, Product
 from nanovllm.kernels.plan.rules import (
     FEW_EXPERTS,
     FEW_ROUTER,
@@ -76,6 +76,8 @@ class Launch:
     """Attention's chunks are merged before this begins to fetch its weight."""
     bias: bool = False
     """The addition of its bias."""
+    with_experts: bool = False
+    """The kernels of the experts beside it compute this, and what follows, too: none runs for it."""
     why: str = ""
     """Source of the choice, and what kept another kernel away."""
 
@@ -140,8 +142,11 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
     """Chooses what runs for a product of so many rows; where it is chained, in a layer whose stream is complete."""
     if product.choice is not None:
         return _launch_of_choice(product, rows, rules)
-    config, why = choose(product, rows, rules)
     around, device = product.around, rules.device
+    if around.beside is not None and _is_few(around.beside, product, rows, rules):
+        gate = around.after == "gate"
+        return Launch(FEW_EXPERTS[0 if gate else 1], gate=gate, with_experts=True, why="with experts")
+    config, why = choose(product, rows, rules)
     if product.is_adapted:
         config = sharing(config, product.gemm(rules.world), device.processors)
     gate = around.after == "gate" and config.is_our_kernel and not product.has_bias
@@ -235,15 +240,13 @@ def fixed_order(product: Product, rules: Rules) -> Ranges:
 def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     """Chooses what runs for a router, or for experts' gate and up or down: all three by the same facts."""
     assert product.choice is not None
-    (count, top_k, dtype, for_few), around = product.choice, product.around
+    (count, top_k, dtype, _), around = product.choice, product.around
     is_gated, one_order, item_size = around.after == "gate", rules.exact_bits is not None, ITEM_SIZES[product.x_dtype]
     few_experts = FP8_FEW_EXPERTS if dtype == FP8 else PACKED_FEW_EXPERTS if dtype in PACKED else FEW_EXPERTS
     most_few = FEW_TOKENS_OF.get(dtype, FEW_TOKENS)
     chained = around.is_chained and rows <= (FEW_TOKENS if dtype in ITEM_SIZES else 1) and not product.is_adapted
     chained &= item_size == 2 or dtype not in PACKED
-    few = rules.is_fused and rows <= most_few and item_size == 2 and for_few
-    few &= not (one_order or product.is_adapted)
-    if chained or few:
+    if chained or _is_few(product.choice, product, rows, rules):
         config = few_experts[0 if is_gated else 1] if product.is_of_experts else FEW_ROUTER
         return Launch(config, around.before in ("rms", "own rms"), is_gated, around.after == "residual", why="rule")
     if not product.is_of_experts:
@@ -253,6 +256,12 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
     why = "rule" if rows > most_few else "no kernel for few tokens"
     return Launch(config, gate=is_gated, why=why)
+
+
+def _is_few(choice: Choice, product: Product, rows: int, rules: Rules) -> bool:
+    """Whether kernels for a few tokens choose and compute, whatever is chained."""
+    few = rules.is_fused and rows <= FEW_TOKENS_OF.get(choice.dtype, FEW_TOKENS) and ITEM_SIZES[product.x_dtype] == 2
+    return few and choice.for_few and rules.exact_bits is None and not product.is_adapted
 
 
 def _why_apart(operations: Sequence[Product], rules: Rules) -> str:

@@ -6,6 +6,17 @@ from typing import NamedTuple
 from nanovllm.kernels.plan.config import FP8, INT4, INT8, ITEM_SIZES, KINDS, MXFP4, NVFP4, Gemm
 
 
+class Choice(NamedTuple):
+    """The experts of which a token chooses some."""
+
+    num_experts: int
+    top_k: int
+    dtype: str
+    """Dtype of their weights."""
+    for_few: bool = True
+    """Whether kernels for a few tokens choose so, and compute what these experts do."""
+
+
 class Around(NamedTuple):
     """Surroundings of a product, or of a block of a layer."""
 
@@ -21,10 +32,12 @@ class Around(NamedTuple):
     """Whether its consumer adds up sums over parts of K, or the results of a token's experts."""
     rounds: bool = False
     """Whether its result, or that of the activation behind it, may be rounded to e4m3, as the next product takes it."""
+    beside: Choice | None = None
+    """Experts that take the same rows, and whose kernels for a few tokens compute this shared one too."""
 
     def first(self, after: str = "", rounds: bool = False) -> "Around":
         """Surroundings of a block's first product, where these are the block's."""
-        return Around(self.before, after, rounds=rounds)
+        return self._replace(after=after, adds_parts=False, rounds=rounds)
 
     def last(self, before: str = "") -> "Around":
         """Surroundings of a block's last product, where these are the block's."""
@@ -50,17 +63,6 @@ ANYTHING = Around()
 """Surroundings of a product that leaves nothing to its neighbours."""
 SUMMED_AFTER = Around(adds_parts=True)
 """Surroundings of a product whose consumer is a ReduceAddNorm."""
-
-
-class Choice(NamedTuple):
-    """The experts of which a token chooses some."""
-
-    num_experts: int
-    top_k: int
-    dtype: str
-    """Dtype of their weights."""
-    for_few: bool = True
-    """Whether kernels for a few tokens choose so, and compute what these experts do."""
 
 
 @dataclass(frozen=True)
