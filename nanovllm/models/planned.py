@@ -111,7 +111,7 @@ def _reasons(names: list[str], whys: dict[int, list[str]]) -> Iterator[str]:
     found: dict[tuple[str, str], list[int]] = {}
     for rows, all_whys in whys.items():
         for name, why in zip(names, all_whys, strict=True):
-            if why not in ("", "measured", "nearest", "rule", "with experts"):
+            if why not in ("", "measured", "nearest", "rule"):
                 found.setdefault((name, why), []).append(rows)
     if found:
         yield ""

@@ -283,7 +283,7 @@ class ModelRunner:
         self._tell_backend()
         computed = self.work.state.num_computed
         with self.io.stream_context():
-            before = computed - 1  # a step moves its rows on, behind what it was given room for: they would read no keys
+            before = computed - 1  # a step moves its rows on, to where they have no room and would read no keys
 
             def again() -> None:
                 computed.copy_(before)

@@ -35,8 +35,10 @@ COMPLETE = {"qwen3": 2, "qwen3_moe": 4, "lfm2": 1}
 their products."""
 WINDOWED = ("gemma4, experts", "gpt_oss")
 """Kinds whose layers share two tables of blocks, of which a preempted request finds none again."""
-MORE: dict[str, dict[str, Any]] = {"gpt_oss": {"quantization": "mxfp4", "dtype": "float16"}}
-"""Options of a kind: packed experts take 16 bits."""
+MORE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"quantization": "mxfp4", "dtype": "float16"}, "qwen3_5_moe": {"dtype": "float16"}
+}  # fmt: skip
+"""Options of a kind: packed experts take 16 bits, and so do kernels that compute a shared expert beside the others."""
 
 
 def serve(folder: str, backend: str, fused_kernels: bool, **more: Any) -> dict[str, Any]:

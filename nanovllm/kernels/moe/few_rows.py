@@ -41,8 +41,8 @@ def _gate_up_kernel(
     X, GAIN, W, BESIDE, LOGITS, BIAS, CORRECTION, OUT, n_out, eps,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    PDL: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, TOP_K + PARTS, tokens). X [tokens, K], before its norm where there is a GAIN; OUT [tokens,
     TOP_K + PARTS, n_out], best first: silu(gate) * up, with GELU that in place of SiLU, not GATED relu(up) ** 2. The
@@ -87,8 +87,9 @@ def _down_kernel(
     H, W, BESIDE, LOGITS, BIAS, CORRECTION, FACTORS, SHARED, OUT, n_out,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, PARTS: tl.constexpr, RENORMALISE: tl.constexpr,
-    SCALE: tl.constexpr, ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
-    PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    SCALE: tl.constexpr, ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr, PRELOAD: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (column tiles, tokens). H [tokens, TOP_K + PARTS, K], the last of a shared expert by BESIDE [n_out, PARTS *
     K]; OUT [tokens, n_out], with ADDS added to; SHARED, or None: what such an expert computed, see load_shared. The
@@ -169,7 +170,8 @@ def down(
     out = h.new_empty(rows, hidden) if residual is None else residual
     _down_kernel[(triton.cdiv(hidden, config.block_n), rows)](
         h, weight, beside, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out, hidden,
-        PARTS=parts, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=residual is not None, SHARED_GATE=shared_gate,
+        PARTS=parts, RENORMALISE=options.renormalise, SCALE=options.scale, ADDS=residual is not None,
+        SHARED_GATE=shared_gate,
         **choice_constants(chosen, experts, h.device), **walk_constants(weight, config, slots),
     )  # fmt: skip
     return out

@@ -144,8 +144,7 @@ def launch(product: Product, rows: int, rules: Rules) -> Launch:
         return _launch_of_choice(product, rows, rules)
     around, device = product.around, rules.device
     if around.beside is not None and _is_few(around.beside, product, rows, rules):
-        gate = around.after == "gate"
-        return Launch(FEW_EXPERTS[0 if gate else 1], gate=gate, with_experts=True, why="with experts")
+        return Launch(LIBRARY, with_experts=True)
     config, why = choose(product, rows, rules)
     if product.is_adapted:
         config = sharing(config, product.gemm(rules.world), device.processors)
@@ -260,8 +259,8 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
 
 def _is_few(choice: Choice, product: Product, rows: int, rules: Rules) -> bool:
     """Whether kernels for a few tokens choose and compute, whatever is chained."""
-    few = rules.is_fused and rows <= FEW_TOKENS_OF.get(choice.dtype, FEW_TOKENS) and ITEM_SIZES[product.x_dtype] == 2
-    return few and choice.for_few and rules.exact_bits is None and not product.is_adapted
+    takes = choice.for_few and rows <= FEW_TOKENS_OF.get(choice.dtype, FEW_TOKENS) and not product.is_adapted
+    return takes and rules.is_fused and rules.exact_bits is None and ITEM_SIZES[product.x_dtype] == 2
 
 
 def _why_apart(operations: Sequence[Product], rules: Rules) -> str:
