@@ -104,19 +104,10 @@ class MoE(WeightedModule):
             self.gate_up_bias.zero_()
         self.adds_bias = group.rank == 0
         for_few = takes_few_tokens(config, of_gate_up, of_down, device)
-        precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
         if not (for_few and is_experts_alone(config)):
             around = around.apart
         choice = Choice(count, config.top_k, of_gate_up.type_name, for_few)
-        self.shared: MLP | None = None
-        if config.shared_size:
-            shared_size, *_ = part_of(config.shared_size, group, max(map(column_multiple, precisions)))
-            is_alike = (how, *precisions) == (None,) * 3 and not config.latent_size and shared_size % self.size == 0
-            self.shared = MLP(  # whose parts combine does not add up
-                context, hidden_size, config.shared_size, activation=config.activation if config.gated else "relu2",
-                gated=config.gated, precisions=precisions, around=Around(beside=choice if is_alike else None),
-                path="shared.",
-            )  # fmt: skip
+        self.shared = shared_expert(context, spec, choice, self.size) if config.shared_size else None
         self.to_latent = self.from_latent = None
         if config.latent_size:
             self.to_latent, self.from_latent = (
@@ -204,6 +195,21 @@ class MoE(WeightedModule):
         """View of gate_up or its bias without padding: [experts, 2, I, ...]."""
         count, rows = tensor.shape[:2]
         return tensor.view(count, 2, rows // 2, *tensor.shape[2:])[:, :, : self.valid]
+
+
+def shared_expert(context: ModelContext, spec: LayerSpec, choice: Choice, size: int) -> MLP:
+    """The expert of all tokens. choice, size: of the others, and their width on this rank; where it is like a few of
+    them, side by side, their kernels may compute it."""
+    config = context.config.moe
+    assert config is not None
+    precisions = (spec.precision("shared_gate_up"), spec.precision("shared_down"))
+    own, *_ = part_of(config.shared_size, context.group, max(map(column_multiple, precisions)))
+    is_alike = (spec.precision("experts"), *precisions) == (None,) * 3 and not config.latent_size and own % size == 0
+    return MLP(  # whose parts combine does not add up
+        context, context.config.hidden_size, config.shared_size, gated=config.gated, precisions=precisions,
+        activation=config.activation if config.gated else "relu2", around=Around(beside=choice if is_alike else None),
+        path="shared.",
+    )  # fmt: skip
 
 
 def takes_few_tokens(config: MoEConfig, gate_up: Weight, down: Weight, device: Device) -> bool:
