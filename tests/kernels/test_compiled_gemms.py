@@ -16,12 +16,12 @@ from nanovllm.kernels.gemm import packed_row, packed_tile, roles, stream
 from nanovllm.kernels.gemm.e2m1 import E2M1
 from nanovllm.kernels.gemm.packed import INT8 as BYTES
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.kernels.moe import choice, few_streamed, packed
+from nanovllm.kernels.moe import choice, few_rows, few_streamed, packed
 from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.moe.routing import Routing, TopK
 from nanovllm.kernels.plan.config import INT4, INT8, MXFP4, NVFP4, Gemm, GemmConfig, streaming
-from nanovllm.kernels.plan.rules import PACKED_FEW_EXPERTS, expert_tiles, int4_config, packed_row_config
+from nanovllm.kernels.plan.rules import FEW_EXPERTS, PACKED_FEW_EXPERTS, expert_tiles, int4_config, packed_row_config
 from nanovllm.kernels.pointwise.norm import Norm
 
 CPU = torch.device("cpu")
@@ -160,6 +160,27 @@ PACKED_CODES = {
 def test_few_rows_by_packed_weights(name: str, dtype: torch.dtype) -> None:
     """No weight moves between threads: warps meet to choose experts, and for the last sums."""
     run_alone(compile_few_packed, name, str(dtype).removeprefix("torch."))
+
+
+def compile_shared(experts: int, top_k: int, hidden: int, width: int, parts: int, gated: bool) -> None:
+    launch_dependently(choice)
+    compile_only()
+    options = TopK(experts, top_k, sigmoid=not gated)
+    chosen, rows = Chosen(empty(1, 1, experts + 1, dtype=torch.float32), options), width * (1 + gated)
+    h = few_rows.gate_up(
+        empty(1, hidden), empty(experts, rows, hidden), chosen, FEW_EXPERTS[0], ExpertActivation(gated=gated),
+        beside=empty(parts * rows, hidden),
+    )  # fmt: skip
+    down = empty(experts, hidden, width), chosen, FEW_EXPERTS[1], None, None, gated
+    few_rows.down(h, *down, empty(hidden, parts * width))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [(256, 8, 2048, 512, 1, True), (64, 4, 2048, 1536, 1, True),
+                                  (128, 6, 2688, 1856, 2, False), (128, 8, 4096, 1408, 1, True)])
+def test_a_shared_expert_beside_the_others(case: tuple[int, int, int, int, int, bool]) -> None:
+    """Of Qwen3.6-35B-A3B, GLM-4.7-Flash, Nemotron 3 Nano and GLM-4.5-Air: registers hold what is on its way."""
+    run_alone(compile_shared, *case)
 
 
 def compile_stream(rows: int, k: int, normed: int) -> None:
