@@ -176,7 +176,6 @@ class BareKeys(ToolFamily):
             else:
                 yield from self.read_literal(source, emit)
             while open_ones:
-                yield from source.blanks()
                 end, behind_key = open_ones[-1]
                 if (yield from source.expect(",", end)) == ",":
                     emit(", ")

@@ -230,7 +230,6 @@ class ToolFamily:
         yield from self._read_call(tools, source, output)
         last = [piece for piece in form.last if not isinstance(piece, Slot)]
         while last:
-            yield from source.blanks()
             end, next_one = self._text(last[0]), self._separator or self._text(form.call[0])
             if (yield from source.expect(end, next_one, takes=False)) == end:
                 yield from self._pass_over(last, source)
@@ -251,7 +250,6 @@ class ToolFamily:
             elif piece in (Slot.ID, Slot.NUMBER):
                 yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
-                yield from source.blanks()
                 if output.num_calls == num_calls:
                     yield from source.expect(self.arguments_begin, takes=False)
                     _begin_call(name, known, source, output)
@@ -259,7 +257,6 @@ class ToolFamily:
                 output.calls_complete = True
             elif piece is Slot.PARAMETERS:
                 begin, end = self._text(self._form.key_begin[0]), self._text(self._form.after[0]).strip()
-                yield from source.blanks()
                 if output.num_calls == num_calls:
                     yield from source.expect(begin, end, takes=False)
                     _begin_call(name, known, source, output)
@@ -289,7 +286,6 @@ class ToolFamily:
             opening = ", "
             yield from self._pass_over(self._form.key_end[1:], source)
             yield from self._read_value(tool, named.get(key, others or {}), source, output)
-            yield from source.blanks()
         output.arguments("}" if opening == ", " else "{}")
         output.calls_complete = True
 
@@ -327,9 +323,8 @@ class ToolFamily:
     def _pass_over(self, pieces: Sequence[Piece], source: Source) -> Steps:
         """Takes texts and tags, and blanks before them. Raises Malformed where something else comes."""
         for piece in pieces:
-            yield from source.blanks()
-            if not isinstance(piece, Slot) and (text := self._text(piece).strip()):
-                yield from source.expect(text)
+            if not isinstance(piece, Slot):
+                yield from source.expect(self._text(piece).strip())
 
 
 def any_but(term: str, names: Collection[str]) -> str:
@@ -351,15 +346,11 @@ def _begin_call(name: str, known: Collection[str], source: Source, output: Outpu
 
 def _read_object(known: Collection[str], source: Source, output: Output) -> Steps:
     """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none."""
-    yield from source.blanks()
     yield from source.expect("{")
     named, has_arguments, early = False, False, list[str]()
     while True:
-        yield from source.blanks()
         key = yield from source.string()
-        yield from source.blanks()
         yield from source.expect(":")
-        yield from source.blanks()
         if key == "name" and not named:
             _begin_call((yield from source.string()), known, source, output)
             output.arguments("".join(early))
@@ -369,7 +360,6 @@ def _read_object(known: Collection[str], source: Source, output: Output) -> Step
             has_arguments = True
         else:
             yield from source.value(lambda _: None)
-        yield from source.blanks()
         if (yield from source.expect(",", "}")) == "}":
             break
     if not named:

@@ -111,7 +111,6 @@ class Pythonic(BareKeys):
         else:
             is_text = source.text[:1] in ('"', "'")
             yield from self.read_literal(source, emit if is_text else lambda text: emit(f'"{text}"'))
-        yield from source.blanks()
         yield from source.expect(behind)
 
 

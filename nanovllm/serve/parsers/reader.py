@@ -70,8 +70,9 @@ class Source:
             yield
 
     def expect(self, *texts: str, takes: bool = True) -> Generator[None, None, str]:
-        """Takes the first of `texts` that comes; `takes` False: leaves it there. Raises Malformed where something else
-        does."""
+        """Takes the first of `texts` that comes behind blanks; `takes` False: leaves it there. Raises Malformed where
+        something else does."""
+        yield from self.blanks()
         while True:
             for text in texts:
                 if self.text.startswith(text):
@@ -94,10 +95,9 @@ class Source:
             yield
 
     def string(self) -> Generator[None, None, str]:
-        """Takes a JSON string."""
+        """Takes a JSON string behind blanks."""
         pieces: list[str] = []
-        while not self.text and not self.ended:
-            yield
+        yield from self.blanks()
         if not self.text.startswith('"'):
             raise Malformed
         yield from self.value(pieces.append)
@@ -107,7 +107,8 @@ class Source:
             raise Malformed from None
 
     def value(self, emit: Callable[[str], None]) -> Steps:
-        """Takes one JSON value and emits its text as it comes."""
+        """Takes one JSON value behind blanks and emits its text as it comes."""
+        yield from self.blanks()
         scan = _Value()
         while True:
             end = scan.end_in(self.text)
