@@ -229,7 +229,7 @@ class Reader:
     """One output, read as it comes."""
 
     def __init__(self, program: Callable[[Source, Output], Steps], output: Output) -> None:
-        self._source, self._output = Source(), output
+        self._source, self.output = Source(), output
         self._steps: Steps | None = program(self._source, output)
         self._advance()
 
@@ -243,16 +243,8 @@ class Reader:
         """The output has ended: what was held back."""
         self._source.ended = True
         self._advance()
-        self._output.finish()
+        self.output.finish()
         return self._drain()
-
-    @property
-    def num_calls(self) -> int:
-        return self._output.num_calls
-
-    @property
-    def calls_complete(self) -> bool:
-        return self._output.calls_complete
 
     def _advance(self) -> None:
         if self._steps is not None:
@@ -261,11 +253,11 @@ class Reader:
             except StopIteration:
                 self._steps = None
         if self._steps is None:  # all after the last call
-            self._output.text(self._source.text)
+            self.output.text(self._source.text)
             self._source.text = ""
 
     def _drain(self) -> list[Delta]:
-        deltas, self._output.deltas = self._output.deltas, []
+        deltas, self.output.deltas = self.output.deltas, []
         return deltas
 
 
