@@ -73,15 +73,9 @@ class ChatTemplate:
             chat, add_generation_prompt=True
         )
 
-    def takes_parts(self, role: str) -> bool:
-        """Whether the template goes through the parts of such a message's content; others want one text."""
-        return self._of_parts(role)[0]
-
-    def needs_parts(self, role: str) -> bool:
-        """Whether it shows nothing else, as with templates that look for images."""
-        return self._of_parts(role)[1]
-
-    def _of_parts(self, role: str) -> tuple[bool, bool]:
+    def parts_of(self, role: str) -> tuple[bool, bool]:
+        """Whether the template goes through the parts of such a message's content, where others want one text; and
+        whether it shows nothing else, as with templates that look for images."""
         if role not in self._parts:
             marks = ("probe1x", "probe2x")
             as_text, as_parts = (
@@ -184,10 +178,10 @@ def _readable(messages: Messages, template: ChatTemplate) -> Chat:
             message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
-        content, role = message.get("content"), str(message.get("role"))
-        if isinstance(content, list) and (message.get("tool_calls") or not template.takes_parts(role)):
+        content, (takes_parts, needs_parts) = message.get("content"), template.parts_of(str(message.get("role")))
+        if isinstance(content, list) and (message.get("tool_calls") or not takes_parts):
             message["content"] = content = "\n".join(map(_text_of, content))
-        if isinstance(content, str) and template.needs_parts(role):
+        if isinstance(content, str) and needs_parts:
             message["content"] = [{"type": "text", "text": content}]
         out.append(message)
     return out
