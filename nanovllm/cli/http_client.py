@@ -30,13 +30,10 @@ class NoServer(ServerError):
 
 
 class Response:
-    """A connection, and what came of its latest request; also the parser's listener."""
+    """What comes on a connection of a request; also the parser's listener."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.begin()
-
-    def begin(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
         self.pieces: list[bytes] = []
         self.headers: dict[str, str] = {}
@@ -98,7 +95,10 @@ class Response:
                     await self.body()
                     return
                 if data:
-                    yield now, _checked(json.loads(data), self.status)
+                    said = json.loads(data)
+                    if isinstance(said, dict) and said.get("error"):
+                        raise ServerError(_message(said), self.status)
+                    yield now, said
 
     async def raise_for_status(self) -> None:
         """Raises ServerError with the server's own words where it did not answer 200."""
@@ -113,12 +113,6 @@ def error_of(status: int, body: bytes) -> ServerError:
     except ValueError:
         message = body[:500].decode("utf-8", "replace")
     return ServerError(f"the server answers {status}: {message}", status)
-
-
-def _checked(event: Any, status: int) -> dict[str, Any]:
-    if isinstance(event, dict) and event.get("error"):
-        raise ServerError(_message(event), status)
-    return event  # type: ignore[no-any-return]
 
 
 def _message(said: Any) -> str:
@@ -143,7 +137,7 @@ class Client:
         if api_key:
             own["authorization"] = f"Bearer {api_key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in own.items())
-        self._idle: list[Response] = []
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: bytes = b"", headers: str = "") -> AsyncIterator[Response]:
@@ -157,7 +151,7 @@ class Client:
             if connection is not None:
                 ends = connection.is_closed or connection.headers.get("connection", "").lower() == "close"
                 if connection.is_complete and not ends:
-                    self._idle.append(connection)
+                    self._idle.append((connection.reader, connection.writer))
                 else:
                     connection.writer.transport.abort()
 
@@ -165,8 +159,7 @@ class Client:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {len(body)}\r\n\r\n"
         while True:
             is_used = bool(self._idle)
-            connection = self._idle.pop() if is_used else await self._connect()
-            connection.begin()
+            connection = Response(*(self._idle.pop() if is_used else await self._connect()))
             try:
                 connection.writer.write(head.encode() + body)
                 while not connection.has_headers:
@@ -180,12 +173,12 @@ class Client:
                 connection.writer.transport.abort()
                 raise
 
-    async def _connect(self) -> Response:
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             if self._socket:
-                return Response(*await asyncio.open_unix_connection(self._socket))
+                return await asyncio.open_unix_connection(self._socket)
             context = ssl.create_default_context() if self._tls else None
-            return Response(*await asyncio.open_connection(self._host, self._port, ssl=context))
+            return await asyncio.open_connection(self._host, self._port, ssl=context)
         except OSError as error:
             place = self._socket or f"{self._host}:{self._port}"
             raise NoServer(f"no server at {place}: {error.strerror or error}") from None
@@ -212,6 +205,6 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         """Closes its connections."""
-        for connection in self._idle:
-            connection.writer.transport.abort()
+        for _reader, writer in self._idle:
+            writer.transport.abort()
         self._idle.clear()
