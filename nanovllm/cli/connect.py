@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object, number
@@ -106,6 +106,6 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
     check_options(model, engine, server)
     from nanovllm.cli.local_server import LocalServer
 
-    with LocalServer(model, engine, server) as own:
+    with closing(LocalServer(model, engine, server)) as own:
         own.wait_until_ready(quiet)
         yield own.url
