@@ -67,8 +67,8 @@ def run(parser: Parser, arguments: list[str]) -> int:
         found = {"gpu": gpu.device.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}
         print(json.dumps(found))
     else:
-        lines = (*_heading(config, model, gpu, plans[0], notes), "", *_table(plans, lengths), *_refused(refused))
-        print("\n".join(lines))
+        rest = (f"ranks={size}: {why}" for size, why in refused.items())
+        print("\n".join([*_heading(config, model, gpu, plans[0], notes), "", *_table(plans, lengths), *rest]))
     return 0
 
 
@@ -147,11 +147,6 @@ def _table(plans: list["RankPlan"], lengths: list[int]) -> Iterator[str]:
     for row in (columns, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
     yield "Sizes are GiB of a rank. Step, graphs and libraries are estimates, which an engine measures."
-
-
-def _refused(refused: dict[int, str]) -> Iterator[str]:
-    for size, why in refused.items():
-        yield f"ranks={size}: {why}"
 
 
 def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:
