@@ -51,12 +51,11 @@ class Predictor:
             outputs = self._llm.chat(prompts, params, use_tqdm=False)
         else:
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        found = {"text": "text", "token_ids": "token_ids", "finish_reason": "finish_reason"}
         many = self._params.n > 1
-        for name, field in found.items():
+        for name in ("text", "token_ids", "finish_reason"):
             column = np.empty(len(outputs), dtype=object)
             for row, output in enumerate(outputs):
-                values = [getattr(each, field) for each in output.outputs]
+                values = [getattr(each, name) for each in output.outputs]
                 column[row] = values if many else values[0]
             batch[f"{self._output}_{name}"] = column
         return batch
