@@ -42,7 +42,7 @@ class ServeOptions:
     """Origins of web pages that may call the server, such as https://your.page; none by default. "*": all."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = option((), (all, "names that are not empty"))
     """Names that requests may use for the model; the first is shown. "*": any name. Default: the model's own name."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters that requests may name as their model: name=folder, each. Needs enable_lora (docs/adapters.md)."""
@@ -103,8 +103,6 @@ class ServeOptions:
         if unknown := [*self.override_generation_config.keys() - {*SAMPLING_DEFAULTS}]:
             hint = near_miss(unknown[0], SAMPLING_DEFAULTS) or f"; must be one of {', '.join(SAMPLING_DEFAULTS)}"
             raise ValueError(f"override_generation_config: unknown entry {shown(unknown[0])}{hint}")
-        if not all(self.served_model_name):
-            refuse("served_model_name", self.served_model_name, "names that are not empty")
         if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:
             refuse("lora_modules", wrong[0], "name=folder")
         if self.max_waiting_per_key is not None and not self.api_keys:
