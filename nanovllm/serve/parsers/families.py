@@ -1,6 +1,5 @@
 """Forms of tool calls, one for each family of models, and the family that a chat template is of."""
 
-import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -40,37 +39,6 @@ class Slot(Enum):
     ID, NUMBER, BLANK, BREAK, BREAKS = "id", "number", "blank", "break", "breaks"
 
 
-class Mark(str):
-    """Name of a tag in a form."""
-
-
-Piece = str | Mark | Slot
-
-
-class Form:
-    """A CallForm, cut into pieces: slots, tags and the texts between them."""
-
-    def __init__(self, call_form: CallForm) -> None:
-        self.written = call_form
-        self.call, self.first, self.last, self.between = map(
-            self._pieces, (call_form.call, call_form.first, call_form.last, call_form.between)
-        )
-        named = f'{{"name": "{{name}}", "{call_form.arguments}": {{arguments}}}}'
-        before, _, rest = call_form.call.replace("{call}", named).partition("{name}")
-        middle, _, after = rest.partition("{parameters}" if call_form.parameter else "{arguments}")
-        self.before, self.middle, self.after = map(self._pieces, (before, middle, after))
-        """Pieces before the name, between it and the arguments, and after these."""
-        key, _, rest = call_form.parameter.partition("{value}")
-        begin, _, end = key.partition("{key}")
-        self.key_begin, self.key_end, self.value_end = map(self._pieces, (begin, end, rest))
-        """Pieces before a parameter's name, behind it and behind its value; the first one ends name or value."""
-
-    def _pieces(self, text: str) -> list[Piece]:
-        known: dict[str, Piece] = {f"{{{slot.value}}}": slot for slot in Slot}
-        known.update((tag, Mark(tag)) for tag in self.written.tags)
-        return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
-
-
 def _hy_v3(suffix: str) -> CallForm:
     """Hy3's, whose tags end with a suffix in some checkpoints."""
     calls, call, key, value = (f"{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value"))
@@ -102,7 +70,7 @@ def _deepseek(call: str) -> CallForm:
 
 _PYTHONIC = {"call": "{name}{arguments}", "between": ",{blank}"}
 """Arguments as in Python, see pythonic.py."""
-_CALL_FORMS = {
+FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
         tags=("<tool_call>", "</tool_call>"),
         call="\n<function={name}>\n{parameters}</function>\n</tool_call>",
@@ -182,7 +150,6 @@ _CALL_FORMS = {
         is_tagged=False,
     ),
 }
-FORMS = {name: Form(form) for name, form in _CALL_FORMS.items()}
 HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
 _MARKS = (  # the first whose text is in a template
