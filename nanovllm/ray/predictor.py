@@ -43,9 +43,7 @@ class Predictor:
             if name not in batch:
                 raise ValueError(f"column={name!r}: must be one of {', '.join(map(repr, batch))}")
         prompts = [_plain(value) for value in batch[self._column]]
-        seeds: list[int | None] = [None] * len(prompts)
-        if self._seed_column is not None:
-            seeds = [int(seed) for seed in batch[self._seed_column]]
+        seeds = [None] * len(prompts) if self._seed_column is None else map(int, batch[self._seed_column])
         params = [self._of_row(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         if prompts and isinstance(prompts[0], list) and prompts[0] and isinstance(prompts[0][0], dict):
             outputs = self._llm.chat(prompts, params, use_tqdm=False)
