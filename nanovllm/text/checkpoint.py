@@ -309,15 +309,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def _decodes_by_token(decoder: Any) -> bool:
     """Whether a decoder makes of a token, unless it begins the text, the same bytes in any text."""
     state = {} if decoder is None else json.loads(decoder.__getstate__())
-    for part in state.get("decoders", [state]):
-        kind = part.get("type")
-        if not (
-            kind in ("ByteFallback", "Fuse", "Metaspace")
-            or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
-            or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
-        ):
-            return False
-    return True
+    return all(
+        (kind := part.get("type")) in ("ByteFallback", "Fuse", "Metaspace")
+        or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
+        or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
+        for part in state.get("decoders", [state])
+    )
 
 
 def _content(token: Any) -> str:
