@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
@@ -52,11 +53,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus has them."""
-        total, found = 0, []
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
+        bounds = *map(str, map(float, self.bounds)), "+Inf"
+        return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
 
 _HISTOGRAMS: dict[str, Sequence[float]] = {
