@@ -25,13 +25,11 @@ _SERVER_GROUPS = {
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
 }
-_ANY = ("true", "false")
+_SWITCHES = ("disable_fastapi_docs", "disable_log_requests", "disable_uvicorn_access_log")
 SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "api_server_count": (("1",), "one process serves HTTP"),
     "chat_template_content_format": (("auto",), "it is detected from the template"),
-    "disable_fastapi_docs": (_ANY, ""),
-    "disable_log_requests": (_ANY, ""),
-    "disable_uvicorn_access_log": (_ANY, ""),
+    **dict.fromkeys(_SWITCHES, (("true", "false"), "")),
     "enable_auto_tool_choice": (("true",), "requests choose with tool_choice"),
     "enable_force_include_usage": (("false",), "set stream_options in requests"),
     "enable_log_outputs": (("false",), "answers are never logged"),
@@ -46,8 +44,7 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "return_tokens_as_token_ids": (("false",), "set it in requests"),
     "stream_interval": (("1",), "each step's tokens are sent at once"),
     "tool_parser_plugin": ((), "use tool_call_parser"),
-    "uvicorn_log_level": (("*",), ""),
-    "weight_transfer_config": (("*",), ""),
+    **dict.fromkeys(("uvicorn_log_level", "weight_transfer_config"), (("*",), "")),
 }
 """vLLM's options of its server that are none here, as vllm_options.FIXED has those of the engine."""
 SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
