@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,8 @@ class ServeOptions:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"otlp_traces_endpoint={shown(url)}: must be the http URL of a collector")
-    try:
+    found = None
+    with suppress(ModuleNotFoundError):
         found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
-    except ModuleNotFoundError:
-        found = None
     if found is None:
         raise ValueError("otlp_traces_endpoint: needs pip install 'nanovllm[otel]'")
