@@ -30,7 +30,7 @@ class NoServer(ServerError):
 
 
 class Response:
-    """What comes on a connection of a request; also the parser's listener."""
+    """Answer to one request, as it comes on a connection; also the parser's listener."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
