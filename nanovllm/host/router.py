@@ -30,10 +30,7 @@ class HeldPrefixes:
 
     def num_hits(self, hashes: list[bytes]) -> int:
         """Number of leading blocks of a prompt that are cached."""
-        for number, digest in enumerate(hashes):
-            if digest not in self._hashes:
-                return number
-        return len(hashes)
+        return next((number for number, digest in enumerate(hashes) if digest not in self._hashes), len(hashes))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Notes that the blocks of a request were used."""
