@@ -21,28 +21,24 @@ _SPARE_BLOCKS = 1.25  # and requests for this many times the blocks of its KV ca
 _MEAN_WEIGHT = 0.02  # of one output in the running mean of output lengths
 
 
-class HeldPrefixes:
+class HeldPrefixes(OrderedDict[bytes, None]):
     """Block hashes that a replica's prefix cache is expected to hold; the least recently used are dropped first."""
 
     def __init__(self, num_blocks: int) -> None:
+        super().__init__()
         self._num_blocks = num_blocks
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
     def num_hits(self, hashes: list[bytes]) -> int:
         """Number of leading blocks of a prompt that are cached."""
-        return next((number for number, digest in enumerate(hashes) if digest not in self._hashes), len(hashes))
+        return next((number for number, digest in enumerate(hashes) if digest not in self), len(hashes))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Notes that the blocks of a request were used."""
-        held = self._hashes
         for digest in reversed(list(hashes)):  # a prompt's tail is evicted first, as in RowMemory.release
-            held[digest] = None
-            held.move_to_end(digest)
-        while len(held) > self._num_blocks:
-            held.popitem(last=False)
-
-    def clear(self) -> None:
-        self._hashes.clear()
+            self[digest] = None
+            self.move_to_end(digest)
+        while len(self) > self._num_blocks:
+            self.popitem(last=False)
 
 
 @dataclass(eq=False)
