@@ -8,7 +8,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -121,7 +121,7 @@ def _message(said: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
 
 
-class Client:
+class Client(AbstractAsyncContextManager["Client"]):
     """Client of one server. Use it in an `async with`."""
 
     def __init__(self, url: str, api_key: str | None = None, headers: dict[str, str] | None = None) -> None:
@@ -199,9 +199,6 @@ class Client:
     async def model(self) -> str:
         """The first model's name. Raises ServerError."""
         return str((await self.get("/v1/models"))["data"][0]["id"])
-
-    async def __aenter__(self) -> "Client":
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         """Closes its connections."""
