@@ -78,10 +78,9 @@ class Adapters:
             _save(Path(folder.name), tensors, config)
             path = folder.name
         self._load_adapter(replace(request, lora_path=str(path)), replaces=True)
+        self._saved.pop(name, None)
         if folder is not None:
             self._saved[name] = folder
-        else:
-            self._saved.pop(name, None)
         return request
 
     def remove_adapter(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Log-probabilities as the engine hands them back: lines of the steps' tables, dicts when looked at. No torch."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -41,14 +41,10 @@ class LogprobRows:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def append(self, table: np.ndarray, line: int) -> None:
+    def append(self, table: np.ndarray | None, line: int = 0) -> None:
+        """Appends a position; None: one without log-probabilities."""
         self._tables.append(table)
         self._lines.append(line)
-
-    def append_missing(self) -> None:
-        """Appends a position without log-probabilities."""
-        self._tables.append(None)
-        self._lines.append(0)
 
     def put(self, position: int, table: np.ndarray, line: int) -> bool:
         """Fills a position in; returns whether nothing was there."""
@@ -118,17 +114,13 @@ class KeptIds(Sequence[np.ndarray | None]):
         self._vocab_size = vocab_size
         self._lines: list[np.ndarray | None] = []
 
-    def append_missing(self) -> None:
-        """Appends a token that came with the request, for which nothing is known."""
-        self._lines.append(None)
-
     def append(self, table: np.ndarray, line: int) -> None:
         """`table` int32 [lines, words]: bit i % 32 of word i // 32 is that of id i."""
         self._lines.append(table[line].copy())
 
-    def append_ids(self, ids: np.ndarray) -> None:
-        """`ids` int32 [any number]: those of a token."""
-        self._lines.append(id_bits(ids, self._vocab_size))
+    def append_ids(self, ids: np.ndarray | None) -> None:
+        """`ids` int32 [any number]: those of a token; None: of one that came with the request."""
+        self._lines.append(None if ids is None else id_bits(ids, self._vocab_size))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -191,9 +183,6 @@ class LogprobsList(Sequence[dict[int, Logprob] | None]):
         if isinstance(index, slice):
             return LogprobsList(self._rows, self._positions[index])
         return self._rows.shown(self._positions[index])
-
-    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
-        return (self[i] for i in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -42,7 +42,7 @@ def interrupt_between_steps() -> Iterator[Interrupt]:
         raise KeyboardInterrupt
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A tqdm bar over requests, with prefill and decode tokens/s since it was opened."""
 
     _INTERVAL = 0.1
@@ -63,9 +63,6 @@ class ProgressBar:
             prefill, decode = (prompt_tokens - self._prefill) / seconds, (decoded - self._decode) / seconds
             self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
             self._bar.update(finished - self._bar.n)
-
-    def __enter__(self) -> "ProgressBar":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -28,14 +28,12 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Values by another name, of our options."""
 FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "async_scheduling": (("true",), "disable='async_scheduling' turns it off"),
-    "calculate_kv_scales": (("true", "false"), ""),
     "compilation_config": ((), "torch.compile is not used; enforce_eager=True turns CUDA graphs off"),
     "config_format": (("auto", "hf"), "checkpoints need a config.json"),
     "cpu_offload_gb": (("0",), "weights stay on the GPUs; quantization='int4' makes them smaller"),
     "disable_cascade_attn": (("true",), "there is no cascade attention"),
     "disable_custom_all_reduce": (("false",), "disable='peer_all_reduce' uses NCCL"),
     "disable_hybrid_kv_cache_manager": (("false",), "disable='window_groups' keeps all tokens of layers with windows"),
-    "disable_log_stats": (("true", "false"), ""),
     "disable_sliding_window": (("false",), "windows are part of the model"),
     "distributed_executor_backend": (("mp", "uni", "auto"), "data_parallel_backend='ray' places replicas on a cluster"),
     "enable_chunked_prefill": (("true",), "prompts are always chunked; see max_num_prefill_tokens_with_decodes"),
@@ -64,7 +62,7 @@ FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
         "code from a checkpoint is never run: the engine implements the families of docs/models.md itself, and chat "
         "templates run in a sandbox",
     ),
-    "use_tqdm_on_load": (("true", "false"), ""),
+    **dict.fromkeys(("calculate_kv_scales", "disable_log_stats", "use_tqdm_on_load"), (("true", "false"), "")),
 }
 """Options that are none here: values, as texts, that ask for what is done anyway ("*": all), and what to do instead of
 others."""

@@ -18,7 +18,7 @@ import string
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     options = {"device": "cpu", "num_kvcache_blocks": 4096, "data_parallel_size": given.replicas}
-    with LocalServer(str(ROOT / "assets" / "demo-qwen3"), options) as server:
+    with closing(LocalServer(str(ROOT / "assets" / "demo-qwen3"), options)) as server:
         server.wait_until_ready()
         return 0 if asyncio.run(Soak(given, server).run()) else 1
 

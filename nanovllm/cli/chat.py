@@ -7,14 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.connect import (
-    add_sampling_options,
-    add_server_options,
-    answer_lines,
-    piped_text,
-    server_url,
-    stream_answer,
-)
+from nanovllm.cli.connect import answer_lines, asking_parser, piped_text, server_url, stream_answer
 from nanovllm.cli.options import Parser
 
 _HELP = """/reset         begins a new chat
@@ -24,12 +17,7 @@ _HELP = """/reset         begins a new chat
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="nanovllm chat",
-        description="Chats with a model. Piped input is one message: echo hi | nanovllm chat -q",
-    )
-    add_server_options(parser)
-    add_sampling_options(parser)
+    parser = asking_parser("chat", "Chats with a model. Piped input is one message: echo hi | nanovllm chat -q")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--no-thinking", action="store_true", help="turn reasoning off in the chat template")
     return parser

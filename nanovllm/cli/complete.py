@@ -4,24 +4,12 @@ import argparse
 import asyncio
 import sys
 
-from nanovllm.cli.connect import (
-    add_sampling_options,
-    add_server_options,
-    answer_lines,
-    piped_text,
-    server_url,
-    stream_answer,
-)
+from nanovllm.cli.connect import answer_lines, asking_parser, piped_text, server_url, stream_answer
 from nanovllm.cli.options import Parser
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="nanovllm complete",
-        description="Completes a text: --prompt, piped input, or lines typed at the terminal.",
-    )
-    add_server_options(parser)
-    add_sampling_options(parser)
+    parser = asking_parser("complete", "Completes a text: --prompt, piped input, or lines typed at the terminal.")
     parser.add_argument("-p", "--prompt", metavar="TEXT")
     return parser
 

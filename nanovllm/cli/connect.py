@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from nanovllm.cli.options import Parser, add_fields, chosen, dashed, json_object, number
@@ -20,6 +20,20 @@ _SAMPLING: dict[str, Callable[[str], Any]] = {
 """Fields of requests that are options of `chat` and `complete`, beside `stop`."""
 
 
+def asking_parser(command: str, description: str) -> Parser:
+    """A parser for `chat` or `complete`."""
+    parser = Parser(prog=f"nanovllm {command}", description=description)
+    add_server_options(parser)
+    parser.add_argument("--model-name", metavar="NAME", help="model name to request; default: the server's first")
+    group = parser.add_argument_group("sampling")
+    for name, kind in _SAMPLING.items():
+        group.add_argument(dashed(name), type=kind, metavar="N")
+    group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the answer only")
+    return parser
+
+
 def add_server_options(parser: Parser, model_option: bool = False) -> None:
     """Adds the options that name a server or a model. `model_option`: --model MODEL in place of an argument."""
     group = parser.add_argument_group("server")
@@ -31,16 +45,6 @@ def add_server_options(parser: Parser, model_option: bool = False) -> None:
     group.add_argument("--api-key", default=os.environ.get("NANOVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY"))
     add_fields(parser, EngineConfig, leave_out=["model", "seed"])
     parser.epilog = "With a model, all engine options of `nanovllm serve` work too."
-
-
-def add_sampling_options(parser: Parser) -> None:
-    parser.add_argument("--model-name", metavar="NAME", help="model name to request; default: the server's first")
-    group = parser.add_argument_group("sampling")
-    for name, kind in _SAMPLING.items():
-        group.add_argument(dashed(name), type=kind, metavar="N")
-    group.add_argument("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
-    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="more fields of the request")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print the answer only")
 
 
 def piped_text() -> str:
@@ -106,6 +110,6 @@ def server_url(given: argparse.Namespace, quiet: bool = False) -> Iterator[str]:
     check_options(model, engine, server)
     from nanovllm.cli.local_server import LocalServer
 
-    with LocalServer(model, engine, server) as own:
+    with closing(LocalServer(model, engine, server)) as own:
         own.wait_until_ready(quiet)
         yield own.url

@@ -101,25 +101,23 @@ def gather() -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    for name in ("nanovllm", "python", "platform", "cpus"):
-        yield f"{name:<12} {found[name]}"
-    for name, version in found["packages"].items():
-        yield f"{name:<12} {version}"
-    yield f"{'CUDA':<12} torch is built for {found['cuda_of_torch'] or 'none'}, driver {found['driver'] or 'none'}"
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((name, found[name]) for name in ("nanovllm", "python", "platform", "cpus"))
+    yield from found["packages"].items()
+    yield "CUDA", f"torch is built for {found['cuda_of_torch'] or 'none'}, driver {found['driver'] or 'none'}"
     for index, gpu in enumerate(found["gpus"]):
         capability = f"compute capability {gpu['compute_capability']}"
-        yield f"{f'GPU {index}':<12} {gpu['name']}, {gpu['memory_gib']} GiB, {capability}"
+        yield f"GPU {index}", f"{gpu['name']}, {gpu['memory_gib']} GiB, {capability}"
     if not found["gpus"]:
-        yield f"{'GPU':<12} none that torch sees: models run on the CPU"
-    attention = found["attention"]
-    yield f"{'attention':<12} {attention['backend']} ({attention['reason']})"
+        yield "GPU", "none that torch sees: models run on the CPU"
+    yield "attention", "{backend} ({reason})".format(**found["attention"])
     for extra, names in found["missing"].items():
-        yield f"{'missing':<12} {', '.join(names)}: pip install 'nanovllm[{extra}]'"
+        yield "missing", f"{', '.join(names)}: pip install 'nanovllm[{extra}]'"
 
 
 def run(parser: Parser, arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     found = gather()
-    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
+    lines = (f"{name:<12} {text}" for name, text in _rows(found))
+    print(json.dumps(found, indent=1) if given.json else "\n".join(lines))
     return 0

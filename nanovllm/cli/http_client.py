@@ -8,7 +8,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,13 +30,10 @@ class NoServer(ServerError):
 
 
 class Response:
-    """A connection, and what came of its latest request; also the parser's listener."""
+    """Answer to one request, as it comes on a connection; also the parser's listener."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.begin()
-
-    def begin(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
         self.pieces: list[bytes] = []
         self.headers: dict[str, str] = {}
@@ -98,7 +95,10 @@ class Response:
                     await self.body()
                     return
                 if data:
-                    yield now, _checked(json.loads(data), self.status)
+                    said = json.loads(data)
+                    if isinstance(said, dict) and said.get("error"):
+                        raise ServerError(_message(said), self.status)
+                    yield now, said
 
     async def raise_for_status(self) -> None:
         """Raises ServerError with the server's own words where it did not answer 200."""
@@ -115,19 +115,13 @@ def error_of(status: int, body: bytes) -> ServerError:
     return ServerError(f"the server answers {status}: {message}", status)
 
 
-def _checked(event: Any, status: int) -> dict[str, Any]:
-    if isinstance(event, dict) and event.get("error"):
-        raise ServerError(_message(event), status)
-    return event  # type: ignore[no-any-return]
-
-
 def _message(said: Any) -> str:
     """An error's own words, in OpenAI's envelope or in none."""
     error = said.get("error") or said if isinstance(said, dict) else said
     return str(error.get("message", error) if isinstance(error, dict) else error)[:1000]
 
 
-class Client:
+class Client(AbstractAsyncContextManager["Client"]):
     """Client of one server. Use it in an `async with`."""
 
     def __init__(self, url: str, api_key: str | None = None, headers: dict[str, str] | None = None) -> None:
@@ -143,7 +137,7 @@ class Client:
         if api_key:
             own["authorization"] = f"Bearer {api_key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in own.items())
-        self._idle: list[Response] = []
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: bytes = b"", headers: str = "") -> AsyncIterator[Response]:
@@ -157,7 +151,7 @@ class Client:
             if connection is not None:
                 ends = connection.is_closed or connection.headers.get("connection", "").lower() == "close"
                 if connection.is_complete and not ends:
-                    self._idle.append(connection)
+                    self._idle.append((connection.reader, connection.writer))
                 else:
                     connection.writer.transport.abort()
 
@@ -165,8 +159,7 @@ class Client:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {len(body)}\r\n\r\n"
         while True:
             is_used = bool(self._idle)
-            connection = self._idle.pop() if is_used else await self._connect()
-            connection.begin()
+            connection = Response(*(self._idle.pop() if is_used else await self._connect()))
             try:
                 connection.writer.write(head.encode() + body)
                 while not connection.has_headers:
@@ -180,12 +173,12 @@ class Client:
                 connection.writer.transport.abort()
                 raise
 
-    async def _connect(self) -> Response:
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             if self._socket:
-                return Response(*await asyncio.open_unix_connection(self._socket))
+                return await asyncio.open_unix_connection(self._socket)
             context = ssl.create_default_context() if self._tls else None
-            return Response(*await asyncio.open_connection(self._host, self._port, ssl=context))
+            return await asyncio.open_connection(self._host, self._port, ssl=context)
         except OSError as error:
             place = self._socket or f"{self._host}:{self._port}"
             raise NoServer(f"no server at {place}: {error.strerror or error}") from None
@@ -207,11 +200,8 @@ class Client:
         """The first model's name. Raises ServerError."""
         return str((await self.get("/v1/models"))["data"][0]["id"])
 
-    async def __aenter__(self) -> "Client":
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         """Closes its connections."""
-        for connection in self._idle:
-            connection.writer.transport.abort()
+        for _reader, writer in self._idle:
+            writer.transport.abort()
         self._idle.clear()

@@ -27,7 +27,7 @@ _EXIT_PATIENCE = 15.0
 
 
 class LocalServer:
-    """A server for `model`, with the engine's options. Use it in a `with`."""
+    """A server for `model`, with the engine's options, until `close`."""
 
     def __init__(self, model: str, engine_options: dict[str, Any], options: Mapping[str, Any] = {}) -> None:
         """options: more of ServeOptions, in JSON's types."""
@@ -77,12 +77,6 @@ class LocalServer:
             end(self.process, _EXIT_PATIENCE)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> "LocalServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def main(fd: int, log: str) -> int:

@@ -42,7 +42,7 @@ def run(parser: Parser, arguments: list[str]) -> int:
     options = chosen(given, EngineConfig)
     config = EngineConfig.from_options(**{"skip_tokenizer_init": True, "device": "cuda", **options})
     gpu = _gpu(given.gpu)
-    config, model, notes = _read(config, gpu)
+    config, model, note = _read(config, gpu)
     from nanovllm.models.drafters import with_drafter
     from nanovllm.runner.memory_plan import plan_rank
 
@@ -67,12 +67,12 @@ def run(parser: Parser, arguments: list[str]) -> int:
         found = {"gpu": gpu.device.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}
         print(json.dumps(found))
     else:
-        lines = (*_heading(config, model, gpu, plans[0], notes), "", *_table(plans, lengths), *_refused(refused))
-        print("\n".join(lines))
+        rest = (f"ranks={size}: {why}" for size, why in refused.items())
+        print("\n".join([*_heading(config, model, gpu, plans[0], note), "", *_table(plans, lengths), *rest]))
     return 0
 
 
-def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, list[str]]:
+def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, str]:
     """The options with a folder for a hub id, what the folder says, and what was found of weights."""
     from nanovllm.models.headers import check_headers, headers_of_folder, headers_of_hub
     from nanovllm.models.planned import rank_model
@@ -82,7 +82,7 @@ def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, 
     named = config.model
     if named in PUBLISHED_SHAPES and not Path(named).is_dir():
         config = replace(config, load_format="dummy")
-        return config, read_model_config(replace(config, tensor_parallel_size=1)), ["a shape that is known by name"]
+        return config, read_model_config(replace(config, tensor_parallel_size=1)), "a shape that is known by name"
     is_remote = is_hub_id(config)
     folder = Path(fetch(named, CONFIGURATION, config.revision, config.download_dir) if is_remote else named)
     check_configuration(named, folder)
@@ -92,12 +92,12 @@ def _read(config: EngineConfig, gpu: "Gpu") -> tuple[EngineConfig, ModelConfig, 
         refuse("model", named, "an architecture with our own layers (model_impl='native')")
     headers = headers_of_hub(named, config.revision) if is_remote else headers_of_folder(folder)
     if not headers:
-        return config, model, ["no weights there: from config.json alone"]
+        return config, model, "no weights there: from config.json alone"
     alone = _settled(replace(config, tensor_parallel_size=1), model, gpu)
     layers = rank_model(model, rules_of(alone, model, gpu.device, config.uses("fused_kernels")), alone.dtype)
     check_headers(list(layers.checkpoint_weights()), model, headers, layers.embed_tokens.weight.dtype)
     size = sum(one.shape.numel() * one.dtype.itemsize for one in headers.values())
-    return config, model, [f"{len(headers):,} tensors, {size / _GIB:.2f} GiB, as the configuration needs them"]
+    return config, model, f"{len(headers):,} tensors, {size / _GIB:.2f} GiB, as the configuration needs them"
 
 
 def _settled(config: EngineConfig, model: ModelConfig, gpu: "Gpu") -> EngineConfig:
@@ -119,11 +119,11 @@ def _gpu(name: str) -> "Gpu":
     refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
 
 
-def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", notes: list[str]) -> Iterator[str]:
+def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", note: str) -> Iterator[str]:
     settled = _settled(config, model, gpu)
     held = sorted({found.method for spec in model.layers for found in spec.formats})
     weights = f"weights in {', '.join(held) or settled.dtype}"
-    yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {notes[0]}"
+    yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {note}"
     yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"
     for pages, (layers, nbytes) in plan.token_bytes.items():
         seen = "all keys" if pages.window is None else f"a window of {pages.window}"
@@ -147,11 +147,6 @@ def _table(plans: list["RankPlan"], lengths: list[int]) -> Iterator[str]:
     for row in (columns, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
     yield "Sizes are GiB of a rank. Step, graphs and libraries are estimates, which an engine measures."
-
-
-def _refused(refused: dict[int, str]) -> Iterator[str]:
-    for size, why in refused.items():
-        yield f"ranks={size}: {why}"
 
 
 def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -250,8 +249,8 @@ class Batch:
         again where it fails. Raises ServerError where no other request would be answered either."""
         begin, failures = time.monotonic(), 0
         while True:
-            turn = self._last_try if failures == _TRIES - 1 else contextlib.nullcontext()
-            status, answer = await self._ask(turn, path, body, request_id)
+            async with self._last_try if failures == _TRIES - 1 else contextlib.nullcontext():
+                status, answer = await self._ask(path, body, request_id)
             if status == 401 or (status == 503 and b"shutting_down" in answer):
                 raise error_of(status, answer)
             if status in (429, 503) and time.monotonic() - begin < _PATIENCE_SECONDS:
@@ -260,17 +259,14 @@ class Batch:
                 return status, answer
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _ask(
-        self, turn: AbstractAsyncContextManager[None], path: str, body: bytes, request_id: str
-    ) -> tuple[int, bytes]:
-        async with turn:
-            try:
-                async with self._client.request("POST", path, body, f"x-request-id: {request_id}\r\n") as response:
-                    return response.status, await response.body()
-            except NoServer:
-                raise
-            except OSError as error:
-                return 0, str(error).encode()
+    async def _ask(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        try:
+            async with self._client.request("POST", path, body, f"x-request-id: {request_id}\r\n") as response:
+                return response.status, await response.body()
+        except NoServer:
+            raise
+        except OSError as error:
+            return 0, str(error).encode()
 
     def _say_wait(self, status: int, answer: bytes) -> None:
         if (now := time.monotonic()) >= self._next_word:

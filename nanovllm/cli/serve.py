@@ -25,13 +25,11 @@ _SERVER_GROUPS = {
     "chat_template": "chats, tools, defaults of sampling",
     "strict_fields": "log and page",
 }
-_ANY = ("true", "false")
+_SWITCHES = ("disable_fastapi_docs", "disable_log_requests", "disable_uvicorn_access_log")
 SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "api_server_count": (("1",), "one process serves HTTP"),
     "chat_template_content_format": (("auto",), "it is detected from the template"),
-    "disable_fastapi_docs": (_ANY, ""),
-    "disable_log_requests": (_ANY, ""),
-    "disable_uvicorn_access_log": (_ANY, ""),
+    **dict.fromkeys(_SWITCHES, (("true", "false"), "")),
     "enable_auto_tool_choice": (("true",), "requests choose with tool_choice"),
     "enable_force_include_usage": (("false",), "set stream_options in requests"),
     "enable_log_outputs": (("false",), "answers are never logged"),
@@ -46,8 +44,7 @@ SERVER_FIXED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "return_tokens_as_token_ids": (("false",), "set it in requests"),
     "stream_interval": (("1",), "each step's tokens are sent at once"),
     "tool_parser_plugin": ((), "use tool_call_parser"),
-    "uvicorn_log_level": (("*",), ""),
-    "weight_transfer_config": (("*",), ""),
+    **dict.fromkeys(("uvicorn_log_level", "weight_transfer_config"), (("*",), "")),
 }
 """vLLM's options of its server that are none here, as vllm_options.FIXED has those of the engine."""
 SERVER_VALUES: Mapping[str, Mapping[str, str]] = {
@@ -73,14 +70,10 @@ def make_parser() -> Parser:
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line takes precedence")
     # skip_tokenizer_init is an option of the engine as well: one on the command line, for both
     add_fields(parser, ServeOptions, _SERVER_GROUPS, leave_out=["api_keys", "admin_api_keys", "skip_tokenizer_init"])
-    parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY",
-        help="a key, or @FILE with one per line; repeatable; also NANOVLLM_API_KEY",
-    )  # fmt: skip
-    parser.add_argument(
-        "--admin-api-key", action="append", default=[], metavar="KEY",
-        help="key of the admin calls, which no other key opens; also NANOVLLM_ADMIN_API_KEY",
-    )  # fmt: skip
+    text = "a key, or @FILE with one per line; repeatable; also NANOVLLM_API_KEY"
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help=text)
+    text = "key of the admin calls, which no other key opens; also NANOVLLM_ADMIN_API_KEY"
+    parser.add_argument("--admin-api-key", action="append", default=[], metavar="KEY", help=text)
     add_fields(parser, EngineConfig, ENGINE_GROUPS, leave_out=["model", "max_queued_requests"])
     add_fixed(parser, {name: entry for name, entry in FIXED.items() if name not in ServeOptions.__dataclass_fields__})
     add_fixed(parser, SERVER_FIXED)
@@ -125,10 +118,9 @@ def translated_options(given: argparse.Namespace) -> tuple[dict[str, Any], dict[
     """Options of the engine and of the server that were given, by our names. Raises ValueError for one of vLLM's that
     has no meaning here."""
     fixed = {name: value for name, value in vars(given).items() if name in FIXED}
-    server = chosen(given, ServeOptions)
-    engine = translated({**chosen(given, EngineConfig), **fixed})
     own = {name: value for name, value in vars(given).items() if name in SERVER_FIXED}
-    return engine, translated({**server, **own}, SERVER_FIXED, SERVER_VALUES)
+    engine = translated({**chosen(given, EngineConfig), **fixed})
+    return engine, translated({**chosen(given, ServeOptions), **own}, SERVER_FIXED, SERVER_VALUES)
 
 
 def parse(parser: Parser, arguments: list[str]) -> tuple[str, dict[str, Any], ServeOptions]:

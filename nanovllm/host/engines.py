@@ -68,9 +68,6 @@ class Engines:
         self.all[number].send(*frames)
         self.reader.note_sent(self.all[number])
 
-    def _give_up(self, number: int, reason: str) -> None:
-        self.all[number].give_up(reason)
-
     # -- frames -------------------------------------------------------------------------------------------------
 
     def read(self, timeout: float = 0.0) -> bool:
@@ -109,7 +106,8 @@ class Engines:
 
     def _form(self) -> wire.Ready:
         infos = [self.ready[number].info for number in range(self.count)]
-        self.fleet = Fleet(infos, self._send, self._restart if self._has_failover else None, self._give_up)
+        restart = self._restart if self._has_failover else None
+        self.fleet = Fleet(infos, self._send, restart, lambda number, reason: self.all[number].give_up(reason))
         total = {name: sum(info[name] for info in infos) for name in ("max_num_seqs", "num_kv_tokens")}
         least = {"max_model_len": min(info["max_model_len"] for info in infos)}
         return wire.Ready({**infos[0], **total, **least, "data_parallel_size": len(infos)})

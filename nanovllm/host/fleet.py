@@ -91,7 +91,7 @@ class Fleet:
         numbers = self._wanted(spec, options)
         if spec.counts_version and options.get("weight_version") is None and self._restart is not None:
             options = {**options, "weight_version": self.state.weight_version + 1}
-        pending = self._begin(spec, name, options, numbers, on_done, takes_weights)
+        pending = self._begin(name, options, numbers, on_done, takes_weights)
         if name == "resume":
             self.is_resuming, self.state.pause_mode = False, None
         if spec.in_flight(options)[1] == "abort":
@@ -99,13 +99,12 @@ class Fleet:
         return pending
 
     def _begin(
-        self, spec: CallSpec, name: str, options: dict[str, Any], numbers: list[int], on_done: OnDone,
-        takes_weights: bool = False,
-    ) -> PendingCall:  # fmt: skip
-        self._num_calls += 1
+        self, name: str, options: dict[str, Any], numbers: list[int], on_done: OnDone, takes_weights: bool = False
+    ) -> PendingCall:
+        spec, self._num_calls = CALLS[name], self._num_calls + 1
         if spec.drops_adapters:
             options = {**options, "keeps": self.requests.adapters()}
-        pending = PendingCall(self._num_calls, spec, name, options, numbers, on_done)
+        pending = PendingCall(self._num_calls, name, options, numbers, on_done)
         relayed = spec.relayed_as(options) if len(numbers) > 1 else None
         call = others = wire.Call(pending.number, name, options, takes_weights, relays=relayed is not None)
         if relayed is not None:
@@ -137,7 +136,7 @@ class Fleet:
     def _take_answer(self, number: int, answer: wire.Answer) -> None:
         self._states[number] = answer.state
         self.requests.note_version(number, answer.state.weight_version)
-        self.requests.note_adapters(number, answer.state.held_adapters())
+        self.requests.router.note_adapters(number, answer.state.held_adapters())
         if (pending := self._calls.get(answer.number)) is not None:
             if answer.kind is None and pending.spec.replaces_weights(pending.options):
                 self._stale.discard(number)
@@ -150,7 +149,7 @@ class Fleet:
         self._sum_states(() if self._reachable else [each.state for each in pending.answers.values()])
         self._note_loaded(pending)
         if pending.spec.empties_cache:
-            self.requests.forget_cached()
+            self.requests.router.forget_cached()
         pending.on_done(pending)
         for started in list(self._starting):
             self._catch_up(started)
@@ -230,14 +229,14 @@ class Fleet:
         if info is None or number in self._stale or any(number in each.waiting | each.answers.keys() for each in calls):
             return
         own, others = self._states[number], self.state
-        missed = [(spec, name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
+        missed = [(name, options) for name, spec in CALLS.items() for options in spec.missed(own, others)]
         if not missed:
             del self._starting[number]
             self.requests.join(number, info, own.held_adapters())
             self._sum_states()
             self.requests.bind()
-        for spec, name, options in missed:
-            self._begin(spec, name, options, [number], partial(self._note_caught_up, number))
+        for name, options in missed:
+            self._begin(name, options, [number], partial(self._note_caught_up, number))
 
     def _note_caught_up(self, number: int, pending: PendingCall) -> None:
         """Handles the end of a call that an engine had missed; an engine on which it failed is given up. An adapter
@@ -263,4 +262,4 @@ class Fleet:
         logger.warning("adapter %r is unloaded: %s", name, reason)
         self.state.adapters = {other: one for other, one in self.state.adapters.items() if other != name}
         if others := [number for number in self.numbers if number not in self._starting]:
-            self._begin(CALLS["remove_adapter"], "remove_adapter", {"lora_name": name}, others, lambda pending: None)
+            self._begin("remove_adapter", {"lora_name": name}, others, lambda pending: None)

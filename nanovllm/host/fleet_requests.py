@@ -36,7 +36,7 @@ class FleetRequests:
         self._hashes_wanted = count > 1 and infos[0].get("prefix_caching", True)
         rows = NO_BOUND if self._is_alone else infos[0]["max_num_seqs"]
         groups = tuple(PageGroup(*group) for group in infos[0]["page_groups"])
-        self._router = Router(count, self._block_size, rows, groups)
+        self.router = Router(count, self._block_size, rows, groups)
         self._versions = [0] * count
         """Version of the weights of each engine."""
         self.out: list[wire.Up] = []
@@ -57,24 +57,20 @@ class FleetRequests:
         """Lets an engine have requests, but for those with others than these adapters. A single engine has no limit,
         since its own scheduler knows better."""
         lacks = {*self.adapters()}.difference(adapters)
-        self._router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"], lacks)
+        self.router.join(number, NO_BOUND if self._is_alone else info["num_kvcache_blocks"], lacks)
         self._end_stranded()
-
-    def note_adapters(self, number: int, held: Iterable[str]) -> None:
-        """Notes that an engine has these adapters."""
-        self._router.note_adapters(number, held)
 
     def _end_stranded(self) -> None:
         """Ends the requests whose adapter has no name any more, and that no engine holds."""
-        for row in self._router.stranded():
-            self._router.withdraw(row)
+        for row in self.router.stranded():
+            self.router.withdraw(row)
             self._drop(self._live[row], "its adapter was removed or replaced, and the replicas that held it were lost")
 
     def leave(self, number: int, reason: str) -> None:
         """Moves the requests of a lost engine to others, before those that wait."""
         self._versions[number] = 0
         self._stats.restart(number)
-        for lost in reversed(self._router.leave(number)):
+        for lost in reversed(self.router.leave(number)):
             flight = self._live[lost]
             losses = flight.note_loss()
             if flight.is_aborted:
@@ -105,13 +101,9 @@ class FleetRequests:
                 if not completion.has_ended:
                     completion.note_version(version)
 
-    def forget_cached(self) -> None:
-        """Notes that the engines' prefix caches were emptied."""
-        self._router.forget_cached()
-
     def stats(self) -> EngineStats:
         """Counters of all engines, summed up."""
-        return self._stats.total(self._router.numbers, self._router.num_waiting)
+        return self._stats.total(self.router.numbers, self.router.num_waiting)
 
     def computed(self) -> tuple[int, int]:
         """See FleetStats.computed."""
@@ -147,7 +139,7 @@ class FleetRequests:
         total = min(self.max_total, len(flight.prompt) + flight.most_tokens)
         hashes = self._hashes(flight, flight.known)
         load = Load(flight.row, hashes, length, max(0, total - length), flight.n, flight.prompt.adapter)
-        self._router.add(load, first)
+        self.router.add(load, first)
 
     def _hashes(self, flight: Flight, output: list[int]) -> list[bytes]:
         """Prefix keys for the router; empty if it has no use for them."""
@@ -159,7 +151,7 @@ class FleetRequests:
         """Sends the requests that engines have room for. Those of an engine are sent at once, because requests that
         arrive one by one would begin in as many small steps."""
         batches: dict[int, list[wire.Down]] = {}
-        for number, bound in self._router.bind():
+        for number, bound in self.router.bind():
             batches.setdefault(number, []).append(self._bound(number, self._live[bound]))
         for number, batch in batches.items():
             self._send(number, batch)
@@ -184,7 +176,7 @@ class FleetRequests:
     def _abort(self, flight: Flight) -> None:
         flight.is_aborted = True
         if flight.engine is None:
-            self._router.withdraw(flight.row)
+            self.router.withdraw(flight.row)
             self._drop(flight)
         else:
             self._send(flight.engine, [wire.Abort(flight.row)])
@@ -268,4 +260,4 @@ class FleetRequests:
     def _release(self, number: int, flight: Flight) -> None:
         """Tells the router that an engine has ended what it computed."""
         left = [digest for each in flight.completions for digest in self._hashes(flight, each.tokens[:-1])]
-        self._router.finish(number, flight.row, flight.num_tokens, left)
+        self.router.finish(number, flight.row, flight.num_tokens, left)

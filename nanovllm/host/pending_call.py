@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanovllm.engine.calls import CallSpec
+from nanovllm.engine.calls import CALLS
 from nanovllm.errors import ReplicaError
 from nanovllm.host import wire
 
@@ -18,10 +18,11 @@ class PendingCall:
     """A call and the answers to it."""
 
     def __init__(
-        self, number: int, spec: CallSpec, name: str, options: dict[str, Any], engines: Sequence[int], on_done: OnDone
+        self, number: int, name: str, options: dict[str, Any], engines: Sequence[int], on_done: OnDone
     ) -> None:
         """`number`: of the call. `engines`: numbers of those that run it. `on_done`: called when the call has ended."""
-        self.number, self.name, self.spec, self.options, self.on_done = number, name, spec, options, on_done
+        self.number, self.name, self.options, self.on_done = number, name, options, on_done
+        self.spec = CALLS[name]
         self.waiting = set(engines)
         """Engines that have not answered."""
         self.relay_to: set[int] = set()

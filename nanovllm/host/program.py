@@ -46,9 +46,8 @@ def run(send: Callable[[wire.Up], None], intake: "Intake") -> int:
     driver. Returns the exit code."""
     engine: LLMEngine | None = None
     try:
-        start = None
-        while start is None:
-            start = intake.next(_LIFE_SECONDS)
+        while (start := intake.next(_LIFE_SECONDS)) is None:
+            pass
         assert isinstance(start, wire.Start)
         engine = _load(start, send)
         from nanovllm.host.engine_host import EngineHost

@@ -21,31 +21,24 @@ _SPARE_BLOCKS = 1.25  # and requests for this many times the blocks of its KV ca
 _MEAN_WEIGHT = 0.02  # of one output in the running mean of output lengths
 
 
-class HeldPrefixes:
+class HeldPrefixes(OrderedDict[bytes, None]):
     """Block hashes that a replica's prefix cache is expected to hold; the least recently used are dropped first."""
 
     def __init__(self, num_blocks: int) -> None:
+        super().__init__()
         self._num_blocks = num_blocks
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
     def num_hits(self, hashes: list[bytes]) -> int:
         """Number of leading blocks of a prompt that are cached."""
-        for number, digest in enumerate(hashes):
-            if digest not in self._hashes:
-                return number
-        return len(hashes)
+        return next((number for number, digest in enumerate(hashes) if digest not in self), len(hashes))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Notes that the blocks of a request were used."""
-        held = self._hashes
         for digest in reversed(list(hashes)):  # a prompt's tail is evicted first, as in RowMemory.release
-            held[digest] = None
-            held.move_to_end(digest)
-        while len(held) > self._num_blocks:
-            held.popitem(last=False)
-
-    def clear(self) -> None:
-        self._hashes.clear()
+            self[digest] = None
+            self.move_to_end(digest)
+        while len(self) > self._num_blocks:
+            self.popitem(last=False)
 
 
 @dataclass(eq=False)
@@ -90,8 +83,8 @@ class Router:
         self._block_size, self._groups = block_size, groups
         self._most_rows = max_num_seqs + max(2, max_num_seqs // _SPARE_ROWS)
         self._replicas = [_Replica() for _ in range(num_replicas)]
-        self._homeless: deque[Load] = deque()
-        """Requests that wait because no replica is there that can compute them."""
+        self._homeless = _Replica()
+        """Stands for a replica while none is there that can compute some requests, which wait in its queue."""
         self._mean_output: float | None = None
 
     @property
@@ -102,15 +95,15 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Number of requests that are not bound to a replica."""
-        return len(self._homeless) + sum(len(replica.queue) for replica in self._replicas)
+        return sum(len(replica.queue) for replica in (self._homeless, *self._replicas))
 
     def join(self, number: int, num_blocks: int, lacks: Iterable[str] = ()) -> None:
         """Adds a replica with an empty cache of `num_blocks` blocks, and without the adapters that it `lacks`."""
         longest = capacity_tokens(self._groups, num_blocks, self._block_size) // self._block_size
         most = int(_SPARE_BLOCKS * num_blocks)
         self._replicas[number] = _Replica(HeldPrefixes(min(longest, num_blocks)), most, True, {*lacks})
-        homeless, self._homeless = self._homeless, deque()
-        for load in homeless:
+        homeless, self._homeless = self._homeless, _Replica()
+        for load in homeless.queue:
             self.add(load)
 
     def leave(self, number: int) -> list[int]:
@@ -126,15 +119,11 @@ class Router:
         """Queues a request; `first`: in front of all others there, because it had begun."""
         load.num_blocks = self._expected_blocks(load)
         there = [replica for replica in self._replicas if replica.is_there and load.adapter not in replica.lacks]
-        if not there:
-            (self._homeless.appendleft if first else self._homeless.append)(load)
-            return
-        costs = [self._cost(replica, load) for replica in there]
-        best = min(range(len(there)), key=lambda n: costs[n] + _LOAD_WEIGHT * there[n].load)
-        load.cost = costs[best]
-        there[best].load += load.cost
-        (there[best].queue.appendleft if first else there[best].queue.append)(load)
-        there[best].held.touch(load.hashes)
+        costs = [(self._cost(replica, load), replica) for replica in there or [self._homeless]]
+        load.cost, best = min(costs, key=lambda one: one[0] + _LOAD_WEIGHT * one[1].load)
+        best.load += load.cost
+        (best.queue.appendleft if first else best.queue.append)(load)
+        best.held.touch(load.hashes)
 
     def _expected_output(self, load: Load) -> int:
         """Expected tokens of each of its completions: the mean of outputs so far, at most its own limit."""
@@ -206,12 +195,11 @@ class Router:
 
     def withdraw(self, request_id: int) -> None:
         """Removes a request that is not bound to a replica."""
-        for queue, replica in [(self._homeless, None), *((each.queue, each) for each in self._replicas)]:
-            for load in queue:
+        for replica in (self._homeless, *self._replicas):
+            for load in replica.queue:
                 if load.request_id == request_id:
-                    queue.remove(load)
-                    if replica is not None:
-                        replica.load -= load.cost
+                    replica.queue.remove(load)
+                    replica.load -= load.cost
                     return
 
     def note_adapters(self, number: int, held: Iterable[str]) -> None:
@@ -220,7 +208,7 @@ class Router:
 
     def stranded(self) -> list[int]:
         """Requests that no replica can compute, where there is any."""
-        return [load.request_id for load in self._homeless] if self._homeless and self.numbers else []
+        return [load.request_id for load in self._homeless.queue] if self.numbers else []
 
     def forget_cached(self) -> None:
         """Notes that the replicas' prefix caches were emptied."""

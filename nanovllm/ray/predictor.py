@@ -43,20 +43,17 @@ class Predictor:
             if name not in batch:
                 raise ValueError(f"column={name!r}: must be one of {', '.join(map(repr, batch))}")
         prompts = [_plain(value) for value in batch[self._column]]
-        seeds: list[int | None] = [None] * len(prompts)
-        if self._seed_column is not None:
-            seeds = [int(seed) for seed in batch[self._seed_column]]
+        seeds = [None] * len(prompts) if self._seed_column is None else map(int, batch[self._seed_column])
         params = [self._of_row(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         if prompts and isinstance(prompts[0], list) and prompts[0] and isinstance(prompts[0][0], dict):
             outputs = self._llm.chat(prompts, params, use_tqdm=False)
         else:
             outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        found = {"text": "text", "token_ids": "token_ids", "finish_reason": "finish_reason"}
         many = self._params.n > 1
-        for name, field in found.items():
+        for name in ("text", "token_ids", "finish_reason"):
             column = np.empty(len(outputs), dtype=object)
             for row, output in enumerate(outputs):
-                values = [getattr(each, field) for each in output.outputs]
+                values = [getattr(each, name) for each in output.outputs]
                 column[row] = values if many else values[0]
             batch[f"{self._output}_{name}"] = column
         return batch

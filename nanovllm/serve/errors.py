@@ -21,9 +21,8 @@ class ApiError(Exception):
         self.message = message if len(message) <= _MOST_MESSAGE else message[: _MOST_MESSAGE - 3] + "..."
         self.excess: tuple[int, int] | None = None
         """Tokens of a prompt that is too long, as far as is known, and the most that are taken."""
-        self.type = "invalid_request_error" if status < 500 else "server_error"
-        if status == 429:
-            self.type = "rate_limit_error"
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.type = "rate_limit_error" if status == 429 else kind
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

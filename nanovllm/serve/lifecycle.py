@@ -66,13 +66,8 @@ def _free_path(path: str) -> str:
             raise OSError(f"{path} exists and is not a socket")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
-            try:
-                probe.connect(path)
-                is_taken = True
-            except OSError as error:  # refused: nobody listens; else its queue is full
-                is_taken = not isinstance(error, ConnectionRefusedError)
-        if is_taken:
-            raise OSError(f"socket {path} is taken")
+            if probe.connect_ex(path) != errno.ECONNREFUSED:  # somebody listens, perhaps with a full queue
+                raise OSError(f"socket {path} is taken")
         os.unlink(path)
     return path
 

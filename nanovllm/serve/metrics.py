@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 from nanovllm.engine.engine_state import EngineState
@@ -52,11 +53,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts by upper bound, as Prometheus has them."""
-        total, found = 0, []
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
+        bounds = *map(str, map(float, self.bounds)), "+Inf"
+        return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
 
 _HISTOGRAMS: dict[str, Sequence[float]] = {
@@ -151,13 +149,13 @@ class Metrics:
         }
         counters = {name: getattr(engine, name) for name in _COUNTERS}
         counters |= {"prompt_tokens_cached": engine.prefix_cache_hits, "slow_clients_closed": self.slow_clients}
+        if accepted := engine.spec_decode_accepted_per_pos:
+            counters |= {name: getattr(engine, name) for name in _DRAFT_COUNTERS}
         for name, number in gauges.items():
             yield self._family(GaugeMetricFamily, name, {"": number})
         for name, number in counters.items():
             yield self._family(CounterMetricFamily, name, {"": number})
-        if accepted := engine.spec_decode_accepted_per_pos:
-            for name in _DRAFT_COUNTERS:
-                yield self._family(CounterMetricFamily, name, {"": getattr(engine, name)})
+        if accepted:
             by_place = {str(place): number for place, number in enumerate(accepted)}
             yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", by_place, "position")
         if most := self.info.get("max_loras"):

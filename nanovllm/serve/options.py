@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class ServeOptions:
     """Origins of web pages that may call the server, such as https://your.page; none by default. "*": all."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = option((), (all, "names that are not empty"))
     """Names that requests may use for the model; the first is shown. "*": any name. Default: the model's own name."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters that requests may name as their model: name=folder, each. Needs enable_lora (docs/adapters.md)."""
@@ -103,8 +104,6 @@ class ServeOptions:
         if unknown := [*self.override_generation_config.keys() - {*SAMPLING_DEFAULTS}]:
             hint = near_miss(unknown[0], SAMPLING_DEFAULTS) or f"; must be one of {', '.join(SAMPLING_DEFAULTS)}"
             raise ValueError(f"override_generation_config: unknown entry {shown(unknown[0])}{hint}")
-        if not all(self.served_model_name):
-            refuse("served_model_name", self.served_model_name, "names that are not empty")
         if wrong := [entry for entry in self.lora_modules if not all(entry.partition("="))]:
             refuse("lora_modules", wrong[0], "name=folder")
         if self.max_waiting_per_key is not None and not self.api_keys:
@@ -122,9 +121,8 @@ class ServeOptions:
 def _check_collector(url: str) -> None:
     if urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"otlp_traces_endpoint={shown(url)}: must be the http URL of a collector")
-    try:
+    found = None
+    with suppress(ModuleNotFoundError):
         found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
-    except ModuleNotFoundError:
-        found = None
     if found is None:
         raise ValueError("otlp_traces_endpoint: needs pip install 'nanovllm[otel]'")

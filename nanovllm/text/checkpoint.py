@@ -7,7 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +215,8 @@ class _Guard:
         # Users and assistants may write these: "<think>" in an earlier turn is no attack. What a tool brings may not.
         others = [t.content for t in added if not t.special and t.content in template.literals and t.content.strip()]
         self._special, self._all = _any_of(special), _any_of([*special, *others])
-        self._plain_ids: dict[str, list[int]] = {}
-        """Ids of control tokens' names as plain text, once they have been asked for."""
+        self._as_text = cache(self._find_as_text)
+        """Ids of a control token's name as plain text."""
 
     def hide(self, messages: Any, tools: Any, kwargs: Any) -> tuple[tuple[Any, Any, Any], dict[str, str]]:
         """The three with stand-ins for control tokens, and these by stand-in. Raises ValueError for texts that are no
@@ -262,18 +262,16 @@ class _Guard:
         ids = tokenizer.encode("\n" + text, add_special_tokens=False)
         return ids[len(lead) :] if ids[: len(lead)] == lead else tokenizer.encode(text, add_special_tokens=False)
 
-    def _as_text(self, name: str) -> list[int]:
-        """Ids of a control token's name as plain text: the tokenizer's parts without its search for added tokens."""
-        if name not in self._plain_ids:
-            parts = self._tokenizer.backend_tokenizer
-            text = name if parts.normalizer is None else parts.normalizer.normalize_str(name)
-            before = parts.pre_tokenizer
-            splits = [text] if before is None else [split for split, _ in before.pre_tokenize_str(text)]
-            ids = [token.id for split in splits for token in parts.model.tokenize(split)]
-            if parts.token_to_id(name) in ids:
-                ids = [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
-            self._plain_ids[name] = ids
-        return self._plain_ids[name]
+    def _find_as_text(self, name: str) -> list[int]:
+        """The tokenizer's parts are asked, without its search for added tokens."""
+        parts = self._tokenizer.backend_tokenizer
+        text = name if parts.normalizer is None else parts.normalizer.normalize_str(name)
+        before = parts.pre_tokenizer
+        splits = [text] if before is None else [split for split, _ in before.pre_tokenize_str(text)]
+        ids = [token.id for split in splits for token in parts.model.tokenize(split)]
+        if parts.token_to_id(name) in ids:
+            ids = [token.id for split in splits for each in split for token in parts.model.tokenize(each)]
+        return ids
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], named: str | Path | None) -> dict[str, str]:
@@ -309,15 +307,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def _decodes_by_token(decoder: Any) -> bool:
     """Whether a decoder makes of a token, unless it begins the text, the same bytes in any text."""
     state = {} if decoder is None else json.loads(decoder.__getstate__())
-    for part in state.get("decoders", [state]):
-        kind = part.get("type")
-        if not (
-            kind in ("ByteFallback", "Fuse", "Metaspace")
-            or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
-            or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
-        ):
-            return False
-    return True
+    return all(
+        (kind := part.get("type")) in ("ByteFallback", "Fuse", "Metaspace")
+        or (kind == "Replace" and len(part["pattern"].get("String", "")) == 1)
+        or (kind == "Strip" and (part["content"], part["start"], part["stop"]) == (" ", 1, 0))
+        for part in state.get("decoders", [state])
+    )
 
 
 def _content(token: Any) -> str:

@@ -32,7 +32,7 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """Bytes of each token, found when first asked for. Shared by all outputs."""
 
     _BYTE_OF = byte_of_character()
@@ -44,12 +44,9 @@ class TokenBytes:
         self._tokenizer, self._inner = tokenizer, inner
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._find(token_id, self._inner)
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._find(token_id, self._inner)
         return found
 
     def first(self, token_id: int) -> bytes:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nanovllm.text.checkpoint import CheckpointTokenizer
-from nanovllm.text.template import ChatTemplate
 
 _NEEDED = "must be token ids: there is no tokenizer (skip_tokenizer_init=True)"
 
@@ -50,8 +49,5 @@ class NoTokenizer(CheckpointTokenizer):
     def with_template(self, source: str) -> "CheckpointTokenizer":
         return self
 
-    def template(self, with_tools: bool = False) -> ChatTemplate:
-        raise ValueError(f"messages: {_NEEDED}")
-
-    def encode_chat(self, *_: Any, **options: Any) -> NoReturn:
+    def _guard(self, with_tools: bool) -> NoReturn:
         raise ValueError(f"messages: {_NEEDED}")

@@ -10,15 +10,10 @@ from nanovllm.text.detokenizer import Detokenizer
 def find_stop(text: str, stops: Sequence[str], num_fresh: int) -> tuple[int, str] | None:
     """Finds the stop string that the last `num_fresh` characters of the text complete: (where it begins, which one). Of
     several, the one that begins first; at the same place, the first in the list."""
-    found = []
-    for order, stop in enumerate(stops):
-        at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
-        if at >= 0:
-            found.append((at, order))
-    if not found:
-        return None
-    at, order = min(found)
-    return at, stops[order]
+    begin = len(text) - num_fresh + 1
+    places = [(text.find(stop, max(0, begin - len(stop))), order) for order, stop in enumerate(stops)]
+    at, order = min((place for place in places if place[0] >= 0), default=(-1, 0))
+    return None if at < 0 else (at, stops[order])
 
 
 class VisibleText:

@@ -1,6 +1,7 @@
 """System messages for templates that take one alone, and as the first: folded into the message beside them."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 Chat = list[dict[str, Any]]
@@ -14,7 +15,8 @@ class SystemMessages:
     def __init__(self, render: Callable[[Chat], str]) -> None:
         """`render`: writes a chat as it is; "" where the template refuses it."""
         self._render = render
-        self._shown: dict[tuple[str, ...], bool] = {}
+        self._shows = cache(self._find)
+        """Whether the template writes all messages of a chat of these roles, in their order."""
 
     def placed(self, chat: Chat) -> Chat:
         """The chat as the template shows all of it: of several system messages at its beginning one, and later ones as
@@ -48,14 +50,11 @@ class SystemMessages:
     def _shows_late(self, role: str) -> bool:
         return self._shows("user", role, "assistant", "user") and self._shows("user", "assistant", "user", role)
 
-    def _shows(self, *roles: str) -> bool:
-        """Whether the template writes all messages of a chat of these roles, in their order."""
-        if roles not in self._shown:
-            marks = [f"probe{i}x" for i in range(len(roles))]
-            text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
-            places = [text.find(mark) for mark in marks]
-            self._shown[roles] = min(places) >= 0 and places == sorted(places)
-        return self._shown[roles]
+    def _find(self, *roles: str) -> bool:
+        marks = [f"probe{i}x" for i in range(len(roles))]
+        text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+        places = [text.find(mark) for mark in marks]
+        return min(places) >= 0 and places == sorted(places)
 
 
 def _joined(kept: dict[str, Any], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

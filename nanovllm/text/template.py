@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jinja2
@@ -54,7 +54,9 @@ class ChatTemplate:
         """Variables that `chat_template_kwargs` may set: those that the template mentions and does not set itself."""
         self._system = SystemMessages(lambda chat: self._probe(_readable(chat, self)))
         self._calls = CallMessages(self._probe_calls, source)
-        self._parts: dict[str, tuple[bool, bool]] = {}
+        self.parts_of = cache(self._parts_of)
+        """Whether the template goes through the parts of a role's content, where others want one text; and whether it
+        shows nothing else, as with templates that look for images."""
         literals = [node.data for node in tree.find_all(nodes.TemplateData)]
         literals += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         self.literals = "\0".join(literals)
@@ -73,24 +75,14 @@ class ChatTemplate:
             chat, add_generation_prompt=True
         )
 
-    def takes_parts(self, role: str) -> bool:
-        """Whether the template goes through the parts of such a message's content; others want one text."""
-        return self._of_parts(role)[0]
-
-    def needs_parts(self, role: str) -> bool:
-        """Whether it shows nothing else, as with templates that look for images."""
-        return self._of_parts(role)[1]
-
-    def _of_parts(self, role: str) -> tuple[bool, bool]:
-        if role not in self._parts:
-            marks = ("probe1x", "probe2x")
-            as_text, as_parts = (
-                self._around(role, content, marks)
-                for content in ("\n".join(marks), [{"type": "text", "text": mark} for mark in marks])
-            )
-            takes = as_parts is not None and (as_text is None or as_text == as_parts)
-            self._parts[role] = takes, takes and as_text is None
-        return self._parts[role]
+    def _parts_of(self, role: str) -> tuple[bool, bool]:
+        marks = ("probe1x", "probe2x")
+        as_text, as_parts = (
+            self._around(role, content, marks)
+            for content in ("\n".join(marks), [{"type": "text", "text": mark} for mark in marks])
+        )
+        takes = as_parts is not None and (as_text is None or as_text == as_parts)
+        return takes, takes and as_text is None
 
     def _around(self, role: str, content: Any, marks: tuple[str, str]) -> tuple[str, str] | None:
         """Text before and after a message's marks in a rendered chat; None where these go missing."""
@@ -184,10 +176,10 @@ def _readable(messages: Messages, template: ChatTemplate) -> Chat:
             message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
         if message.get("role") == "developer" and "developer" not in template.source:
             message["role"] = "system"
-        content, role = message.get("content"), str(message.get("role"))
-        if isinstance(content, list) and (message.get("tool_calls") or not template.takes_parts(role)):
+        content, (takes_parts, needs_parts) = message.get("content"), template.parts_of(str(message.get("role")))
+        if isinstance(content, list) and (message.get("tool_calls") or not takes_parts):
             message["content"] = content = "\n".join(map(_text_of, content))
-        if isinstance(content, str) and template.needs_parts(role):
+        if isinstance(content, str) and needs_parts:
             message["content"] = [{"type": "text", "text": content}]
         out.append(message)
     return out

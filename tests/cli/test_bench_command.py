@@ -15,8 +15,8 @@ SMALL = ("--num-prompts", "6", "--random-input-len", "20", "--random-output-len"
 
 
 def test_summary_of_known_times() -> None:
-    slow = Measured(10, begin=1.0, times=[2.0, 3.0, 5.0], num_output_tokens=3)
-    fast = Measured(20, begin=4.0, times=[4.5], num_output_tokens=1)
+    slow = Measured(10, begin=1.0, times=[1.0, 2.0, 4.0], num_output_tokens=3)
+    fast = Measured(20, begin=4.0, times=[0.5], num_output_tokens=1)
     broken = Measured(30, begin=4.0, error="gone")
     found = summarise([slow, fast, broken], 10.0, ["ttft", "tpot", "itl", "e2el"], [50, 100])
     assert (found["completed"], found["failed"]) == (2, 1)

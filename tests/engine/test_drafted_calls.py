@@ -54,7 +54,7 @@ def is_valid(kind: int, ids: list[int], of_calls: list[Plan], llm: LLM) -> bool:
         deltas = [*reader.push("".join(map(detokenizer.push, ids)) + detokenizer.flush()), *reader.finish()]
         [name] = [delta.name for delta in deltas if delta.kind == "call"]
         jsonschema.validate(json.loads("".join(one.text for one in deltas if one.kind == "arguments")), SCHEMAS[name])
-        return reader.calls_complete
+        return reader.output.calls_complete
     except (ValueError, jsonschema.ValidationError):
         return False
 

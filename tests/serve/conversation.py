@@ -48,7 +48,7 @@ def of_messages(body: dict[str, Any]) -> dict[str, Any]:
 def without(body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The chat for a Messages request, and the names of what was left out."""
     left_out = LeftOut("messages")
-    return anthropic.chat_request(api.read(anthropic.MessagesFields, body)[0], left_out), left_out.names
+    return anthropic.chat_request(api.read(anthropic.MessagesFields, body)[0], left_out), [*left_out.names]
 
 
 def of_responses(body: dict[str, Any]) -> dict[str, Any]:

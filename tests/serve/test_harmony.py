@@ -107,7 +107,7 @@ def test_answers_that_are_cut_or_have_no_channel(model: Model) -> None:
     cut = model.plan(PROMPT)
     reader = model.reader(cut, model.ids(call_text("get_weather", {"city": "Rome"}))[:-3])
     reader.finish()
-    assert cut.finish_reason("stop", reader) == "stop" and reader.num_calls == 1
+    assert cut.finish_reason("stop", reader) == "stop" and reader.output.num_calls == 1
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def turn(template: str, calls: list[tuple[str, dict[str, Any]]], words: str = ""
 
 def opening_of(model: Model) -> str:
     """Text with which calls begin."""
-    written = FORMS[model.family].written
+    written = FORMS[model.family]
     return written.tags[0] if written.is_tagged else written.bare
 
 

@@ -295,7 +295,7 @@ def test_which_templates_go_through_parts() -> None:
     """For each role: some write a Python dict where they find a list."""
     found = {path.stem: ChatTemplate(path.read_text("utf-8")) for path in TEMPLATES.glob("*.jinja")}
     taken = {
-        name: [role for role in ("system", "user", "assistant", "tool") if template.takes_parts(role)]
+        name: [role for role in ("system", "user", "assistant", "tool") if template.parts_of(role)[0]]
         for name, template in found.items()
     }
     assert {name: roles for name, roles in taken.items() if roles} == {

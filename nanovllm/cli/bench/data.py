@@ -68,11 +68,8 @@ def random_samples(given: Any, tokenizer: PromptTokenizer) -> list[Sample]:
         num_input = random_lengths(rng, given.random_input_len, given.random_range_ratio)
         num_output = random_lengths(rng, given.random_output_len, given.random_range_ratio)
         ids = prefix + rng.choices(tokenizer.usable, k=num_input)
-        if given.prompt_token_ids:
-            samples.append(Sample(ids, len(ids), num_output))
-        else:
-            text, count = tokenizer.text_of_length(ids)
-            samples.append(Sample(text, count, num_output))
+        prompt, count = (ids, len(ids)) if given.prompt_token_ids else tokenizer.text_of_length(ids)
+        samples.append(Sample(prompt, count, num_output))
     return samples
 
 

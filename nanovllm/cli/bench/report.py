@@ -18,22 +18,15 @@ _WIDTH = 50
 
 @dataclass
 class Measured:
-    """One request. Times in seconds, by time.perf_counter()."""
+    """One request."""
 
     num_prompt_tokens: int
     begin: float = 0.0
+    """Moment at which it was sent, in seconds of time.perf_counter()."""
     times: list[float] = field(default_factory=list)
-    """Arrival times of the pieces of the answer."""
+    """Seconds from then to each piece of the answer."""
     num_output_tokens: int = 0
     error: str = ""
-
-    @property
-    def latency(self) -> float:
-        return self.times[-1] - self.begin
-
-    @property
-    def ttft(self) -> float:
-        return self.times[0] - self.begin
 
     @property
     def itl(self) -> list[float]:
@@ -60,12 +53,12 @@ def summarise(
         "max_concurrent_requests": _most_at_once(good),
     }
     values = {
-        "ttft": [each.ttft for each in good],
+        "ttft": [each.times[0] for each in good],
         "tpot": [
-            (each.latency - each.ttft) / (each.num_output_tokens - 1) for each in good if each.num_output_tokens > 1
+            (one.times[-1] - one.times[0]) / (one.num_output_tokens - 1) for one in good if one.num_output_tokens > 1
         ],
         "itl": [gap for each in good for gap in each.itl],
-        "e2el": [each.latency for each in good],
+        "e2el": [each.times[-1] for each in good],
     }
     for name in metrics:
         ms = 1000 * np.array(values[name] or [0.0])
@@ -76,7 +69,7 @@ def summarise(
 
 
 def _most_at_once(measured: Sequence[Measured]) -> int:
-    changes = sorted([(each.begin, 1) for each in measured] + [(each.times[-1], -1) for each in measured])
+    changes = sorted([(one.begin, 1) for one in measured] + [(one.begin + one.times[-1], -1) for one in measured])
     return max(accumulate(change for _, change in changes), default=0)
 
 

@@ -99,7 +99,7 @@ class Bench:
             delta = choice.get("delta")
             said = choice.get("text") if delta is None else any(value for key, value in delta.items() if key != "role")
             if said:
-                found.times.append(now)
+                found.times.append(now - found.begin)
                 found.num_output_tokens += 1
         if usage := event.get("usage"):
             found.num_output_tokens = usage["completion_tokens"]
@@ -206,7 +206,7 @@ def _save(given: argparse.Namespace, found: dict[str, Any], measured: list[Measu
         entry |= {
             "input_lens": [each.num_prompt_tokens for each in good],
             "output_lens": [each.num_output_tokens for each in good],
-            "ttfts": [each.ttft for each in good],
+            "ttfts": [each.times[0] for each in good],
             "itls": [each.itl for each in good],
             "errors": [each.error for each in measured],
         }

@@ -125,9 +125,9 @@ class SamplingRow:
                 why = f" ({ended.why})" if ended.why else ""
                 raise ValueError(f"output_token_ids: end with token {number - 1}{why}: there is nothing to go on with")
             if self.logprob_rows is not None:
-                self.logprob_rows.append_missing()
+                self.logprob_rows.append(None)
             if self.kept_ids is not None:
-                self.kept_ids.append_missing()
+                self.kept_ids.append_ids(None)
 
     def edits(self, token_ids: list[int], num_output_tokens: int, place: int = 0) -> np.ndarray | None:
         """Additions to the logits of the token at a place behind the last: int32 [n, EDIT_WORDS], of which the caller

@@ -108,14 +108,11 @@ async def server_info(front: Front, call: Call) -> None:
     """Answers with what runs and with which options; keys are left out. vLLM's clients look below "vllm_config"."""
     engine = await front.control("info")
     options = {name: value for name, value in asdict(front.options).items() if not name.endswith("api_keys")}
+    info = front.model.info
     config = {
-        "model_config": {
-            "model": front.model.path,
-            "dtype": front.model.info["dtype"],
-            "max_model_len": front.model.info["max_model_len"],
-            "logprobs_mode": front.model.info["logprobs_mode"],
-        },
-        "parallel_config": {name: front.model.info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
+        "model_config": {"model": front.model.path}
+        | {name: info[name] for name in ("dtype", "max_model_len", "logprobs_mode")},
+        "parallel_config": {name: info[name] for name in ("tensor_parallel_size", "data_parallel_size")},
         "weight_transfer_config": {},
     }
     current = front.engines.state

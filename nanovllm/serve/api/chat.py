@@ -33,7 +33,7 @@ def encode(model: ServedModel, call: Call, fields: api.ChatFields) -> tuple[str,
         raise bad_request("chat_template: not taken from requests (--trust-request-chat-template)")
     left_out = LeftOut("messages")
     messages = template_values(fields.messages, left_out)
-    note_ignored(model.options, call, left_out.names)
+    note_ignored(model.options, call, *left_out.names)
     check_characters(model, sum(_characters(message["content"]) for message in messages), "messages")
     tokenizer = model.tokenizer
     with refusing():

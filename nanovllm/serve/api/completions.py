@@ -33,7 +33,7 @@ def _prompts(model: ServedModel, fields: api.CompletionFields) -> list[list[int]
 def token_ids_of(model: ServedModel, given: list[Any], special: bool, name: str) -> list[list[int]]:
     """Texts and lists of token ids as the latter. Raises ApiError. `name`: of their field."""
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    check_characters(model, sum(map(len, texts)) if len(texts) == 1 else max(map(len, texts), default=0), name)
+    check_characters(model, max(map(len, texts), default=0), name)
     if (total := sum(map(len, texts))) > limits.PROMPTS_TEXT:
         raise bad_request(f"{name}: texts have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     with refusing():  # without a tokenizer

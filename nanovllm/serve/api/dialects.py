@@ -32,7 +32,7 @@ def _read_response(
     fields, left_out = read(model, call, responses.ResponsesFields, body), LeftOut("input")
     tools = ResponsesTools(responses.tools_of(fields))
     request = responses.chat_request(fields, tools, left_out)
-    note_ignored(model.options, call, [*tools.ignored, *left_out.names])
+    note_ignored(model.options, call, *tools.ignored, *left_out.names)
     return request, tools
 
 
@@ -60,7 +60,7 @@ def _read_message(
     check_body(model, call, body, "messages")
     left_out = LeftOut("messages")
     request = anthropic.chat_request(read(model, call, kind, body), left_out)
-    note_ignored(model.options, call, left_out.names)
+    note_ignored(model.options, call, *left_out.names)
     return request
 
 

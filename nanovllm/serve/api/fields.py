@@ -258,7 +258,8 @@ def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
     refused = {**constraints, **kind.refused}
     for name in sorted(unknown & refused.keys()):
         if body[name] not in (False, "") and (name in constraints or body[name] not in ([], {})):
-            raise bad_request(_why(name[:100], refused[name]), name[:100], "unsupported_field")
+            hint = f"; {refused[name]}" if refused[name] else ""
+            raise bad_request(f"{name[:100]}: not supported{hint}", name[:100], "unsupported_field")
     ignored = sorted(name[:100] for name in unknown - refused.keys())
     fields = convert(kind, body)
     if isinstance(fields, CommonFields):
@@ -269,10 +270,6 @@ def read(kind: type[Given], body: dict[str, Any]) -> tuple[Given, list[str]]:
 @cache
 def _known(kind: type[Fields]) -> frozenset[str]:
     return kind.meaningless.union(kind.__struct_fields__)
-
-
-def _why(name: str, instead: str) -> str:
-    return f"{name}: not supported" + (f"; {instead}" if instead else "")
 
 
 def convert(kind: type[Struct], body: Mapping[str, Any], strict: bool = True) -> Struct:

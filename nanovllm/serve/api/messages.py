@@ -53,15 +53,11 @@ class LeftOut:
     def __init__(self, field: str) -> None:
         """`field`: that holds the chat."""
         self._field = field
-        self._names: dict[str, None] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return [*self._names]
+        self.names: dict[str, None] = {}
 
     def note(self, kind: str, field: str | None = None) -> None:
-        if len(self._names) < _MOST_NAMES:
-            self._names[f"{field or self._field}.{kind[:60]}"] = None
+        if len(self.names) < _MOST_NAMES:
+            self.names[f"{field or self._field}.{kind[:60]}"] = None
 
     def text(self, kind: str, where: str | None = None) -> str:
         """The text that stands in the place of a part. `where`: the place of one that a user has just sent, which is

@@ -26,7 +26,7 @@ def read(model: ServedModel, call: Call, kind: type[api.Given], body: dict[str, 
     fields, ignored = api.read(kind, body)
     inner: dict[str, None] = {}
     _find_unknown(kind, body, "", inner)
-    note_ignored(model.options, call, [*ignored, *inner])
+    note_ignored(model.options, call, *ignored, *inner)
     model.check_name(fields.model)
     return fields
 
@@ -59,7 +59,7 @@ def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
     return next((found for each in get_args(hint) if (found := _struct_in(each)) is not None), None)
 
 
-def note_ignored(options: ServeOptions, call: Call, ignored: list[str]) -> None:
+def note_ignored(options: ServeOptions, call: Call, *ignored: str) -> None:
     """Names in a header what of a request nothing is done with. Raises ApiError under --strict-fields."""
     if ignored and options.strict_fields:
         raise bad_request(f"{ignored[0]}: unknown field (--strict-fields)", ignored[0], "unknown_field")

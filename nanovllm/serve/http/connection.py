@@ -199,10 +199,7 @@ class Connection(asyncio.Protocol):
         self._refused = True
         self._unwatch()
         call = self._answering
-        if call is None:
-            is_unanswered = self._in_headers
-        else:
-            is_unanswered = call is self._incoming and not call.status
+        is_unanswered = self._in_headers if call is None else call is self._incoming and not call.status
         if is_unanswered:
             body = error.body()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -11,11 +11,9 @@ from nanovllm.serve.parsers.calls import Beside, ToolFamily, any_but, one_of
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps
 from nanovllm.serve.parsers.text_bounds import ANYTHING
 from nanovllm.serve.parsers.tools import Tool, json_term
-from nanovllm.serve.parsers.values import json_type
+from nanovllm.serve.parsers.values import OF_PYTHON, json_type
 
-_SCALAR = re.compile(r"[\w.+-]*")
-_PYTHON = {"None": "null", "True": "true", "False": "false"}
-"""Spellings of older templates."""
+SCALAR = re.compile(r"[\w.+-]*")
 _OTHER_KEY = r'/[^\s:,{}\[\]"<>]{1,64}/'
 _MOST_ITEMS = 1000
 _MOST_PARTS = 2000
@@ -176,7 +174,6 @@ class BareKeys(ToolFamily):
             else:
                 yield from self.read_literal(source, emit)
             while open_ones:
-                yield from source.blanks()
                 end, behind_key = open_ones[-1]
                 if (yield from source.expect(",", end)) == ",":
                     emit(", ")
@@ -207,7 +204,7 @@ class BareKeys(ToolFamily):
             if not (yield from source.until([quote], lambda text: emit(within_json(text)))):
                 raise Malformed
             emit('"')
-        elif scalar := (yield from source.matching(_SCALAR)):
+        elif scalar := (yield from source.matching(SCALAR)):
             emit(as_json(scalar))
         else:
             raise Malformed
@@ -228,5 +225,5 @@ def within_json(text: str) -> str:
 
 def as_json(scalar: str) -> str:
     """A number, a constant or a word as JSON."""
-    scalar = _PYTHON.get(scalar, scalar)
+    scalar = OF_PYTHON.get(scalar, scalar)  # of older templates
     return scalar if json_type(scalar) is not None else json.dumps(scalar, ensure_ascii=False)

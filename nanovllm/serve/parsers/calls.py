@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from nanovllm.engine.sampling.grammar_compiler import literal, regex_term
-from nanovllm.serve.parsers.families import Form, Mark, Piece, Slot
+from nanovllm.serve.parsers.families import CallForm, Slot
 from nanovllm.serve.parsers.reader import Malformed, Output, Source, Steps, ends_in_string
-from nanovllm.serve.parsers.tags import Tags
+from nanovllm.serve.parsers.tags import Tag, Tags
 from nanovllm.serve.parsers.text_bounds import ANYTHING
 from nanovllm.serve.parsers.tools import Tool, json_term
 from nanovllm.serve.parsers.values import BLANKS, INITIALS, as_json
@@ -33,6 +33,8 @@ _SCALARS = {
     "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
 
+Piece = str | Tag | Slot
+"""Piece of a form: a text, a tag or a slot."""
 Beside = dict[str, tuple[str, list[str]]]
 """Terms for arguments, and the rules that these need, by their schemas."""
 
@@ -42,27 +44,28 @@ class ToolFamily:
 
     arguments_begin = "{"
 
-    def __init__(self, form: Form, tags: Tags) -> None:
-        self._form, self._written = form, form.written
-        self._tags = {name: tags[name] for name in form.written.tags}
-        self.marks = tuple(self._tags.values())
-        self.opening, self.is_tagged = self.marks[0], form.written.is_tagged
-        self._separator = "".join(piece for piece in form.between if type(piece) is str).strip()
+    def __init__(self, form: CallForm, tags: Tags) -> None:
+        self.marks = tuple(tags[name] for name in form.tags)
+        self.opening, self.is_tagged = self.marks[0], form.is_tagged
+        self._bare, self._value_begin = form.bare, form.value_begin
+        known: dict[str, Piece] = {f"{{{slot.value}}}": slot for slot in Slot}
+        known |= {tag.name: tag for tag in self.marks}
+        cuts = re.compile(f"({'|'.join(map(re.escape, known))})")
 
-    def _terms(self, pieces: Sequence[Piece], **slots: str) -> str:
-        """Pieces as terms of a grammar. `slots`: the terms of slots, by their names."""
-        terms = []
-        for piece in pieces:
-            if isinstance(piece, Slot):
-                terms.append(_FIXED.get(piece) or slots[piece.value])
-            elif piece:
-                terms.append(self._tags[piece].lark if isinstance(piece, Mark) else json.dumps(piece))
-        return " ".join(terms)
+        def cut(text: str) -> list[Piece]:
+            return [known.get(part, part) for part in cuts.split(text) if part]
 
-    def _text(self, piece: Piece) -> str:
-        """A text of the form, or of a tag, as a reader sees it."""
-        assert not isinstance(piece, Slot)
-        return self._tags[piece].text if isinstance(piece, Mark) else piece
+        self._call, self._first, self._last, self._between = map(cut, (form.call, form.first, form.last, form.between))
+        named = f'{{"name": "{{name}}", "{form.arguments}": {{arguments}}}}'
+        before, _, rest = form.call.replace("{call}", named).partition("{name}")
+        middle, _, after = rest.partition("{parameters}" if form.parameter else "{arguments}")
+        self._before, self._middle, self._after = map(cut, (before, middle, after))
+        """Pieces before the name, between it and the arguments, and after these."""
+        key, _, rest = form.parameter.partition("{value}")
+        begin, _, end = key.partition("{key}")
+        self._key_begin, self._key_end, self._value_end = map(cut, (begin, end, rest))
+        """Pieces before a parameter's name, behind it and behind its value; the first one ends name or value."""
+        self._separator = "".join(piece for piece in self._between if isinstance(piece, str)).strip()
 
     # -- grammar ------------------------------------------------------------------------------------------------
 
@@ -70,26 +73,26 @@ class ToolFamily:
         """Lark rules, `body` among them: calls of `tools`, one or more; `free` True: or any TEXT (a terminal that is
         there), which may also come before calls where the family's models write it so. `early` is a text with calls
         behind it, where these begin with a tag."""
-        form, terminals = self._form, dict[str, str]()
-        more = f"({self._terms(form.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        terminals = dict[str, str]()
+        more = f"({_terms(self._between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         beside: Beside = {}
         functions = [self._function_term(tool, terminals, beside) for tool in tools]
-        breaks = [piece for piece in form.between if piece is Slot.BREAKS]  # which also end a turn, as with Nemotron 3
+        breaks = [piece for piece in self._between if piece is Slot.BREAKS]  # which also end a turn, as with Nemotron 3
         rules = [
             self._body(free),
-            f"calls: {self._terms(form.first)} call {more} {self._terms([*form.last, *breaks])}",
-            f"call: {self._terms(form.before)} function {self._terms(form.after)}",
+            f"calls: {_terms(self._first)} call {more} {_terms([*self._last, *breaks])}",
+            f"call: {_terms(self._before)} function {_terms(self._after)}",
             one_of("function", [f"({each})" for each in functions]),  # so that errors name the line of theirs
             *(rule for _, found in beside.values() for rule in found),
             *(f"{name.upper()}: {expression}" for expression, name in terminals.items()),
             *(f"{name}[lazy]: {name.upper()}" for name in terminals.values() if name.islower()),
         ]
-        return "\n".join([*rules, self._words()] if form.value_end else rules)
+        return "\n".join([*rules, self._words()] if self._value_end else rules)
 
     def _body(self, free: bool) -> str:
         tag = self.opening
         if not self.is_tagged:
-            words = rf'"" | /[^{re.escape(self._written.bare)}](.|\n)*/ | ' if free else ""
+            words = rf'"" | /[^{re.escape(self._bare)}](.|\n)*/ | ' if free else ""
             return f"body: {words}{tag.lark}? calls"
         body = "TEXT | early" if free else f"{tag.lark} calls"
         return f"body: {body}\nearly: opened calls\n{tag.text_before('opened')}"
@@ -99,21 +102,20 @@ class ToolFamily:
         return tool.arguments
 
     def _function_term(self, tool: Tool, terminals: dict[str, str], beside: Beside) -> str:
-        if not self._form.value_end:
+        if not self._value_end:
             arguments = self._arguments(tool, terminals, beside)
         else:
             arguments = self._parameters(tool if tool.is_held else Tool(tool.name, {}), terminals)
-        return f"{json.dumps(tool.name)} {self._terms(self._form.middle)} {arguments}"
+        return f"{json.dumps(tool.name)} {_terms(self._middle)} {arguments}"
 
     def _parameters(self, tool: Tool, terminals: dict[str, str]) -> str:
         """A tool's parameters, in the schema's order; those that are not required may be left out. After them come
         others, where the schema has any. `terminals`: names of the terminals in use, by their expressions; in small
         letters where the first text that matches is taken."""
-        form, (named, required, others) = self._form, tool.document.parameters
+        named, required, others = tool.document.parameters
         terms = []
         for name, value in named.items():
-            if self._text(form.key_end[0]) in name:
-                end = form.key_end[0]
+            if (end := _text(self._key_end[0])) in name:
                 raise ValueError(f"tools: function {tool.name!r} has a parameter whose name has {end!r} in it")
             term = self._parameter(json.dumps(name), value, tool, terminals)
             terms.append(term if name in required else f"({term})?")
@@ -123,13 +125,12 @@ class ToolFamily:
         return " ".join(terms) or '""'
 
     def _parameter(self, name: str, value: Any, tool: Tool, terminals: dict[str, str]) -> str:
-        form = self._form
-        before, after = self._terms(form.key_begin), self._terms(form.value_end[1:])
-        return f"{before} {name} {self._terms(form.key_end)} {self._value(value, tool, terminals)} {after}"
+        before, after = _terms(self._key_begin), _terms(self._value_end[1:])
+        return f"{before} {name} {_terms(self._key_end)} {self._value(value, tool, terminals)} {after}"
 
     def _value(self, value: Any, tool: Tool, terminals: dict[str, str]) -> str:
         """A parameter's value with its end, or the rule `words`, which has it, too."""
-        begin, end = self._terms([self._written.value_begin]), self._terms(self._form.value_end[:1])
+        begin, end = _terms([self._value_begin]), _terms(self._value_end[:1])
         if tool.text_grammar is not None:
             return f"{begin} {tool.text_term(end)}"
         document = tool.document
@@ -158,9 +159,9 @@ class ToolFamily:
     def _text_expression(self, text: str | None, others: frozenset[str]) -> tuple[str, str]:
         """The expression of a terminal for a value's text, and what comes after it. Ends that are texts are a part of
         it, once, so that nothing goes on behind them; and what would be read as JSON of the types `others` is none."""
-        last, after = self._form.value_end[0], self._terms(self._form.value_end[:1])
-        is_token = isinstance(last, Mark) and self._tags[last].token_id is not None
-        end = self._text(last)
+        last, after = self._value_end[0], _terms(self._value_end[:1])
+        is_token = isinstance(last, Tag) and last.token_id is not None
+        end = _text(last)
         expression = regex_term(ANYTHING)
         if scalars := "|".join(_SCALARS[each] for each in sorted(others & _SCALARS.keys())):
             expression += f" & ~{regex_term(f'[{BLANKS}]*(?:{scalars})[{BLANKS}]*')}"
@@ -172,23 +173,23 @@ class ToolFamily:
             return expression, after
         is_long = any(int(count) > _LONG for count in re.findall(r",(\d+)\}", text or ""))
         before = rf"(?:.|\n){{0,{_EARLY_END}}}" if is_long else ANYTHING
-        at_once = literal(end.removeprefix(self._written.value_begin))  # which ends an empty text
+        at_once = literal(end.removeprefix(self._value_begin))  # which ends an empty text
         early = regex_term(rf"(?:{before}{literal(end)}|{at_once})(?:.|\n)")
         return f"(({expression}) {after}) & ~({early} {_REST})", ""
 
     def _words(self) -> str:
         """The rule for any text as a value."""
-        end, begin = self._form.value_end[0], self._written.value_begin
-        if isinstance(end, Mark):
-            return self._tags[end].text_before("words")
+        end, begin = self._value_end[0], self._value_begin
+        if isinstance(end, Tag):
+            return end.text_before("words")
         text = f"{begin}((.|\n)*{begin})?" if begin else "(.|\n)*"
-        return f"words[lazy]: {regex_term(text + self._text(end).removeprefix(begin))}"
+        return f"words[lazy]: {regex_term(text + _text(end).removeprefix(begin))}"
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def read(self, tools: Sequence[Tool], source: Source, output: Output, around: Sequence[str] = ()) -> Steps:
         """Reads content and calls up to the end of the text. around: tags before and behind the content."""
-        tag, bare, has_words, around = self.opening.text, self._written.bare, False, [*around]
+        tag, bare, has_words, around = self.opening.text, self._bare, False, [*around]
 
         def emit(text: str) -> None:
             nonlocal has_words
@@ -225,13 +226,11 @@ class ToolFamily:
         source.taken = None
 
     def _read_calls(self, tools: Sequence[Tool], source: Source, output: Output) -> Steps:
-        form = self._form
-        yield from self._pass_over(form.first, source)
+        yield from self._pass_over(self._first, source)
         yield from self._read_call(tools, source, output)
-        last = [piece for piece in form.last if not isinstance(piece, Slot)]
+        last = [piece for piece in self._last if not isinstance(piece, Slot)]
         while last:
-            yield from source.blanks()
-            end, next_one = self._text(last[0]), self._separator or self._text(form.call[0])
+            end, next_one = _text(last[0]), self._separator or _text(self._call[0])
             if (yield from source.expect(end, next_one, takes=False)) == end:
                 yield from self._pass_over(last, source)
                 return
@@ -242,7 +241,7 @@ class ToolFamily:
         """A call begins for the client once the text behind its name is there, or a parameter, or the end of them."""
         name: Any = None
         num_calls, known = output.num_calls, {tool.name: tool for tool in tools}
-        for piece in self._form.call:
+        for piece in self._call:
             if piece is Slot.CALL:
                 yield from _read_object(known, source, output)
             elif piece is Slot.NAME:
@@ -251,15 +250,13 @@ class ToolFamily:
             elif piece in (Slot.ID, Slot.NUMBER):
                 yield from source.matching(_WORD)
             elif piece is Slot.ARGUMENTS:
-                yield from source.blanks()
                 if output.num_calls == num_calls:
                     yield from source.expect(self.arguments_begin, takes=False)
                     _begin_call(name, known, source, output)
                 yield from self._read_arguments(source, output)
                 output.calls_complete = True
             elif piece is Slot.PARAMETERS:
-                begin, end = self._text(self._form.key_begin[0]), self._text(self._form.after[0]).strip()
-                yield from source.blanks()
+                begin, end = _text(self._key_begin[0]), _text(self._after[0]).strip()
                 if output.num_calls == num_calls:
                     yield from source.expect(begin, end, takes=False)
                     _begin_call(name, known, source, output)
@@ -275,7 +272,7 @@ class ToolFamily:
     def _read_parameters(self, tool: Tool, begin: str, end: str, source: Source, output: Output) -> Steps:
         """Reads parameters as one JSON object, each from `begin` on, up to `end`."""
         named, _, others = tool.document.parameters
-        behind_key, opening = self._text(self._form.key_end[0]), "{"
+        behind_key, opening = _text(self._key_end[0]), "{"
         while (yield from source.expect(begin, end, takes=False)) == begin:
             source.take(len(begin))
             pieces: list[str] = []
@@ -287,16 +284,15 @@ class ToolFamily:
                 raise Malformed
             output.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            yield from self._pass_over(self._form.key_end[1:], source)
+            yield from self._pass_over(self._key_end[1:], source)
             yield from self._read_value(tool, named.get(key, others or {}), source, output)
-            yield from source.blanks()
         output.arguments("}" if opening == ", " else "{}")
         output.calls_complete = True
 
     def _read_value(self, tool: Tool, schema: Any, source: Source, output: Output) -> Steps:
         """Reads a value, and its end. It is a text once it can be nothing else; what the output's end cuts off is left
         as it is."""
-        end, begin = self._text(self._form.value_end[0]), self._written.value_begin
+        end, begin = _text(self._value_end[0]), self._value_begin
         types, is_free = tool.document.types(schema), tool.document.is_free(schema)
         initials = "".join(INITIALS[each] for each in types - {"string"})
         held, is_text = list[str](), None if "string" in types else False
@@ -327,9 +323,23 @@ class ToolFamily:
     def _pass_over(self, pieces: Sequence[Piece], source: Source) -> Steps:
         """Takes texts and tags, and blanks before them. Raises Malformed where something else comes."""
         for piece in pieces:
-            yield from source.blanks()
-            if not isinstance(piece, Slot) and (text := self._text(piece).strip()):
-                yield from source.expect(text)
+            if not isinstance(piece, Slot):
+                yield from source.expect(_text(piece).strip())
+
+
+def _terms(pieces: Sequence[Piece]) -> str:
+    """Pieces as terms of a grammar."""
+    return " ".join(
+        _FIXED[piece] if isinstance(piece, Slot) else piece.lark if isinstance(piece, Tag) else json.dumps(piece)
+        for piece in pieces
+        if piece
+    )
+
+
+def _text(piece: Piece) -> str:
+    """A text of the form, or of a tag, as a reader sees it."""
+    assert not isinstance(piece, Slot)
+    return piece.text if isinstance(piece, Tag) else piece
 
 
 def any_but(term: str, names: Collection[str]) -> str:
@@ -351,15 +361,11 @@ def _begin_call(name: str, known: Collection[str], source: Source, output: Outpu
 
 def _read_object(known: Collection[str], source: Source, output: Output) -> Steps:
     """Reads {"name": ..., "arguments": ...} or "parameters". Raises Malformed where it is none."""
-    yield from source.blanks()
     yield from source.expect("{")
     named, has_arguments, early = False, False, list[str]()
     while True:
-        yield from source.blanks()
         key = yield from source.string()
-        yield from source.blanks()
         yield from source.expect(":")
-        yield from source.blanks()
         if key == "name" and not named:
             _begin_call((yield from source.string()), known, source, output)
             output.arguments("".join(early))
@@ -369,7 +375,6 @@ def _read_object(known: Collection[str], source: Source, output: Output) -> Step
             has_arguments = True
         else:
             yield from source.value(lambda _: None)
-        yield from source.blanks()
         if (yield from source.expect(",", "}")) == "}":
             break
     if not named:

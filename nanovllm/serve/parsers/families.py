@@ -1,8 +1,8 @@
 """Forms of tool calls, one for each family of models, and the family that a chat template is of."""
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,37 +39,6 @@ class Slot(Enum):
     ID, NUMBER, BLANK, BREAK, BREAKS = "id", "number", "blank", "break", "breaks"
 
 
-class Mark(str):
-    """Name of a tag in a form."""
-
-
-Piece = str | Mark | Slot
-
-
-class Form:
-    """A CallForm, cut into pieces: slots, tags and the texts between them."""
-
-    def __init__(self, call_form: CallForm) -> None:
-        self.written = call_form
-        self.call, self.first, self.last, self.between = map(
-            self._pieces, (call_form.call, call_form.first, call_form.last, call_form.between)
-        )
-        named = f'{{"name": "{{name}}", "{call_form.arguments}": {{arguments}}}}'
-        before, _, rest = call_form.call.replace("{call}", named).partition("{name}")
-        middle, _, after = rest.partition("{parameters}" if call_form.parameter else "{arguments}")
-        self.before, self.middle, self.after = map(self._pieces, (before, middle, after))
-        """Pieces before the name, between it and the arguments, and after these."""
-        key, _, rest = call_form.parameter.partition("{value}")
-        begin, _, end = key.partition("{key}")
-        self.key_begin, self.key_end, self.value_end = map(self._pieces, (begin, end, rest))
-        """Pieces before a parameter's name, behind it and behind its value; the first one ends name or value."""
-
-    def _pieces(self, text: str) -> list[Piece]:
-        known: dict[str, Piece] = {f"{{{slot.value}}}": slot for slot in Slot}
-        known.update((tag, Mark(tag)) for tag in self.written.tags)
-        return [known.get(part, part) for part in re.split(f"({'|'.join(map(re.escape, known))})", text) if part]
-
-
 def _hy_v3(suffix: str) -> CallForm:
     """Hy3's, whose tags end with a suffix in some checkpoints."""
     calls, call, key, value = (f"{name}{suffix}>" for name in ("tool_calls", "tool_call", "arg_key", "arg_value"))
@@ -84,8 +53,24 @@ def _hy_v3(suffix: str) -> CallForm:
     )
 
 
-_DEEPSEEK = tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
-_CALL_FORMS = {
+def _listed(*tags: str, begin: str = "[", behind: str = "", **more: Any) -> CallForm:
+    """Calls in a list between tags, or behind the only one."""
+    form = CallForm(tags=tags, first=begin, call="{call}", between=", ", last="]" + "".join(tags[1:]) + behind)
+    return replace(form, **more)
+
+
+def _deepseek(call: str) -> CallForm:
+    return CallForm(
+        tags=tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+        call=f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>",
+        between="{breaks}",
+        last="<｜tool▁calls▁end｜>",
+    )
+
+
+_PYTHONIC = {"call": "{name}{arguments}", "between": ",{blank}"}
+"""Arguments as in Python, see pythonic.py."""
+FORMS = {
     "qwen3_coder": CallForm(  # Qwen3.5 and Nemotron 3, too
         tags=("<tool_call>", "</tool_call>"),
         call="\n<function={name}>\n{parameters}</function>\n</tool_call>",
@@ -109,13 +94,7 @@ _CALL_FORMS = {
     ),
     "hy_v3": _hy_v3(""),
     "hy_v3_opensource": _hy_v3(":opensource"),
-    "hunyuan_a13b": CallForm(
-        tags=("<tool_calls>", "</tool_calls>"),
-        first="[",
-        call="{call}",
-        between=", ",
-        last="]</tool_calls>",
-    ),
+    "hunyuan_a13b": _listed("<tool_calls>", "</tool_calls>"),
     "minimax_m2": CallForm(
         tags=("<minimax:tool_call>", "</minimax:tool_call>"),
         first="{break}",
@@ -139,60 +118,20 @@ _CALL_FORMS = {
         call="{name}[CALL_ID]{id}[ARGS]{arguments}",
         between="[TOOL_CALLS]",
     ),
-    "mistral_list": CallForm(  # older models of theirs
-        tags=("[TOOL_CALLS]",),
-        first="{blank}[",
-        call="{call}",
-        between=", ",
-        last="]",
-    ),
-    "granite": CallForm(  # Granite 3
-        tags=("<|tool_call|>",),
-        first="{blank}[",
-        call="{call}",
-        between=", ",
-        last="]",
-    ),
+    "mistral_list": _listed("[TOOL_CALLS]", begin="{blank}["),  # older models of theirs
+    "granite": _listed("<|tool_call|>", begin="{blank}["),  # Granite 3
     "gemma4": CallForm(  # arguments in a notation of their own, see bare_keys.py
         tags=("<|tool_call>", "<tool_call|>", '<|"|>'),
         call="call:{name}{arguments}<tool_call|>",
         between="<|tool_call>",
     ),
-    "lfm2": CallForm(  # arguments as in Python, see pythonic.py
-        tags=("<|tool_call_start|>", "<|tool_call_end|>"),
-        first="[",
-        call="{name}{arguments}",
-        between=",{blank}",
-        last="]<|tool_call_end|>",
+    "lfm2": _listed("<|tool_call_start|>", "<|tool_call_end|>", **_PYTHONIC),
+    "llama4_pythonic": _listed(  # Llama 4 with a template that asks for it
+        "<|python_start|>", bare="[", is_tagged=False, **_PYTHONIC
     ),
-    "llama4_pythonic": CallForm(  # the same; Llama 4 with a template that asks for it
-        tags=("<|python_start|>",),
-        first="[",
-        call="{name}{arguments}",
-        between=",{blank}",
-        last="]",
-        bare="[",
-        is_tagged=False,
-    ),
-    "nemotron": CallForm(  # Nemotron Nano 2
-        tags=("<TOOLCALL>", "</TOOLCALL>"),
-        first="[",
-        call="{call}",
-        between=", ",
-        last="]</TOOLCALL>{break}",
-    ),
-    "deepseek_v31": CallForm(
-        tags=_DEEPSEEK,
-        call="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
-        between="{breaks}",
-        last="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v3": CallForm(  # and R1
-        tags=_DEEPSEEK,
-        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
-        between="{breaks}",
-        last="<｜tool▁calls▁end｜>",
-    ),
+    "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>", behind="{break}"),  # Nemotron Nano 2
+    "deepseek_v31": _deepseek("{name}<｜tool▁sep｜>{arguments}"),
+    "deepseek_v3": _deepseek("function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"),  # and R1
     "kimi_k2": CallForm(
         tags=(
             "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
@@ -211,7 +150,6 @@ _CALL_FORMS = {
         is_tagged=False,
     ),
 }
-FORMS = {name: Form(form) for name, form in _CALL_FORMS.items()}
 HARMONY = "harmony"
 """Tools and reasoning of gpt-oss, which are one."""
 _MARKS = (  # the first whose text is in a template

@@ -141,14 +141,11 @@ class OutputParser:
     def _calling(
         self, family: ToolFamily, state: ReasoningState, choice: ToolChoice, wanted: StructuredOutput | None
     ) -> StructuredOutput:
-        is_free, is_tagged = choice.mode == "auto" and wanted is None, family.is_tagged
-        calls = family.grammar(choice.tools, choice.parallel, is_free)
-        if is_free:
-            return self._grammar(state, "body", "", calls, is_tagged)
-        if choice.mode == "auto" and wanted is not None:
-            return self._grammar(state, "(answer | body)", "gap ", f"{calls}\nanswer: {term(wanted)}", is_tagged)
-        # with calls alone there is no content to hold to `wanted`
-        return self._grammar(state, "body", "gap ", calls, is_tagged)
+        is_free, answer = choice.mode == "auto" and wanted is None, "body"
+        rules = family.grammar(choice.tools, choice.parallel, is_free)
+        if choice.mode == "auto" and wanted is not None:  # with calls alone there is no content to hold to `wanted`
+            answer, rules = "(answer | body)", f"{rules}\nanswer: {term(wanted)}"
+        return self._grammar(state, answer, "" if is_free else "gap ", rules, family.is_tagged)
 
     def _grammar(
         self, state: ReasoningState, answer: str, gap: str, rules: str, has_early: bool = False

@@ -76,7 +76,7 @@ class Plan:
         """OpenAI's: "tool_calls" only where the model ended by itself after whole calls that it chose to make."""
         if engine_reason != "stop" or self.choice is None or reader is None or self.choice.mode == "named":
             return engine_reason
-        return "tool_calls" if reader.num_calls and reader.calls_complete else "stop"
+        return "tool_calls" if reader.output.num_calls and reader.output.calls_complete else "stop"
 
 
 def term(wanted: StructuredOutput) -> str:

@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.serve.parsers.bare_keys import BareKeys, Rules, as_json, within_json
+from nanovllm.serve.parsers.bare_keys import SCALAR, BareKeys, Rules, as_json, within_json
 from nanovllm.serve.parsers.calls import any_but
 from nanovllm.serve.parsers.reader import Malformed, Source, Steps
 from nanovllm.serve.parsers.tools import Tool
 
-_SCALAR = re.compile(r"[\w.+-]*")
 _ESCAPE = re.compile(r"x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|[\\'\"abfnrtv\n]")
 _ESCAPE_LENGTHS = {"x": 3, "u": 5, "U": 9, **dict.fromkeys("01234567", 3)}
 """Characters that an escape may have behind its backslash, by the first of them; others have one."""
@@ -88,7 +87,7 @@ class Pythonic(BareKeys):
     def read_literal(self, source: Source, emit: Callable[[str], None]) -> Steps:
         quote = source.text[:1]
         if quote not in ('"', "'"):
-            if not (scalar := (yield from source.matching(_SCALAR))):
+            if not (scalar := (yield from source.matching(SCALAR))):
                 raise Malformed
             emit(_number(scalar) or as_json(scalar))
             return
@@ -111,7 +110,6 @@ class Pythonic(BareKeys):
         else:
             is_text = source.text[:1] in ('"', "'")
             yield from self.read_literal(source, emit if is_text else lambda text: emit(f'"{text}"'))
-        yield from source.blanks()
         yield from source.expect(behind)
 
 

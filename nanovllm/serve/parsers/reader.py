@@ -70,8 +70,9 @@ class Source:
             yield
 
     def expect(self, *texts: str, takes: bool = True) -> Generator[None, None, str]:
-        """Takes the first of `texts` that comes; `takes` False: leaves it there. Raises Malformed where something else
-        does."""
+        """Takes the first of `texts` that comes behind blanks; `takes` False: leaves it there. Raises Malformed where
+        something else does."""
+        yield from self.blanks()
         while True:
             for text in texts:
                 if self.text.startswith(text):
@@ -94,10 +95,9 @@ class Source:
             yield
 
     def string(self) -> Generator[None, None, str]:
-        """Takes a JSON string."""
+        """Takes a JSON string behind blanks."""
         pieces: list[str] = []
-        while not self.text and not self.ended:
-            yield
+        yield from self.blanks()
         if not self.text.startswith('"'):
             raise Malformed
         yield from self.value(pieces.append)
@@ -107,7 +107,8 @@ class Source:
             raise Malformed from None
 
     def value(self, emit: Callable[[str], None]) -> Steps:
-        """Takes one JSON value and emits its text as it comes."""
+        """Takes one JSON value behind blanks and emits its text as it comes."""
+        yield from self.blanks()
         scan = _Value()
         while True:
             end = scan.end_in(self.text)
@@ -228,7 +229,7 @@ class Reader:
     """One output, read as it comes."""
 
     def __init__(self, program: Callable[[Source, Output], Steps], output: Output) -> None:
-        self._source, self._output = Source(), output
+        self._source, self.output = Source(), output
         self._steps: Steps | None = program(self._source, output)
         self._advance()
 
@@ -242,16 +243,8 @@ class Reader:
         """The output has ended: what was held back."""
         self._source.ended = True
         self._advance()
-        self._output.finish()
+        self.output.finish()
         return self._drain()
-
-    @property
-    def num_calls(self) -> int:
-        return self._output.num_calls
-
-    @property
-    def calls_complete(self) -> bool:
-        return self._output.calls_complete
 
     def _advance(self) -> None:
         if self._steps is not None:
@@ -260,11 +253,11 @@ class Reader:
             except StopIteration:
                 self._steps = None
         if self._steps is None:  # all after the last call
-            self._output.text(self._source.text)
+            self.output.text(self._source.text)
             self._source.text = ""
 
     def _drain(self) -> list[Delta]:
-        deltas, self._output.deltas = self._output.deltas, []
+        deltas, self.output.deltas = self.output.deltas, []
         return deltas
 
 

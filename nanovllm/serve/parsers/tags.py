@@ -30,22 +30,19 @@ class Tag:
         return f"{rule}{'[lazy]' if self.token_id is None else ''}: TEXT {self.lark}"
 
 
-class Tags:
+class Tags(dict[str, Tag]):
     """The tags of one tokenizer, made when first asked for."""
 
     def __init__(self, tokenizer: CheckpointTokenizer) -> None:
         self._ids = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
-        self._known: dict[str, Tag] = {}
 
-    def __getitem__(self, name: str) -> Tag:
-        if name not in self._known:
-            token_id = self._ids.get(name)
-            if token_id is None:
-                self._known[name] = Tag(name, None, name, json.dumps(name))
-            else:
-                stand_in = chr(_FIRST_STAND_IN + len(self._known))
-                self._known[name] = Tag(name, token_id, stand_in, f"<[{token_id}]>")
-        return self._known[name]
+    def __missing__(self, name: str) -> Tag:
+        token_id = self._ids.get(name)
+        text, lark = name, json.dumps(name)
+        if token_id is not None:
+            text, lark = chr(_FIRST_STAND_IN + len(self)), f"<[{token_id}]>"
+        tag = self[name] = Tag(name, token_id, text, lark)
+        return tag
 
 
 class MarkedDetokenizer:

@@ -100,8 +100,7 @@ def check_tools(
         return None
     if not isinstance(tools, Sequence) or not 1 <= len(tools) <= MAX_TOOLS:
         raise ValueError(f"tools: must be a list of 1 to {MAX_TOOLS} tools")
-    checked = tuple(_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    checked = tuple(replace(tool, text_grammar=(text_grammars or {}).get(tool.name)) for tool in checked)
+    checked = tuple(_checked(tool, f"tools[{i}]", text_grammars or {}) for i, tool in enumerate(tools))
     names = [tool.name for tool in checked]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ValueError(f"tools: must have different names, {twice!r} is there twice")
@@ -138,7 +137,7 @@ def _named(choice: Any, known: Collection[str]) -> str:
     return name
 
 
-def _checked(tool: Any, where: str) -> Tool:
+def _checked(tool: Any, where: str, text_grammars: Mapping[str, str]) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         raise ValueError(f'{where}: must be {{"type": "function", "function": {{...}}}}')
@@ -161,7 +160,7 @@ def _checked(tool: Any, where: str) -> Tool:
         for part in schemas_in(parameters):
             if isinstance(pattern := part.get("pattern"), str) and _NOT_REGULAR.search(pattern):
                 del part["pattern"]
-    return Tool(name, {**parameters, "type": "object"}, bool(strict))
+    return Tool(name, {**parameters, "type": "object"}, bool(strict), text_grammars.get(name))
 
 
 def check_schema(schema: Any, where: str) -> None:

@@ -126,7 +126,7 @@ class Document(SchemaDocument):
         return {**whole, "$defs": definitions} if definitions else whole
 
 
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _own_types(schema: Schema) -> frozenset[str]:
@@ -171,7 +171,7 @@ def as_json(text: str, types: frozenset[str], begin: str = "") -> str:
     """A parameter's text as JSON: as it is where it is JSON of its types, or where no text is among these; else as a
     string, without `begin`. Qwen3.5 and Nemotron 3 may write Python's constants, as their templates do."""
     if "string" not in types:
-        text = _OF_PYTHON.get(text.strip(BLANKS), text)
+        text = OF_PYTHON.get(text.strip(BLANKS), text)
     found = json_type(text)
     if found is not None and ("string" not in types or found in types - {"string"}):
         return text.strip(BLANKS)
