@@ -204,11 +204,16 @@ class EmbeddingFields(_TextFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class _JudgedFields(_TextFields, kw_only=True):
+class JudgedFields(_TextFields, kw_only=True):
+    """Fields of scores and reranking; 0 tokens: a text is not cut."""
+
     instruction: NotEmpty | None = None
+    max_tokens_per_query: Count = 0
+    max_tokens_per_doc: Count = 0
+    truncate_prompt_tokens: CountOrOff | None = None
 
 
-class ScoreFields(_JudgedFields, kw_only=True):
+class ScoreFields(JudgedFields, kw_only=True):
     """Body of /v1/score."""
 
     text_1: str | Texts
@@ -219,7 +224,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankFields(_JudgedFields, kw_only=True):
+class RerankFields(JudgedFields, kw_only=True):
     """Body of /rerank, as Jina's and Cohere's clients send it."""
 
     query: str
