@@ -186,6 +186,8 @@ def test_long_documents_are_cut(reranker: httpx.Client) -> None:
     [
         (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
         (SCORE, {"text_1": "a"}, "text_2"),
+        (SCORE, {"queries": [5], "documents": "a"}, "queries"),
+        (SCORE, {"data_1": ["a", "b"], "data_2": ["a", "b", "c"]}, "data_2"),
         (SCORE, {"text_1": "a", "text_2": ["x"] * 1025}, "text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents[0].text"),

@@ -397,6 +397,7 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     except ValueError as error:
         failure = from_value_error(str(error))
         failure.param = next(iter(found))
+        failure.message = f"{failure.param}: {failure.message}"
         raise failure from None
 
 

@@ -6,7 +6,7 @@ from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.api.answer import check_characters, check_size, fit
 from nanovllm.serve.api.reading import read
-from nanovllm.serve.errors import bad_request, refusing
+from nanovllm.serve.errors import ApiError, bad_request, refusing
 from nanovllm.serve.http.call import Call
 from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
@@ -51,11 +51,16 @@ def _prepare(model: ServedModel, fields: api.JudgedFields, pairs: list[tuple[str
 
 def prepare_score(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     """Checks and tokenizes a request for scores. Raises ApiError."""
-    body = {name if (own := _NAMES.get(name, name)) in body else own: value for name, value in body.items()}
-    fields = read(model, call, api.ScoreFields, body)
-    with refusing():
-        pairs = paired(fields.text_1, fields.text_2, "text_2")
-    return _prepare(model, fields, pairs, "text_2")
+    given = {own: name for name, own in _NAMES.items() if name in body and own not in body}
+    body = {_NAMES[name] if name in given.values() else name: value for name, value in body.items()}
+    try:
+        fields = read(model, call, api.ScoreFields, body)
+        with refusing():
+            pairs = paired(fields.text_1, fields.text_2, "text_2")
+        return _prepare(model, fields, pairs, "text_2")
+    except ApiError as error:
+        error.rename(given)
+        raise
 
 
 def prepare_rerank(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:

@@ -62,6 +62,7 @@ class ChoicesFormat(Format):
         if error.code == "invalid_schema":
             given = (name for name in api.CONSTRAINTS if getattr(self.fields, name, None) is not None)
             error.param = next(given, error.param)
+            error.message = f"{error.param}: {error.message}"
 
     # -- what differs -------------------------------------------------------------------------------------------
 
