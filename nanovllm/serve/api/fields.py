@@ -205,10 +205,8 @@ class EmbeddingFields(_TextFields, kw_only=True):
 
 
 class JudgedFields(_TextFields, kw_only=True):
-    """Fields of scores and reranking; 0 tokens: a text is not cut."""
-
     instruction: NotEmpty | None = None
-    max_tokens_per_query: Count = 0
+    max_tokens_per_query: Count = 0  # 0: it is not cut
     max_tokens_per_doc: Count = 0
     truncate_prompt_tokens: CountOrOff | None = None
 
@@ -399,7 +397,3 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
         failure.param = next(iter(found))
         failure.message = f"{failure.param}: {failure.message}"
         raise failure from None
-
-
-CONSTRAINTS = ("response_format", "structured_outputs", "tools")
-"""Fields that a grammar is made of."""
