@@ -203,7 +203,10 @@ class LoadAdapter(msgspec.Struct):
     load_inplace: bool = False
     lora_config: dict[str, Any] | None = None
     update_info: dict[str, Any] | None = None
-    lora_id: str = msgspec.field(default_factory=token_hex)
+    lora_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.lora_id = token_hex()  # one for all engines, and never that of other bytes
 
 
 class RemoveAdapter(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Errors as OpenAI's API words them: {"error": {"message", "type", "param", "code"}}."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -23,6 +23,13 @@ class ApiError(Exception):
         """Tokens of a prompt that is too long, as far as is known, and the most that are taken."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.type = "rate_limit_error" if status == 429 else kind
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Names a field of `names` as the request does: by the path of what it has in its place."""
+        if self.param is not None and (own := names.get(self.param)) is not None:
+            if self.message.startswith(self.param):
+                self.message = own + self.message.removeprefix(self.param)
+            self.param = own.partition(".")[0]
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

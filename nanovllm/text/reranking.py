@@ -37,6 +37,11 @@ class Reranker:
         texts = {"query": query, "document": document, "instruction": instruction or _INSTRUCTION}
         return self._tokenizer.encode_chat([{"role": "user", "content": ""}], chat_template_kwargs=texts)[1]
 
+    def cut(self, text: str, most: int) -> str:
+        """A text's first `most` tokens; below 0: all but its last ones. Half a character is left out."""
+        beyond = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets[most:]
+        return text[: beyond[0][0]] if beyond else text
+
     def score(self, logprobs: Mapping[int, float]) -> float:
         """Probability of "yes", from log-probabilities by token id."""
         return math.exp(logprobs[self._yes])

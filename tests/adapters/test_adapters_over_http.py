@@ -105,7 +105,7 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
             assert user.post(LOAD, json=given).status_code == 401
         body = ASK | {"model": "demo", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with client.stream("POST", CHAT, json=body) as stream:
-            post(LOAD, lora_name="policy", lora_config=config, update_info=message)
+            post(LOAD, lora_name="policy", lora_config=config, update_info=message, lora_id="a")
             assert texts("policy") == expected[0]
             stream.close()
         joined = pool.submit(post, "/init_weight_transfer_engine", init_info=info)
@@ -113,7 +113,7 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
         joined.result(60)
         sent = pool.submit(sender.send, made[1].items())
         named = described([Entry.of(*pair) for pair in made[1].items()])
-        post(LOAD, lora_name="policy", lora_config=config, update_info=named, load_inplace=True)
+        post(LOAD, lora_name="policy", lora_config=config, update_info=named, load_inplace=True, lora_id="a")
         sent.result(60)
         sender.close()
         assert texts("policy") == expected[1] != expected[0]
@@ -122,7 +122,7 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
                  ({"update_info": message}, "lora_path"), ({}, "lora_path"),
                  ({"lora_config": config | {"use_dora": True}, "update_info": message}, "use_dora"),
                  ({"lora_config": config, "update_info": {**message, "nbytes": 1 << 40}}, "nbytes"),
-                 ({"lora_config": config, "update_info": message}, "lora_name")]  # fmt: skip
+                 ({"lora_config": config, "update_info": message, "lora_id": "a"}, "lora_name")]  # fmt: skip
         for body, name in wrong:
             assert name in post(LOAD, 400, lora_name="policy", **body)["error"]["message"]
         bucket.close()

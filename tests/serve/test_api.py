@@ -260,9 +260,9 @@ def test_sampling_masks(served: httpx.Client, llm: LLM) -> None:
         ({"sampling_params": {"sampling_mask": True}}, "sampling_mask"),
         ({"sampling_params": {"sampling_mask": 1, "top_k": 3}}, "sampling_mask"),
         ({"sampling_params": {"sampling_mask": True, "top_k": 3}, "stream": True}, "sampling_mask"),
-        ({"token_ids": []}, "token_ids"), ({"token_ids": [10**6]}, "prompt"), ({"output_mode": "text"}, "output_mode"),
+        *(({"token_ids": wrong}, "token_ids") for wrong in ([], [10**6], [5] * 3000)),
         ({"sampling_params": {"top_p": 7}}, "top_p"), ({"request_id": "a\n"}, "request_id"),
-        ({"sampling_params": {"logprobs_mode": "odd"}}, "logprobs_mode"), ({"token_ids": [5] * 3000}, "prompt"),
+        ({"sampling_params": {"logprobs_mode": "odd"}}, "logprobs_mode"), ({"output_mode": "text"}, "output_mode"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from conversation import of_messages, of_responses
-from serving import ASK, CHAT, COMPLETIONS, RESPONSES, user
+from serving import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, user
 
 from nanovllm import StructuredOutput
 from nanovllm.engine import calls
@@ -252,3 +252,25 @@ def test_unknown_fields_inside_of_others_are_named(client: httpx.Client) -> None
     assert sorted(names) == ["messages.content.is_error", "thinking.budget_tokens", "tools.defer_loading"]
     many = ASK | {"messages": [{"role": "user", "content": "a", **{f"name{i}": 1 for i in range(1000)}}]}
     assert len(client.post(CHAT, json=many).headers["x-ignored-fields"]) <= 500
+
+
+NO_SCHEMA = {"type": "json_schema", "schema": {"type": 5}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (RESPONSES, {"input": "a", "text": {"format": NO_SCHEMA}}, "text.format"),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort=5"),
+        ("/v1/responses/input_tokens", {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort=5"),
+        (MESSAGES, {"output_config": {"format": NO_SCHEMA}}, "output_config.format"),
+        (CHAT, {"messages": user("a"), **with_schema({"type": 5})}, "response_format"),
+        (CHAT, {"messages": user("a"), "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ],
+)
+def test_errors_name_what_the_request_has(served: httpx.Client, path: str, body: dict[str, Any], name: str) -> None:
+    """Whichever dialect it is in; the engine knows a chat's fields."""
+    more = {"messages": user("a"), "max_tokens": 2} if path == MESSAGES else {}
+    error = served.post(path, json=body | more).json()["error"]
+    assert error["message"].startswith(name), error
+    assert path == MESSAGES or error["param"] == name.partition(".")[0]

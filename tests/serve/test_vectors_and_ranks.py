@@ -153,11 +153,41 @@ def test_documents_are_ranked(reranker: httpx.Client, scores: list[float], path:
     assert [each["index"] for each in short] == order[:1] and "document" not in short[0]
 
 
+def test_long_documents_are_cut(reranker: httpx.Client) -> None:
+    """To the first tokens of each, or so that the whole prompt has so many; what is said of a document is whole."""
+    long, asked = "The capital of Italy is Rome. " * 1000, {"query": ASKED, "documents": ["Rome", "a\U0001f600b"]}
+
+    def ranked(path: str = RERANKS[0], **more: Any) -> Any:
+        answer = reranker.post(path, json=asked | more)
+        assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
+        return answer.json()
+
+    def tokens(*documents: str, **more: Any) -> int:
+        return int(ranked(documents=documents, **more)["usage"]["prompt_tokens"])
+
+    loose: dict[str, Any] = {"max_tokens_per_doc": 50, "truncate_prompt_tokens": -1}
+    for more in (loose, {"max_tokens_per_doc": 0, "max_tokens_per_query": 0}):
+        assert ranked(**more)["results"] == ranked()["results"]
+    cut = ranked(documents=[long], max_tokens_per_doc=7)
+    assert cut["results"][0]["document"]["text"] == long
+    assert tokens(long, max_tokens_per_doc=9) == cut["usage"]["prompt_tokens"] + 2
+    assert tokens("Rome", query=ASKED * 500, max_tokens_per_query=5) < tokens("Rome") + 5
+    least = tokens("")
+    for most in (least, least + 1, least + 40):
+        assert tokens(long, truncate_prompt_tokens=most) == most
+        assert least <= tokens("\U0001f600" * 99, truncate_prompt_tokens=most) <= most
+    assert tokens(long, truncate_prompt_tokens=-1) == 2047
+    body = {"text_1": ASKED, "text_2": [long], "max_tokens_per_doc": 7}
+    assert reranker.post(SCORE, json=body).json()["data"][0]["score"] == cut["results"][0]["relevance_score"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
         (SCORE, {"text_1": "a"}, "text_2"),
+        (SCORE, {"queries": [5], "documents": "a"}, "queries"),
+        (SCORE, {"data_1": ["a", "b"], "data_2": ["a", "b", "c"]}, "data_2"),
         (SCORE, {"text_1": "a", "text_2": ["x"] * 1025}, "text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents[0].text"),
@@ -165,6 +195,9 @@ def test_documents_are_ranked(reranker: httpx.Client, scores: list[float], path:
         ("/rerank", {"query": "a" * 10000, "documents": ["x"] * 1000}, "documents"),
         ("/rerank", {"query": "a", "documents": ["x"] * 1000, "instruction": "b" * 10000}, "documents"),
         ("/rerank", {"query": "a", "documents": ["x"], "top_n": 0}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["x"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": ["x" * 50], "truncate_prompt_tokens": 9}, "truncate_prompt_tokens"),
+        ("/rerank", {"query": "a", "documents": ["x" * (1 << 20)], "max_tokens_per_doc": 9}, "documents"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -23,6 +23,12 @@ from nanovllm.serve.request import Prepared
 from nanovllm.serve.served_model import ServedModel
 
 
+def response_error(error: ApiError) -> bytes:
+    """The body of an error of /v1/responses."""
+    error.rename({"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"})
+    return error.body()
+
+
 def _read_response(
     items: OutputItems, model: ServedModel, call: Call, body: dict[str, Any]
 ) -> tuple[dict[str, Any], ResponsesTools]:
@@ -38,12 +44,7 @@ def _read_response(
 
 def _prepare_response(items: OutputItems, model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     request, tools = _read_response(items, model, call, body)
-    try:
-        return prepare_chat(model, call, request, tools.text_grammars)._replace(given=(body, tools))
-    except ApiError as error:
-        if error.param == "messages":
-            error.param = "input"
-        raise
+    return prepare_chat(model, call, request, tools.text_grammars)._replace(given=(body, tools))
 
 
 async def create_response(front: Front, call: Call) -> None:

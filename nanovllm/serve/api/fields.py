@@ -204,11 +204,14 @@ class EmbeddingFields(_TextFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class _JudgedFields(_TextFields, kw_only=True):
+class JudgedFields(_TextFields, kw_only=True):
     instruction: NotEmpty | None = None
+    max_tokens_per_query: Count = 0  # 0: it is not cut
+    max_tokens_per_doc: Count = 0
+    truncate_prompt_tokens: CountOrOff | None = None
 
 
-class ScoreFields(_JudgedFields, kw_only=True):
+class ScoreFields(JudgedFields, kw_only=True):
     """Body of /v1/score."""
 
     text_1: str | Texts
@@ -219,7 +222,7 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankFields(_JudgedFields, kw_only=True):
+class RerankFields(JudgedFields, kw_only=True):
     """Body of /rerank, as Jina's and Cohere's clients send it."""
 
     query: str
@@ -389,8 +392,5 @@ def structured(fields: CommonFields) -> StructuredOutput | None:
     except ValueError as error:
         failure = from_value_error(str(error))
         failure.param = next(iter(found))
+        failure.message = f"{failure.param}: {failure.message}"
         raise failure from None
-
-
-CONSTRAINTS = ("response_format", "structured_outputs", "tools")
-"""Fields that a grammar is made of."""

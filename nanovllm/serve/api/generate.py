@@ -27,7 +27,9 @@ def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     fields = read(model, call, api.CompletionFields, wanted | {"prompt": given.token_ids})
     if (asked := api.max_tokens(fields)) == 0:
         raise bad_request("max_tokens=0: must be >= 1", "sampling_params")
-    prompt, room = fit(model, token_ids(model, given.token_ids), fields, asked, fields.logprobs)
+    prompt, room = fit(
+        model, token_ids(model, given.token_ids, "token_ids"), fields, asked, fields.logprobs, "token_ids"
+    )
     params = api.sampling_fields(fields, model, asked, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:

@@ -15,6 +15,9 @@ from nanovllm.serve.request import Format, Prepared, Request, Row
 from nanovllm.serve.served_model import ServedModel
 from nanovllm.text.stops import VisibleText
 
+_CONSTRAINTS = ("response_format", "structured_outputs", "tools")
+"""Fields that a grammar is made of."""
+
 
 class ChoicesFormat(Format):
     """A response with a choice for each row."""
@@ -60,8 +63,9 @@ class ChoicesFormat(Format):
 
     def explain(self, error: ApiError) -> None:
         if error.code == "invalid_schema":
-            given = (name for name in api.CONSTRAINTS if getattr(self.fields, name, None) is not None)
+            given = (name for name in _CONSTRAINTS if getattr(self.fields, name, None) is not None)
             error.param = next(given, error.param)
+            error.message = f"{error.param}: {error.message}"
 
     # -- what differs -------------------------------------------------------------------------------------------
 

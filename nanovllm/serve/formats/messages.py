@@ -106,6 +106,7 @@ def _object(text: str) -> Any:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's own envelope; also the data of a stream's "error" event."""
+    error.rename({"response_format": "output_config.format", "reasoning_effort": "output_config.effort"})
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
     if error.excess is not None:  # the words by which clients know that they have to shorten the chat

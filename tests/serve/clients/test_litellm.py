@@ -1,10 +1,12 @@
 """LiteLLM, which many gateways and agents are built on. Needs the extra "clients"."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ANSWER, QUESTION, Server, user
+from embedders import make_reranker
+from serving import ANSWER, QUESTION, Server, ready_server, user
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
 litellm = pytest.importorskip("litellm")
@@ -49,3 +51,21 @@ def test_errors_by_class(server: Server) -> None:
         ask(server, "openai/demo", messages=user("a b " * 2000))
     with pytest.raises(litellm.BadRequestError):
         ask(server, "openai/demo", temperature=-1)
+
+
+def test_reranking(tmp_path: Path) -> None:
+    """By the providers that people name for such a server; Cohere's clients cut long documents."""
+    with ready_server(tmp_path, model=make_reranker(tmp_path / "model")) as started:
+        check_reranking(started.url)
+
+
+def check_reranking(url: str) -> None:
+    asked: dict[str, Any] = {"query": QUESTION, "documents": ["Rome", "Italy is a country. " * 50], "api_key": "none"}
+    for model, path in (("hosted_vllm/demo", ""), ("jina_ai/demo", "/v1"), ("cohere/demo", "/v2/rerank")):
+        whole = litellm.rerank(model=model, api_base=url + path, return_documents=True, **asked).results
+        assert {one["document"]["text"] for one in whole} == {*asked["documents"]}
+        assert whole[0]["relevance_score"] >= whole[1]["relevance_score"]
+    options = {"model": "cohere/demo", "api_base": f"{url}/v2/rerank", "max_tokens_per_doc": 5}
+    cut = {one["index"]: one["relevance_score"] for one in litellm.rerank(**options, **asked).results}
+    full = {one["index"]: one["relevance_score"] for one in whole}
+    assert cut[0] == pytest.approx(full[0], rel=1e-3) and cut[1] != pytest.approx(full[1], rel=1e-3)
