@@ -23,6 +23,8 @@ _FULL = {"fp32", "fp64"}
 _NUMBERS = WHOLE | _FULL
 """Types that numpy converts as Triton does."""
 
+_BYTES = {"fp8e4nv", "fp8e5"}
+
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _ORDERS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
            "ne": np.not_equal}  # fmt: skip
@@ -39,6 +41,8 @@ _indexed_sizes: dict[tuple[Sizes, tuple[bool, ...]], tuple[int, ...]] = {}
 _block_types: dict[tuple[tuple[int, ...], str], Any] = {}
 _constants: dict[tuple[Any, type, str], Any] = {}
 _counts: dict[tuple[int, int], np.ndarray] = {}
+_tables: dict[tuple[str, str], np.ndarray] = {}
+"""What each byte of a type is in another."""
 _truths: dict[tuple[int, ...], np.ndarray] = {}
 
 
@@ -100,7 +104,8 @@ def _operate(
             return _made(data, core.int1 if is_order else scalar, sizes)
         if takes_pointers and type(scalar) is core.pointer_type and of_other in WHOLE:
             width = max(1, scalar.element_ty.primitive_bitwidth // 8)
-            data = self.handle.data + width * other.handle.data.astype(np.uint64)
+            steps = np.multiply(other.handle.data, width, dtype=np.int64, casting="unsafe").view(np.uint64)
+            data = self.handle.data + steps
             return _made(data, scalar, joint_sizes(self.type.sizes, other.type.sizes))
         return slow(self, given)
 
@@ -212,6 +217,11 @@ def _cast(semantic: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
             source, name, data = input.dtype.name, dtype.name, input.handle.data
             if source == name:
                 return input
+            if not bitcast and source in _BYTES and name in ("fp16", "fp32"):
+                if (table := _tables.get((source, name))) is None:
+                    each = _made(np.arange(256, dtype=np.uint8), input.dtype, (256,))
+                    table = _tables[source, name] = slow(each, dtype).handle.data
+                return _made(table[data], dtype, input.type.sizes)
             if bitcast and {source, name} <= {"int32", "uint32", "fp32"}:
                 return _made(data.view(interpreter._get_np_dtype(dtype)), dtype, input.type.sizes)
             if not bitcast and name in _NUMBERS and (source in _NUMBERS or source == "int1"):
@@ -346,6 +356,21 @@ def _permute(semantic: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
     return permute
 
 
-_MEMBERS = {"full": _full, "reshape": _reshape, "permute": _permute,
+def _dot(semantic: Any, slow: Callable[..., Any]) -> Callable[..., Any]:
+    def dot(input: Any, other: Any, acc: Any = None, **options: Any) -> Any:
+        left, right = input.type.sizes or (), other.type.sizes or ()
+        fits = len(left) == len(right) == 2 and left[1] == right[0] and "out_dtype" not in options
+        if fits and all(each is None or each.dtype.name == "fp32" for each in (input, other, acc)):
+            sizes = left[0], right[1]
+            if acc is None or acc.type.sizes == sizes:
+                product = np.matmul(input.handle.data, other.handle.data)
+                product += 0 if acc is None else acc.handle.data
+                return _made(product, core.float32, sizes)
+        return slow(input, other, acc, **options)
+
+    return dot
+
+
+_MEMBERS = {"dot": _dot, "full": _full, "reshape": _reshape, "permute": _permute,
             "to": _cast, "cast": _cast, "where": _where, "load": _load, "arange": _arange,
             "maximum": _extreme(np.maximum), "minimum": _extreme(np.minimum)}  # fmt: skip

@@ -28,8 +28,8 @@ BOTH = ["add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "
 DUNDERS = [*BOTH, *("r" + name for name in BOTH), "lt", "le", "gt", "ge", "eq", "ne"]
 MEMBERS = {name: getattr(core.tensor, f"__{name}__").__wrapped__ for name in DUNDERS}
 MEMBERS["getitem"] = core.tensor.__getitem__.__wrapped__
-FUNCTIONS = {name: getattr(core, name).__wrapped__ for name in
-             ("where", "load", "cast", "arange", "full", "reshape", "permute", "maximum", "minimum")}  # fmt: skip
+TAKEN = ("where", "load", "cast", "arange", "dot", "full", "reshape", "permute", "maximum", "minimum")
+FUNCTIONS = {name: getattr(core, name).__wrapped__ for name in TAKEN}
 semantic = TritonSemantic(interpreter.interpreter_builder)
 
 
@@ -118,6 +118,22 @@ def test_shapes_and_types() -> None:
     assert compare(core, "full", FUNCTIONS["full"], ((each, {}) for each in values))[0] > 10
     counts = [(pair, {}) for pair in ((0, 8), (4, 8), (0, 3), (0, 8))]  # it keeps what it has made
     assert compare(core, "arange", FUNCTIONS["arange"], iter(counts))[0] > 0
+
+
+def test_bytes() -> None:
+    """Each number of 8 bits, wider."""
+    for name in ("fp8e4nv", "fp8e5"):
+        scalar = core.dtype(name)
+        data = np.arange(256, dtype=np.uint8).reshape(2, 128)
+        one = core.tensor(interpreter.TensorHandle(data, scalar), block_type(scalar, (2, 128)))
+        assert compare(core, "cast", FUNCTIONS["cast"], (((one, core.dtype(to)), {}) for to in ("fp32", "fp16") * 2))[0]
+
+
+def test_products() -> None:
+    left, right = tensor("fp32", (2, 4)), core.tensor.__getitem__(tensor("fp32", (4,), 1), (slice(None), None))
+    sums = [None, tensor("fp32", (2, 1), 2), tensor("fp32", (2, 4)), tensor("fp16", (2, 1))]
+    cases = [((left, other, acc), {}) for other in (right, left, tensor("fp16", (4,))) for acc in sums]
+    assert compare(core, "dot", FUNCTIONS["dot"], iter(cases))[0] == 2
 
 
 def test_loads() -> None:
