@@ -35,14 +35,14 @@ _SIMPLE = {int, float, bool, str, slice, type(None), core.tensor, core.dtype, co
 _new = object.__new__
 
 Sizes = tuple[int, ...] | None
-"""Of a block's type; a scalar has None."""
+"""Sizes of a block's type; a scalar has None."""
 _joint_sizes: dict[tuple[Sizes, Sizes], Sizes] = {}
 _indexed_sizes: dict[tuple[Sizes, tuple[bool, ...]], tuple[int, ...]] = {}
 _block_types: dict[tuple[tuple[int, ...], str], Any] = {}
 _constants: dict[tuple[Any, type, str], Any] = {}
 _counts: dict[tuple[int, int], np.ndarray] = {}
 _tables: dict[tuple[str, str], np.ndarray] = {}
-"""What each byte of a type is in another."""
+"""Numbers of another type that the bytes of one are."""
 _truths: dict[tuple[int, ...], np.ndarray] = {}
 
 
@@ -138,7 +138,7 @@ def constant(semantic: Any, value: Any, other: Any, div_or_mod: bool) -> Any:
 
 
 def joint_sizes(left: Sizes, right: Sizes) -> Sizes:
-    """Of the result of two operands."""
+    """Sizes of the result of two operands."""
     if left == right or right is None:
         return left
     if left is None:
@@ -170,7 +170,7 @@ def _made(data: np.ndarray, scalar: Any, sizes: Sizes) -> Any:
 
 
 def unwrapped(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What a constant stands for; others are what they are."""
+    """Returns a function that gives what a constant stands for, and others as they are."""
 
     def one(given: Any) -> Any:
         kind = type(given)
@@ -182,7 +182,7 @@ def unwrapped(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def item(self: Any, index: Any) -> Any:
-    """Of one of Triton's tuples."""
+    """An item of one of Triton's tuples, or a part."""
     if type(index) is int:
         return self.values[index]
     if type(index) is core.constexpr:

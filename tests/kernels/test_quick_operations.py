@@ -1,4 +1,4 @@
-"""What tests take straight to numpy is what Triton's interpreter computes: values, types and shapes."""
+"""Operations that tests take straight to numpy give what Triton's interpreter computes: values, types and shapes."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
