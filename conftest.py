@@ -33,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Lets the workers of pytest-xdist start at different GPUs: worker 1 of four GPUs sees 1, 2, 3, 0."""
     if config.getoption("--quick") and (hasattr(config, "workerinput") or not config.getoption("numprocesses", None)):
         config.pluginmanager.register(Quick())
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # while tests are collected: nothing of that can go
     worker, visible = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(index) for index in range(count_gpus())]
     if worker and len(gpus) > 1:
@@ -60,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # no full collection looks at what is imported, from now on
+    gc.enable()
     if session.config.getoption("--quick"):
         return
     if "triton.runtime.interpreter" in sys.modules:  # chosen before the kernels were imported

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from quick_operations import ALIKE, HALVES, WHOLE, block_type, constant, item, joint_sizes, quick, unwrapped
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -18,22 +19,8 @@ from triton.runtime import interpreter
 _VERSION = "3.6."
 """Triton whose internals are these; others run as they are."""
 
-_SIGNED = {f"int{bits}": 1 << bits - 1 for bits in (8, 16, 32, 64)}
-_UNSIGNED = {f"uint{bits}": 1 << bits for bits in (8, 16, 32, 64)}
-"""Integer types, with the first number that is too large."""
-_WHOLE = _SIGNED.keys() | _UNSIGNED
-_HALVES = {"fp16", "bf16"}
-"""Types in which nothing is divided."""
-_FLOATS = _HALVES | {"fp32", "fp64"}
-_ALIKE = _WHOLE | _FLOATS | {"int1"}
-"""Types of which two have a result of the same type."""
-_ORDERS = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
-           "ne": "not_equal"}  # fmt: skip
-
 _block_shapes: dict[tuple[int, ...], tuple[Any, int, str, tuple[Any, Any]]] = {}
-_block_types: dict[tuple[tuple[int, ...], str], Any] = {}
-_joint_shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
-_constants: dict[tuple[Any, type, str], Any] = {}
+_constants: dict[tuple[Any, type], Any] = {}
 _switched_on: set[Any] = set()
 """Modules of Triton's language whose functions are the interpreter's at this time."""
 
@@ -48,6 +35,8 @@ def quicken() -> None:
     interpreter._patch_attr = _with_semantic
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     interpreter._validate_np_data_size = _fits
+    interpreter.TensorHandle.__init__ = _init_handle
+    core._unwrap_if_constexpr, core.tuple.__getitem__ = unwrapped(core._unwrap_if_constexpr), item
     core.tuple.__init__, core.tuple.type = _init_tuple, property(_type_of_tuple, _set_type_of_tuple)
     core.dtype.sizes, core.dtype.tensor_shape = None, (core.tuple([]), core.constexpr(1))
     core.block_type.__init__, core.block_type.with_element_ty = _init_block_type, _with_element_type
@@ -100,21 +89,7 @@ def _with_semantic(place: Any, name: str, member: Any, builder: Any, scope: Any)
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    operation = name.strip("_")
-    if place is not core.tensor or name == operation:
-        scope.set_attr(place, name, interpreted)
-    elif operation in ("add", "sub", "mul"):
-        arithmetic = getattr(semantic, operation)
-        scope.set_attr(place, name, lambda self, other: arithmetic(self, _value(other), False))
-    elif operation in _ORDERS:
-        order, to_tensor = getattr(semantic, _ORDERS[operation]), semantic.to_tensor
-        scope.set_attr(place, name, lambda self, other: order(self, to_tensor(other)))
-    else:
-        scope.set_attr(place, name, interpreted)
-
-
-def _value(given: Any) -> Any:
-    return given.value if type(given) is core.constexpr else given
+    scope.set_attr(place, name, quick(place, name, semantic, interpreted))
 
 
 def _numpy_types(get_np_dtype: Any) -> Any:
@@ -150,6 +125,12 @@ def _fits(array: np.ndarray, dtype: Any) -> bool:
     return type(dtype) is core.pointer_type or 8 * array.itemsize <= max(dtype.primitive_bitwidth, 8)
 
 
+def _init_handle(self: Any, data: np.ndarray, dtype: Any, attr: Any = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if not _fits(data, dtype):
+        raise ValueError(f"numbers of {data.itemsize} bytes are no {dtype}")
+
+
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     assert isinstance(shape, (list, core.tuple))
     key = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
@@ -169,15 +150,7 @@ def _name_of_block_type(self: Any) -> str:
 
 
 def _with_element_type(self: Any, element: Any) -> Any:
-    return _block_type(element, self.sizes)
-
-
-def _block_type(element: Any, sizes: tuple[int, ...]) -> Any:
-    if type(element) is core.pointer_type:  # whose name does not tell all
-        return core.block_type(element, list(sizes))
-    if (found := _block_types.get((sizes, element.name))) is None:
-        found = _block_types[sizes, element.name] = core.block_type(element, list(sizes))
-    return found
+    return block_type(element, self.sizes)
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -192,8 +165,8 @@ def _to_tensor(to_tensor: Any) -> Any:
             return x
         if kind is not int and kind is not float:
             return to_tensor(self, x, check_type)
-        if (found := _constants.get((x, kind, ""))) is None:
-            found = _constants[x, kind, ""] = to_tensor(self, x)
+        if (found := _constants.get((x, kind))) is None:
+            found = _constants[x, kind] = to_tensor(self, x)
         return found
 
     return to_one
@@ -205,15 +178,15 @@ def _operands(check: Any) -> Any:
     def operands(self: Any, lhs: Any, rhs: Any, left_ptr: bool = False, right_ptr: bool = False,
                  arithmetic: bool = True, div_or_mod: bool = False) -> tuple[Any, Any]:  # fmt: skip
         if type(lhs) is not core.tensor:
-            lhs = _constant(self, lhs, rhs, div_or_mod)
+            lhs = constant(self, lhs, rhs, div_or_mod)
         elif type(rhs) is not core.tensor:
-            rhs = _constant(self, rhs, lhs, div_or_mod)
+            rhs = constant(self, rhs, lhs, div_or_mod)
         if type(lhs) is core.tensor and type(rhs) is core.tensor:
             left, right = lhs.dtype.name, rhs.dtype.name
             if left == right:
-                fit = left in _ALIKE and not (div_or_mod and left in _HALVES)
+                fit = left in ALIKE and not (div_or_mod and left in HALVES)
             else:
-                fit = left_ptr and right in _WHOLE and type(lhs.dtype) is core.pointer_type
+                fit = left_ptr and right in WHOLE and type(lhs.dtype) is core.pointer_type
             if fit:
                 return _in_one_shape(lhs, rhs)
         return check(self, lhs, rhs, left_ptr, right_ptr, arithmetic, div_or_mod)
@@ -221,32 +194,13 @@ def _operands(check: Any) -> Any:
     return operands
 
 
-def _constant(semantic: Any, value: Any, other: Any, div_or_mod: bool) -> Any:
-    """A number as a tensor of the type of the other operand, where that decides; or the number itself."""
-    if type(other) is not core.tensor:
-        return value
-    name, kind = other.dtype.name, type(value)
-    if kind is int and name in _WHOLE:
-        first = -_SIGNED.get(name, 0)
-        if not first <= value < (-first or _UNSIGNED[name]):
-            return value
-    elif name not in _FLOATS or (div_or_mod and name in _HALVES) or (kind is not int and kind is not float):
-        return value
-    if (found := _constants.get((value, kind, name))) is None:
-        found = _constants[value, kind, name] = semantic.scalar_constant(value, other.dtype)
-    return found
-
-
 def _in_one_shape(lhs: Any, rhs: Any) -> tuple[Any, Any]:
     left, right = lhs.type.sizes, rhs.type.sizes
     if left == right:
         return lhs, rhs
-    if left is None or right is None:
-        joint = left or right
-    elif (joint := _joint_shapes.get((left, right))) is None:
-        joint = _joint_shapes[left, right] = np.broadcast_shapes(left, right)
+    joint = joint_sizes(left, right)
     return tuple(
-        each if sizes == joint else core.tensor(each.handle, _block_type(each.dtype, joint))
+        each if sizes == joint else core.tensor(each.handle, block_type(each.dtype, joint))
         for each, sizes in ((lhs, left), (rhs, right))
     )
 

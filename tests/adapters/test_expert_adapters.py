@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters.peft_files import save
-from adapters.test_adapters import LORA, PROMPTS, expected_scores, generate, scores
+from adapters.test_adapters import LORA, PROMPTS, generate, scores, scores_of_texts
 from exactness import family_cases
 from exactness.family_cases import CASES, make_model
 from torch import nn
@@ -130,14 +130,16 @@ def test_experts_compute_by_their_rows_adapters(
             alone = [scores(output) for output in generate(llm, [prompt for prompt, _ in given])]
     with LLM(str(folder), **options) as llm:
         outputs = generate(llm, [prompt for prompt, _ in given], [requests[number] for _, number in given])
+    texts = [[*(output.prompt_token_ids or []), *output.outputs[0].token_ids] for output in outputs]
+    expected = [scores_of_texts(model, texts)]
+    for one in stacks:
+        with with_stacks(model, one):
+            expected.append(scores_of_texts(model, texts))
     for place, (output, (_, number)) in enumerate(zip(outputs, given, strict=True)):
-        ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
-        with with_stacks(model, stacks[number - 1] if number else {}):
-            expected = expected_scores(model, ids)
         found = torch.tensor(scores(output))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found, expected[number][place], rtol=1e-4, atol=1e-3)
         assert number or alone is None or found.tolist() == alone[place]
-        assert not number or (expected - expected_scores(model, ids)).abs().max() > 0.05
+        assert not number or (expected[number][place] - expected[0][place]).abs().max() > 0.05
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

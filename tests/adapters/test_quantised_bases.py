@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors, save
-from adapters.test_adapters import LORA, PROMPTS, check_values, generate, linears
-from adapters.test_expert_adapters import FORMS, SCALE, expected_scores, random_stacks, scores, with_stacks
+from adapters.test_adapters import LORA, PROMPTS, check_values, expected_scores, generate, linears, scores
+from adapters.test_expert_adapters import FORMS, SCALE, random_stacks, with_stacks
 from checkpoints import make_model
 from checkpoints import save as save_model
 from transformers import AutoModelForCausalLM

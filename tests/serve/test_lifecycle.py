@@ -143,9 +143,9 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
     """Also one that waits for its first token: a proxy must not take it for dead. All processes get the signal, as from
     systemd."""
     arguments = ("--max-num-seqs", "1", "--tensor-parallel-size", "2", "--shutdown-timeout", "300")
-    with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.2}) as server:
+    with ready_server(tmp_path, *arguments, limits={"PING_SECONDS": 0.1}) as server:
         processes = server.everything()
-        stream = Stream(server.client(), max_tokens=400)
+        stream = Stream(server.client(), max_tokens=200)
         with httpx.stream("POST", server.url + CHAT, json=LONG | {"stream": True}, timeout=60) as waiting:
             assert waiting.status_code == 200
             pieces = waiting.iter_text()

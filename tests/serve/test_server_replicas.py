@@ -15,7 +15,7 @@ KEY = {"authorization": "Bearer admin"}
 
 
 def text(url: str, seed: int) -> str:
-    answer = httpx.post(url + CHAT, json=LONG | {"seed": seed, "max_tokens": 200}, headers=KEY, timeout=120)
+    answer = httpx.post(url + CHAT, json=LONG | {"seed": seed, "max_tokens": 100}, headers=KEY, timeout=120)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
 
@@ -33,6 +33,7 @@ def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
         with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
             wait_for(lambda: client.get("/load").json()["running"], "request")
         os.kill(engines[0], number)
+        assert not all(each.done() for each in again)
         assert [each.result() for each in again] == expected
         wait_for(lambda: f"is being restarted: {reason}" in server.log, "line of the log")
         assert httpx.post(f"{server.url}/pause", headers=KEY, timeout=60).json() == {"status": "paused"}
