@@ -73,10 +73,11 @@ class ConfigReader:
             refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
         return value
 
-    def require(self, name: str, value: Any) -> None:
-        """Raises ValueError where the entry is there with another value."""
-        if self.get(name, value) != value:
-            refuse(name, self.get(name), f"{value!r} or absent")
+    def require(self, **entries: Any) -> None:
+        """Raises ValueError where one of these entries is there with another value."""
+        for name, value in entries.items():
+            if (found := self.get(name, value)) != value:
+                refuse(name, found, f"{value!r} or absent")
 
     def finish(self) -> None:
         """Raises ValueError for an entry that changes the result and was not read."""

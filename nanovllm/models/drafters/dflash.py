@@ -50,14 +50,11 @@ def read_block(
     if not isinstance(nested, dict):
         refuse("dflash_config", nested, "a dict")
     config = ConfigReader({**raw, **nested})
-    config.require("architectures", [architecture])
-    for name in ("is_causal", "causal"):
-        config.require(name, False)
-    for name in ("output_multiplier", "input_embedding_scale"):
-        config.require(name, 1.0)
     count = len(model.layers)
-    config.require("num_target_layers", count)
-    config.require("markov_head_type", "vanilla")
+    config.require(
+        architectures=[architecture], is_causal=False, causal=False, output_multiplier=1.0, input_embedding_scale=1.0,
+        num_target_layers=count, markov_head_type="vanilla",
+    )  # fmt: skip
     if (size := config.integer("block_size")) < num_queries:
         refuse("block_size", size, f"at least {num_queries}, the tokens of a pass")
     taps = check_taps(_LAYERS, config.get(_LAYERS), -1, count - 2)

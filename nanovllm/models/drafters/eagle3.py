@@ -46,14 +46,13 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
     if not isinstance(layer, dict):
         refuse("transformer_layer_config", layer, "a dict")
     config = ConfigReader({"num_hidden_layers": 1, **layer, **raw})
-    config.require("num_hidden_layers", 1)
+    config.require(num_hidden_layers=1, target_hidden_size=model.hidden_size)
     nested = ConfigReader(config.get("eagle_config", {}))
-    nested.require("use_aux_hidden_state", True)
-    config.require("target_hidden_size", model.hidden_size)
+    nested.require(use_aux_hidden_state=True)
     count = len(model.layers)
     found = nested.get(_LAYERS, config.get(_LAYERS, [2, count // 2, count - 3]))
     taps = check_taps(_LAYERS, found, 0, count - 1)
-    config.require("num_aux_hidden_states", len(taps))
+    config.require(num_aux_hidden_states=len(taps))
     switches = frozenset(name for name in _SWITCHES if config.flag(name))
     drafted = config.integer("draft_vocab_size", config.integer("vocab_size"))
     if drafted > model.vocab_size:

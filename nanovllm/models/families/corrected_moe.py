@@ -53,9 +53,10 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
 def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
     """Reads MiniMax-M2, whose checkpoints give a head's rotated dimensions as a number, and name what transformers
     always does."""
-    always = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
-    for name, value in (always | {"shared_intermediate_size": 0}).items():
-        config.require(name, value)
+    config.require(
+        use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True,
+        shared_intermediate_size=0,
+    )  # fmt: skip
     rotated = config.get("rotary_dim")
     if rotated is not None:
         share = config.integer("rotary_dim") / config.integer("head_dim")
@@ -84,7 +85,7 @@ def read_solar_open(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hy_v3(config: ConfigReader, generation: Fields) -> Fields:
     config.get("enable_moe_fp32_combine")  # sums are float32 here in any case
-    config.require("mlp_bias", False)
+    config.require(mlp_bias=False)
     moe = read_grouped(config, "num_experts", "num_shared_experts", "router_scaling_factor")
     return with_moe(read_llama(config, generation, qk_norm="head"), moe, dense_first(config, 1))
 
@@ -105,8 +106,7 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
     kv_heads = config.integer("num_key_value_heads")
     if not isinstance(heads, list) or len(heads) < count or not all(is_integer(n) and n % kv_heads == 0 for n in heads):
         refuse("num_attention_heads_per_layer", heads, f"{count} multiples of num_key_value_heads={kv_heads}")
-    for name, value in (("moe_apply_router_weight_on_input", False), ("moe_router_logit_softcapping", 0.0)):
-        config.require(name, value)
+    config.require(moe_apply_router_weight_on_input=False, moe_router_logit_softcapping=0.0)
     fields = read_decoder(
         config, generation, qk_norm="head", biases="attention_bias", kinds=[FULL] * count, attention_gate="softplus",
         gate_per_head=gating != "per-element", window=config.integer("sliding_window"),
@@ -125,8 +125,7 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
 def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
     """Reads Trinity: attention's output is gated by element, layers that see all keys have no rotary embedding, and
     the first `num_dense_layers` have no experts."""
-    for name, value in {"score_func": "sigmoid", "route_norm": True, "n_group": 1}.items():
-        config.require(name, value)
+    config.require(score_func="sigmoid", route_norm=True, n_group=1)
     dense, hidden = config.integer("num_dense_layers", 1, low=0), config.integer("hidden_size")
     norms: Fields = {"norm_kind": "rms_float32", "norm_placement": "sandwich", "qk_norm": "head"}
     fields = read_decoder(
@@ -149,7 +148,7 @@ def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
     first, last = config.integer("moe_layer_start_index", 1, low=0), config.integer("moe_layer_end_index", -1, low=-1)
     step = config.integer("moe_layer_interval", 1)
     layers = {i for i in range(first, count if last == -1 else last + 1) if (i + 1) % step == 0}
-    config.require("use_bias", False)
+    config.require(use_bias=False)
     config.get("moe_norm_min")  # 1e-12, which no sum of the best scores comes near
     return with_moe(read_ernie4_5(config, generation), moe, layers)
 

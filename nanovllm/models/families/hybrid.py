@@ -64,7 +64,7 @@ def read_qwen3_5(config: ConfigReader, generation: Fields, layout: str = "joint"
     """Every fourth layer has attention, whose output is gated by a part of the query's projection."""
     count, period = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
     kinds = _read_kinds(config, [FULL if (i + 1) % period == 0 else LINEAR for i in range(count)], LINEAR)
-    config.require("attn_output_gate", True)
+    config.require(attn_output_gate=True)
     fields = read_decoder(
         config, generation, biases="attention_bias", qk_norm="head", partial_rope=True, norm_kind="rms_float32",
         norm_adds_one=True, attention_gate="sigmoid", gate_in_queries=True,
@@ -106,7 +106,7 @@ def read_olmo_hybrid(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def _read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
-    config.require("conv_bias", False)
+    config.require(conv_bias=False)
     count, full = config.integer("num_hidden_layers"), config.get("full_attn_idxs")
     kinds = [FULL if full is None or i in full else "conv" for i in range(count)]
     kinds = _read_kinds(config, kinds, "conv")
@@ -127,7 +127,7 @@ def read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_lfm2_moe(config: ConfigReader, generation: Fields) -> Fields:
     """The first `num_dense_layers` have no experts. (transformers adds 1e-6 to the sum that scores are divided by.)"""
-    config.require("use_expert_bias", True)
+    config.require(use_expert_bias=True)
     dense = config.integer("num_dense_layers", 2, low=0)
     moe = read_experts(
         config, "num_experts", "moe_intermediate_size", scoring="sigmoid",

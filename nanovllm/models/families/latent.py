@@ -24,8 +24,7 @@ def _latent_attention(*args: Any) -> Any:
 def _read_latent(config: ConfigReader, generation: Fields, partial: bool = False, **more: Any) -> Fields:
     """Reads all but the experts. YaRN sharpens the scores of all keys, by `mscale_all_dim`. partial: config.json may
     have the rotated part's share of a head. more: fields of ModelConfig."""
-    for name, value in {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "index_topk": 0}.items():
-        config.require(name, value)
+    config.require(attention_bias=False, mlp_bias=False, moe_layer_freq=1, index_topk=0)
     heads, rotated = config.integer("num_attention_heads"), config.integer("qk_rope_head_dim", 64)
     nope = config.integer("qk_nope_head_dim", 128)
     rope, raw = read_rope(config, partial), rope_entries(config)
@@ -53,15 +52,13 @@ def _with_experts(fields: Fields, config: ConfigReader, scoring: str, dense: int
 
 
 def read_deepseek_v3(config: ConfigReader, generation: Fields, dense: int = 3) -> Fields:
-    for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-        config.require(name, value)
+    config.require(scoring_func="sigmoid", topk_method="noaux_tc")
     return _with_experts(_read_latent(config, generation), config, "sigmoid", dense)
 
 
 def read_deepseek_v2(config: ConfigReader, generation: Fields) -> Fields:
     """Experts are chosen of all, or of the groups that have the best ones."""
-    for name, value in {"scoring_func": "softmax", "norm_topk_prob": False}.items():
-        config.require(name, value)
+    config.require(scoring_func="softmax", norm_topk_prob=False)
     of_all = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy"
     groups = {"n_group": None, "topk_group": None} if of_all else {}
     config = config.replaced(norm_topk_prob=False, **groups)
@@ -70,7 +67,7 @@ def read_deepseek_v2(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_mistral4(config: ConfigReader, generation: Fields) -> Fields:
     """Queries grow with the position past the original context, as Ministral 3's do."""
-    config.require("n_group", 1)
+    config.require(n_group=1)
     rope, beta = read_rope(config, partial=True), rope_entries(config).get("llama_4_scaling_beta")
     scaling = (beta, rope.original_max_position_embeddings) if beta else None
     return _with_experts(_read_latent(config, generation, True, query_scaling=scaling), config, "softmax")

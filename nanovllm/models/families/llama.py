@@ -69,7 +69,7 @@ def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_cwm(config: ConfigReader, generation: Fields) -> Fields:
     kinds = [SLIDING if i % 4 else FULL for i in range(config.integer("num_hidden_layers"))]
-    config.require("mlp_bias", False)
+    config.require(mlp_bias=False)
     return read_decoder(config, generation, kinds=kinds, window=config.integer("sliding_window"))
 
 
@@ -107,8 +107,7 @@ def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     """`alpha` stretches the base of the rotary embedding once and for all, whatever the text's length."""
-    config.require("use_qk_norm", True)
-    config.require("use_cla", False)
+    config.require(use_qk_norm=True, use_cla=False)
     raw = rope_entries(config)
     if raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
         dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))

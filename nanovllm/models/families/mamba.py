@@ -44,9 +44,8 @@ def _options(heads: int, groups: int, dim: int, state: int, width: int, least: f
 def _read_nemotron_experts(config: ConfigReader) -> MoEConfig:
     latent_size = config.integer("moe_latent_size", 0, low=0)
     if latent_size:
-        config.require("mlp_bias", False)
-    for entry in ("n_group", "topk_group", "n_shared_experts"):
-        config.require(entry, 1)
+        config.require(mlp_bias=False)
+    config.require(n_group=1, topk_group=1, n_shared_experts=1)
     return read_experts(
         config, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid", gated=False,
         renormalise=config.flag("norm_topk_prob", True), scale=config.positive("routed_scaling_factor", 1.0),
@@ -63,11 +62,9 @@ def read_nemotron_h(config: ConfigReader, generation: Fields) -> Fields:
     spelt = [_LETTERS.get(kind, kind) for kind in found] if isinstance(found, str) else found
     count = config.integer("num_hidden_layers", len(spelt or ()))
     kinds = _kinds(name, spelt, count, (*_LETTERS.values(),))
-    for entry, value in {
-        "use_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False, "mamba_hidden_act": "silu",
-        "residual_in_fp32": False,
-    }.items():  # fmt: skip
-        config.require(entry, value)
+    config.require(
+        use_conv_bias=True, mamba_proj_bias=False, attention_bias=False, mamba_hidden_act="silu", residual_in_fp32=False
+    )
     config.get("n_routed_experts")  # of layers that may not be there
     moe = _read_nemotron_experts(config) if "moe" in kinds else None
     config = config.replaced(num_hidden_layers=count, hidden_act=config.choice("mlp_hidden_act", ("relu2",), "relu2"))
@@ -110,8 +107,7 @@ def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
 def _granite_layers(config: ConfigReader, layers: Any, kinds: list[str]) -> Any:
     if MAMBA not in kinds:
         return layers
-    config.require("mamba_conv_bias", True)
-    config.require("mamba_proj_bias", False)
+    config.require(mamba_conv_bias=True, mamba_proj_bias=False)
     limits = config.get("time_step_limit", [0.0, float("inf")])
     if not isinstance(limits, list) or len(limits) != 2 or limits[1] != float("inf"):
         refuse("time_step_limit", limits, "a number and Infinity")

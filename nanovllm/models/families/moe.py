@@ -97,8 +97,7 @@ def read_hunyuan_moe(config: ConfigReader, generation: Fields) -> Fields:
         if isinstance(numbers, list) and numbers and all(number == numbers[0] for number in numbers):
             config = config.replaced(**{name: numbers[0]})
     size = config.integer("intermediate_size")
-    config.require("num_shared_expert", 1)
-    config.require("moe_intermediate_size", size)
+    config.require(num_shared_expert=1, moe_intermediate_size=size)
     shared: Fields = {"shared_size": size, "shared_name": "shared_mlp"}
     moe = read_experts(config, "num_experts", "intermediate_size", top_k="moe_topk", **shared)
     return with_moe(read_hunyuan(config, generation), moe)
