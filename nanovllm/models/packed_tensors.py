@@ -1,8 +1,8 @@
-"""Readers of checkpoints whose matrices are packed: they translate a checkpoint's tensors, in the range that is asked
-for, into what ranks hold."""
+"""Readers of checkpoints: they translate tensors, of packed matrices too, in the range that is asked for, into what
+ranks hold."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -12,6 +12,8 @@ from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSourc
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
+from nanovllm.models.stacked_experts import experts_apart
+from nanovllm.models.widened import widened as kv_widened
 
 UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
 """Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
@@ -29,29 +31,28 @@ class PackedReader(Protocol):
         ...
 
 
-def reader_for(
-    config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
-) -> PackedReader | None:
-    """Reader for a model with layers in 4 or 8 bits; None where its tensors are as a checkpoint has them. dtype: the
-    model's."""
-    made = {found for spec in config.layers for found in spec.formats}
-    readers: list[PackedReader] = []
-    for one in [one for one in made if one.method == "int4"][:1]:
-        readers.append(Int4Reader(weights, one, dtype, device))
-    if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
-        readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
-    return readers[0] if len(readers) == 1 else _Both(*readers) if readers else None
+class CheckpointReader:
+    """Translation of a checkpoint's tensors for any model: experts, latents' projections, and packed matrices."""
 
-
-class _Both(NamedTuple):
-    """Readers of two formats, one after the other: each leaves the other's tensors as they are."""
-
-    first: PackedReader
-    second: PackedReader
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: the model's."""
+        weights, made = list(weights), {found for spec in config.layers for found in spec.formats}
+        self._needed = frozenset(weight.name for weight in weights)
+        self._readers: list[PackedReader] = []
+        """Readers of formats, one after the other: each leaves the others' tensors as they are."""
+        for one in [one for one in made if one.method == "int4"][:1]:
+            self._readers.append(Int4Reader(weights, one, dtype, device))
+        if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
+            self._readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
-        """See PackedReader."""
-        return self.second.read(self.first.read(tensors, wide), wide)
+        """See PackedReader. tensors: by their canonical names (CheckpointNames)."""
+        found = [*kv_widened(experts_apart(tensors, self._needed))]
+        for reader in self._readers:
+            found = reader.read(found, wide)
+        return found
 
 
 class PackingReader:
