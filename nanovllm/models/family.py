@@ -2,7 +2,8 @@
 torch."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -104,6 +105,17 @@ def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) < count or any(kind not in (FULL, SLIDING) for kind in kinds):
         refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
     return kinds[:count]  # fewer layers were asked for
+
+
+def of_layers(module: str, name: str) -> Builder:
+    """Builder of a class in nanovllm/layers, which is imported when it is called."""
+    return lambda *args: getattr(import_module(f"nanovllm.layers.{module}"), name)(*args)
+
+
+def with_layers(fields: Fields, changes: Iterable[Fields], **more: Any) -> Fields:
+    """`fields` with these changes of each layer. more: other fields."""
+    layers = (replace(spec, **changed) for spec, changed in zip(fields["layers"], changes, strict=False))
+    return {**fields, "layers": tuple(layers), **more}
 
 
 def full_every(config: ConfigReader, period: int) -> list[str]:

@@ -2,7 +2,6 @@
 (arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, Laguna, Trinity, and Ernie 4.5."""
 
 import math
-from dataclasses import replace
 
 from nanovllm.errors import is_integer, refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
@@ -10,7 +9,7 @@ from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_ernie4_5, read_llama
 from nanovllm.models.families.moe import MIXTRAL_NAMES, read_experts, with_moe
 from nanovllm.models.families.others import exaone_layers
-from nanovllm.models.family import Family, Fields, full_every, read_decoder
+from nanovllm.models.family import Family, Fields, full_every, read_decoder, with_layers
 from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
@@ -112,8 +111,7 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
         gate_per_head=gating != "per-element", window=config.integer("sliding_window"),
         ropes=read_ropes(config, 5e5, 1e4, scales_sliding=False, partial=True),
     )  # fmt: skip
-    specs = zip(fields["layers"], heads, strict=False)
-    fields["layers"] = tuple(replace(spec, num_heads=None if n == of_all else n) for spec, n in specs)
+    fields = with_layers(fields, ({"num_heads": None if n == of_all else n} for n in heads))
     moe = read_experts(
         config, "num_experts", "moe_intermediate_size", scoring="sigmoid", shared_name="shared_expert",
         scale=config.positive("moe_routed_scaling_factor", 1.0),

@@ -2,7 +2,6 @@
 LFM2 (short convolutions, arXiv 2511.23404), dense and with experts."""
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -10,23 +9,11 @@ from nanovllm.model_config import FULL
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.moe import read_experts, read_qwen_experts, sparse_layers, with_moe
 from nanovllm.models.families.others import read_olmo2
-from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.family import Family, Fields, of_layers, read_decoder, with_layers
 from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import rope_entries
 
 LINEAR = "linear_attention"
-
-
-def _gated_delta_net(*args: Any) -> Any:
-    from nanovllm.layers.delta import GatedDeltaNet
-
-    return GatedDeltaNet(*args)
-
-
-def _short_conv(*args: Any) -> Any:
-    from nanovllm.layers.short_conv import ShortConv
-
-    return ShortConv(*args)
 
 
 def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[str]:
@@ -39,11 +26,8 @@ def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[
 
 def _with_mixers(fields: Fields, kinds: list[str], mixer: str, options: Hashable, **more: Any) -> Fields:
     """`fields` with this mixer in the layers that have no attention. more: fields of theirs."""
-    layers = (
-        spec if kind == FULL else replace(spec, mixer=mixer, options=options, **more)
-        for spec, kind in zip(fields["layers"], kinds, strict=True)
-    )
-    return {**fields, "layers": tuple(layers)}
+    changed = {"mixer": mixer, "options": options, **more}
+    return with_layers(fields, ({} if kind == FULL else changed for kind in kinds))
 
 
 def _read_net(config: ConfigReader, key_heads: int, value_heads: int, dims: tuple[int, int], *more: Any) -> Hashable:
@@ -151,7 +135,7 @@ _OLMO_NAMES = CheckpointNames(
     },
     read_as={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 )  # fmt: skip
-_MIXERS = {"delta": _gated_delta_net}
+_MIXERS = {"delta": of_layers("delta", "GatedDeltaNet")}
 _LFM2_NAMES = CheckpointNames(
     {
         "attention_norm": "operator_norm", "mlp_norm": "ffn_norm", "mlp": "feed_forward", "gate_proj": "w1",
@@ -159,7 +143,7 @@ _LFM2_NAMES = CheckpointNames(
     },
     paths={"model.norm": "model.embedding_norm", "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
 )  # fmt: skip
-_CONV = {"conv": _short_conv}
+_CONV = {"conv": of_layers("short_conv", "ShortConv")}
 _LFM2 = {"norm_eps": 1e-5, "rope_theta": 1e6}
 _LFM2_MOE = {**_LFM2, "num_experts": 32, "num_experts_per_tok": 4}
 _ROPE = {"partial_rotary_factor": 0.25, "head_dim": 256}

@@ -11,7 +11,7 @@ from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import GATE_UP, QKV, SANDWICH_NORMS, CheckpointNames
-from nanovllm.models.rope_reader import read_rope, rope_entries
+from nanovllm.models.rope_reader import query_scaling, read_rope, rope_entries
 
 
 def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
@@ -61,9 +61,7 @@ def read_phi3(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
     """Queries grow with the position past the original context (as in Llama 4)."""
-    rope = read_rope(config)
-    raw = rope_entries(config)
-    scaling = (beta, rope.original_max_position_embeddings) if (beta := raw.get("llama_4_scaling_beta")) else None
+    scaling = query_scaling(config, read_rope(config))
     return read_decoder(config, generation, query_scaling=scaling, **windows_everywhere(config))
 
 

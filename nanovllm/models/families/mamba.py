@@ -1,7 +1,6 @@
 """Families with Mamba-2 beside attention: Nemotron-H and Nemotron 3 (arXiv 2504.03624, 2512.20848), whose layers have
 one part, and Granite 4."""
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -9,19 +8,13 @@ from nanovllm.model_config import MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_granite
 from nanovllm.models.families.moe import read_experts, with_moe
-from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.family import Family, Fields, of_layers, read_decoder, with_layers
 from nanovllm.models.names import CheckpointNames
 
 MAMBA, ATTENTION = "mamba", "attention"
 _SPELT = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 """Kinds of layers in `hybrid_override_pattern`."""
-
-
-def _mamba(*args: Any) -> Any:
-    from nanovllm.layers.mamba import Mamba2
-
-    return Mamba2(*args)
 
 
 def _kinds(name: str, found: Any, count: int, known: tuple[str, ...]) -> list[str]:
@@ -81,8 +74,7 @@ def read_nemotron_h(config: ConfigReader, generation: Fields) -> Fields:
         MAMBA: {"mixer": "mamba", "mlp": "none", "options": options}, ATTENTION: {"mlp": "none"},
         "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "mlp": "moe"},
     }  # fmt: skip
-    layers = (replace(spec, **parts[kind]) for spec, kind in zip(fields["layers"], kinds, strict=True))
-    return {**fields, "layers": tuple(layers), "moe": moe}
+    return with_layers(fields, (parts[kind] for kind in kinds), moe=moe)
 
 
 def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
@@ -101,12 +93,14 @@ def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
         config = config.replaced(intermediate_size=shared)
     fields = read_granite(config, generation, nope=range(0 if has_rope == "rope" else count))
     fields = fields if moe is None else with_moe(fields, moe)
-    return {**fields, "layers": tuple(_granite_layers(config, fields["layers"], kinds))}
-
-
-def _granite_layers(config: ConfigReader, layers: Any, kinds: list[str]) -> Any:
     if MAMBA not in kinds:
-        return layers
+        return fields
+    changed = {"mixer": "mamba", "options": _read_granite_mamba(config)}
+    return with_layers(fields, (changed if kind == MAMBA else {} for kind in kinds))
+
+
+def _read_granite_mamba(config: ConfigReader) -> tuple[Any, ...]:
+    """Options of layers/mamba.py."""
     config.require(mamba_conv_bias=True, mamba_proj_bias=False)
     limits = config.get("time_step_limit", [0.0, float("inf")])
     if not isinstance(limits, list) or len(limits) != 2 or limits[1] != float("inf"):
@@ -116,17 +110,13 @@ def _granite_layers(config: ConfigReader, layers: Any, kinds: list[str]) -> Any:
     dim = inner // heads if dim == "auto" else config.integer("mamba_d_head")
     if heads * dim != inner:
         refuse("mamba_d_head", dim, f"such that {heads} heads are {inner} wide")
-    options = _options(
+    return _options(
         heads, config.integer("mamba_n_groups", 1), dim, config.integer("mamba_d_state", 256),
         config.integer("mamba_d_conv", 4, low=2), float(limits[0]),
     )  # fmt: skip
-    return (
-        replace(spec, mixer="mamba", options=options) if kind == MAMBA else spec
-        for spec, kind in zip(layers, kinds, strict=True)
-    )
 
 
-_MIXERS = {"mamba": _mamba}
+_MIXERS = {"mamba": of_layers("mamba", "Mamba2")}
 _NEMOTRON_NAMES = CheckpointNames(
     {
         "model": "backbone", "attention_norm": "norm", "mlp_norm": "norm", "self_attn": "mixer", "mlp": "mixer",
