@@ -76,7 +76,6 @@ class LayerInputGate(WeightedModule):
         self.operations = (self.gate.product, self.projection.product)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        assert call.step is not None and call.step.layer_inputs is not None
         gates: Any = self.kernels.activation(self.gate(x, call), self.activation, False)
         own = wanted_rows(call.step.layer_inputs[:, self.layer], call.rows)
         return self.projection(gates.mul_(own), call)
