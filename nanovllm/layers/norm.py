@@ -132,12 +132,9 @@ class ReduceAddNorm(WeightedModule):
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
         zeros. Returns the normalised rows, with `rounds` as FP8Rows, and the new residual."""
         if self.parts:
-            x = self._sum_of_normed(x.view(len(self.parts), -1, x.shape[-1]))
+            parts = x.view(len(self.parts), -1, x.shape[-1])
+            normed = [norm(part) for norm, part in zip(self.parts, parts, strict=True)]
+            x = sum(normed[1:], normed[0])
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
         scalar = None if self.scalar is None else self.scalar.weight
         return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums, rounds, scalar)
-
-    def _sum_of_normed(self, parts: torch.Tensor) -> torch.Tensor:
-        """[parts, T, hidden] -> the sum of all, each normalised, [T, hidden]."""
-        normed = [norm(part) for part, norm in zip(parts, self.parts, strict=True)]
-        return sum(normed[1:], normed[0])

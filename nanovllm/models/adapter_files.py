@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import is_integer, is_number, refuse, shown
+from nanovllm.models.checkpoint import DTYPES
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _READ = {
@@ -48,7 +49,6 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PIECE_BYTES = 1 << 20
 """Size of a piece of a file that a thread reads."""
 
@@ -114,7 +114,7 @@ def _tensors(data: np.ndarray) -> dict[str, torch.Tensor]:
             if not 0 <= first <= end <= len(data) - begin:
                 raise ValueError(f"tensor {name!r} ends at {begin + end} of {len(data)} bytes")
             part = whole[begin + first : begin + end]
-            found[name] = part.view(_TYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in _TYPES else part
+            found[name] = part.view(DTYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in DTYPES else part
     return found
 
 
@@ -220,8 +220,8 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in adapter.tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        if found is None or tensor.dim() not in (2, 3) or tensor.dtype not in _TYPES.values():
-            needs = f"a matrix lora_A.weight or lora_B.weight of a linear layer, in {', '.join(_TYPES)}"
+        if found is None or tensor.dim() not in (2, 3) or tensor.dtype not in DTYPES.values():
+            needs = f"a matrix lora_A.weight or lora_B.weight of a linear layer, in {', '.join(DTYPES)}"
             raise ValueError(f"tensor {name!r}: must be {needs}")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if not pairs:

@@ -73,6 +73,14 @@ class ConfigReader:
             refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
         return value
 
+    def by_layer(self, name: str, found: Any, known: Iterable[str]) -> list[str]:
+        """Checks that the entry `name`, or what stands for it, has one of `known` for each layer; returns as many as
+        there are layers, which may be fewer."""
+        count, known = self.integer("num_hidden_layers"), list(known)
+        if not isinstance(found, list) or len(found) < count or any(kind not in known for kind in found):
+            refuse(name, found, f"{count} of {' and '.join(map(repr, known))}, one for each layer")
+        return found[:count]
+
     def require(self, **entries: Any) -> None:
         """Raises ValueError where one of these entries is there with another value."""
         for name, value in entries.items():

@@ -75,7 +75,10 @@ def read_decoder(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-    kinds = _read_kinds(config, kinds)
+    if kinds is None:
+        kinds = [FULL] * config.integer("num_hidden_layers")
+    else:
+        kinds = config.by_layer("layer_types", config.get("layer_types", kinds), (FULL, SLIDING))
     if SLIDING in kinds and window is None:
         refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
     without = {*nope, *(i for i, kind in enumerate(kinds) if nope_full and kind == FULL)}
@@ -94,17 +97,6 @@ def read_decoder(
         "activation": _ACTIVATIONS[config.choice(hidden_act, _ACTIVATIONS, "silu")],
         **switches,
     }
-
-
-def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
-    """Kind of each layer, for all layers."""
-    count = config.integer("num_hidden_layers")
-    if kinds is None:
-        return [FULL] * count
-    kinds = config.get("layer_types", kinds)
-    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in (FULL, SLIDING) for kind in kinds):
-        refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
-    return kinds[:count]  # fewer layers were asked for
 
 
 def of_layers(module: str, name: str) -> Builder:

@@ -36,10 +36,9 @@ def dense_first(config: ConfigReader, default: int) -> set[int]:
     """Indices of the layers with experts: all but the first `first_k_dense_replace` (of which `default` is the number
     where config.json has none), unless `mlp_layer_types` says otherwise."""
     count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
-    kinds = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
-    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in ("dense", "sparse") for kind in kinds):
-        refuse("mlp_layer_types", kinds, f"{count} of 'dense' and 'sparse', one for each layer")
-    return {index for index in range(count) if kinds[index] == "sparse"}
+    found = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
+    kinds = config.by_layer("mlp_layer_types", found, ("dense", "sparse"))
+    return {index for index, kind in enumerate(kinds) if kind == "sparse"}
 
 
 def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:

@@ -18,10 +18,7 @@ LINEAR = "linear_attention"
 
 def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[str]:
     """Kinds of the layers, FULL or `recurrent`: `layer_types`, else `kinds`."""
-    count, found = config.integer("num_hidden_layers"), config.get("layer_types") or kinds
-    if not isinstance(found, list) or len(found) < count or any(kind not in (FULL, recurrent) for kind in found):
-        refuse("layer_types", found, f"{count} of {FULL!r} and {recurrent!r}, one for each layer")
-    return found[:count]
+    return config.by_layer("layer_types", config.get("layer_types") or kinds, (FULL, recurrent))
 
 
 def _with_mixers(fields: Fields, kinds: list[str], mixer: str, options: Hashable, **more: Any) -> Fields:
