@@ -73,10 +73,9 @@ class ConfigReader:
             refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
         return value
 
-    def by_layer(self, name: str, found: Any, known: Iterable[str]) -> list[str]:
-        """Checks that the entry `name`, or what stands for it, has one of `known` for each layer; returns as many as
-        there are layers, which may be fewer."""
-        count, known = self.integer("num_hidden_layers"), list(known)
+    def by_layer(self, name: str, default: list[str], known: Iterable[str]) -> list[str]:
+        """Returns one of `known` for each layer; the entry may have more, where fewer layers were asked for."""
+        count, found, known = self.integer("num_hidden_layers"), self.get(name, default), list(known)
         if not isinstance(found, list) or len(found) < count or any(kind not in known for kind in found):
             refuse(name, found, f"{count} of {' and '.join(map(repr, known))}, one for each layer")
         return found[:count]

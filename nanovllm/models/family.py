@@ -75,10 +75,8 @@ def read_decoder(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-    if kinds is None:
-        kinds = [FULL] * config.integer("num_hidden_layers")
-    else:
-        kinds = config.by_layer("layer_types", config.get("layer_types", kinds), (FULL, SLIDING))
+    count = config.integer("num_hidden_layers")
+    kinds = [FULL] * count if kinds is None else config.by_layer("layer_types", kinds, (FULL, SLIDING))
     if SLIDING in kinds and window is None:
         refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
     without = {*nope, *(i for i, kind in enumerate(kinds) if nope_full and kind == FULL)}

@@ -77,7 +77,7 @@ class TransformersModel(WeightedModule):
         self.module, self.kernels = module, kernels
         self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._attend: Attend | Any = None
-        """What `_attention` does; None outside of _attending."""
+        """Attention in the pass that runs; None outside of _attending."""
         self._found: list[AttentionSpec] = []
         self._windows: set[int] = set()
         """Windows of the masks that the module has asked for."""

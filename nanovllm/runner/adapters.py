@@ -27,7 +27,7 @@ class RankAdapters:
         self._held: dict[str, dict[str, Halves]] = {}
         """Halves of each layer that an adapter has, by the adapter's digest and the layer's name."""
         self._reading: _Reading | Any = None
-        """What is being read, or was and is to be put."""
+        """Adapter that is being read, or was and is to be put."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """Streams in which tensors that are on GPUs are fetched, beside the steps."""
 

@@ -112,12 +112,15 @@ class StepWork:
         self._kernels.take_draws(self.state, self.buffers, num_decodes, places, end, self._rates)
         if self.drafter is None:
             if num_rows:
-                self.look_up(num_decodes, places, first_chunk_row, num_rows)
+                self._kernels.look_up_drafts(
+                    self.state, self.buffers, num_decodes, places, first_chunk_row, num_rows, self._speculation.lookup,
+                    self._rates is not None,
+                )  # fmt: skip
             return
         if drafts and graphs is not None and shape is not None:
             graphs.replay_see(shape)
         elif drafts:
-            self.see_exact(step, num_rows)
+            self.drafter.see(step, self.state, *self._taken[None], num_rows)
         if drafts == DRAFT and num_rows:
             if graphs is not None:
                 graphs.replay_draft(num_rows)
@@ -125,20 +128,8 @@ class StepWork:
                 self.drafter.draft(self.state, num_rows)
             self.buffers.tokens[end : end + 1].copy_(self.drafter.rows.num_drafted)
 
-    def look_up(self, num_decodes: int, places: int, first_chunk_row: int, num_rows: int) -> None:
-        """Drafts by looking up, and counts the drafted tokens."""
-        self._kernels.look_up_drafts(
-            self.state, self.buffers, num_decodes, places, first_chunk_row, num_rows, self._speculation.lookup,
-            self._rates is not None,
-        )  # fmt: skip
-
-    def see_exact(self, step: torch.Tensor, num_rows: int) -> None:
-        """The model that drafts takes in the step that was run last, eagerly, int32 words on the device. num_rows: that
-        gained a token."""
-        self.drafter.see(step, self.state, *self._taken[None], num_rows)
-
     def see_padded(self, shape: StepShape) -> None:
-        """Does what see_exact does for the padded step in the step buffer, of this shape: what a graph captures."""
+        """The model that drafts takes in the padded step in the step buffer, of this shape: what a graph captures."""
         buffers, step = self._taken[shape]
         self.drafter.see(self._io.step_buffer, self.state, buffers, step, buffers.row_slot.shape[0])
 

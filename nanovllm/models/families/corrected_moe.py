@@ -36,8 +36,8 @@ def dense_first(config: ConfigReader, default: int) -> set[int]:
     """Indices of the layers with experts: all but the first `first_k_dense_replace` (of which `default` is the number
     where config.json has none), unless `mlp_layer_types` says otherwise."""
     count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
-    found = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
-    kinds = config.by_layer("mlp_layer_types", found, ("dense", "sparse"))
+    kinds = ["dense"] * dense + ["sparse"] * (count - dense)
+    kinds = config.by_layer("mlp_layer_types", kinds, ("dense", "sparse"))
     return {index for index, kind in enumerate(kinds) if kind == "sparse"}
 
 

@@ -18,7 +18,8 @@ LINEAR = "linear_attention"
 
 def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[str]:
     """Kinds of the layers, FULL or `recurrent`: `layer_types`, else `kinds`."""
-    return config.by_layer("layer_types", config.get("layer_types") or kinds, (FULL, recurrent))
+    config = config.replaced(layer_types=config.get("layer_types") or kinds)
+    return config.by_layer("layer_types", kinds, (FULL, recurrent))
 
 
 def _with_mixers(fields: Fields, kinds: list[str], mixer: str, options: Hashable, **more: Any) -> Fields:
