@@ -84,8 +84,8 @@ class PagedAttention:
     def memory(self) -> tuple[Pages, ...]:
         """Declarations of what it remembers; see layers/memory.py."""
         spec = self.spec
-        own = Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True)
-        return () if self.shares_keys else (own,)
+        pages = Pages(spec.num_kv_heads, (spec.head_dim, spec.head_dim), spec.window, takes_fp8=True)
+        return () if self.shares_keys else (pages,)
 
     def bind(self, *memory: KVCache) -> None:
         """Takes its part of the KV cache, if it has one, for those that share it too."""

@@ -101,9 +101,9 @@ class Mamba2(WeightedModule):
         """The gated norm of x [T, columns of this rank's heads] over the groups of the whole model."""
         of_ranks: tuple[Any, ...] = ()
         if self._shared_groups is not None:
-            own = self.heads.kv_head(0)
-            part = self.kernels.gated_mean_squares(x, z, self._share, own, self._shared_groups)
-            of_ranks = self.group.all_reduce(part), own
+            group = self.heads.kv_head(0)
+            part = self.kernels.gated_mean_squares(x, z, self._share, group, self._shared_groups)
+            of_ranks = self.group.all_reduce(part), group
         return self.kernels.gated_norm(x, z, self.norm, self.eps, self.sizes.groups, *of_ranks)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

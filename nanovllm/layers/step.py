@@ -54,10 +54,10 @@ class ForwardStep:
             lines = self.lines.halves(*(half.cu_seqlens_q.diff() for half in halves))
         first, second = (
             ForwardStep(
-                self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, own,
+                self.positions[part], tuple(places[part] for places in self.slot_mappings), half, self.backend, of_half,
                 None if self.adapters is None else self.adapters[part], has_places=self.has_places,
             )
-            for part, half, own in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
+            for part, half, of_half in zip((slice(cut), slice(cut, None)), halves, lines, strict=True)
         )
         return first, second
 

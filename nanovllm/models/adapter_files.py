@@ -188,10 +188,11 @@ def turns_experts(config: Mapping[str, Any]) -> bool:
 
 def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
     """The parameter of experts that PEFT has wrapped in `module`; None: there is none."""
-    own = module
-    while own.endswith(".base_layer"):
-        own = own.removesuffix(".base_layer")
-    names = [f"{own}.{name}" for name in _STACKS if own.endswith(".experts") and is_parameter(config, f"{own}.{name}")]
+    path = module
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    names = [f"{path}.{name}" for name in _STACKS if path.endswith(".experts")]
+    names = [name for name in names if is_parameter(config, name)]
     depth, wrapped = module.count(".base_layer"), [*names[:1], *(one for one in names[1:] if one.endswith("down_proj"))]
     return wrapped[-1 - depth] if depth < len(wrapped) else None
 
@@ -233,7 +234,7 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
         a, b = pair["A"], pair["B"]
         parameter = _wrapped(config, module)
         module = parameter or module
-        rank, alpha = _own(config, "rank_pattern", module, "r"), _own(config, "alpha_pattern", module, "lora_alpha")
+        rank, alpha = _value(config, "rank_pattern", module, "r"), _value(config, "alpha_pattern", module, "lora_alpha")
         if rank > max_rank:
             raise ValueError(f"max_lora_rank={max_rank}: {module} has rank {rank}")
         if parameter and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] and a.shape[0] % rank == 0:
@@ -246,10 +247,10 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
     return made
 
 
-def _own(config: Mapping[str, Any], patterns: str, module: str, default: str) -> Any:
+def _value(config: Mapping[str, Any], patterns: str, module: str, default: str) -> Any:
     """A module's value: of the first pattern that is its name, or the end of it from a dot on."""
-    own = config.get(patterns) or {}
-    return next((value for key, value in own.items() if re.match(rf"(.*\.)?({key})$", module)), config[default])
+    given = config.get(patterns) or {}
+    return next((value for key, value in given.items() if re.match(rf"(.*\.)?({key})$", module)), config[default])
 
 
 def _names(given: Any, module: str) -> bool:

@@ -143,8 +143,8 @@ def side_by_side(attention: Any, mlp: Callable[..., torch.Tensor]) -> Callable[.
 
     def compute(x: torch.Tensor, call: Call) -> torch.Tensor:
         attended, wanted = attention(x, call), call.step.wanted
-        own = wanted_rows(x, wanted)
-        return attended + mlp(own, call._replace(rows=wanted)) if own.shape[0] else attended
+        chosen = wanted_rows(x, wanted)
+        return attended + mlp(chosen, call._replace(rows=wanted)) if chosen.shape[0] else attended
 
     return compute
 

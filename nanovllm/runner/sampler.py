@@ -146,13 +146,13 @@ class OptionSampler:
         least: torch.Tensor | Any = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
-            own = rows.part(copied)
-            x = self._kernels.edit_logits(own, counts, masks, section["edits"].view(-1, EDIT_WORDS))
-            own = replace(own, logits=x, rows=self._range(len(own)))
+            edited = rows.part(copied)
+            x = self._kernels.edit_logits(edited, counts, masks, section["edits"].view(-1, EDIT_WORDS))
+            edited = replace(edited, logits=x, rows=self._range(len(edited)))
             if section.copies_filter:
-                least = self._kernels.sample_filtered(own, has_winner=False)
+                least = self._kernels.sample_filtered(edited, has_winner=False)
             else:
-                self._kernels.sample_kept(own)
+                self._kernels.sample_kept(edited)
                 least = torch.full_like(x[:, 0], -torch.inf)
         if changed.start < changed.stop:
             counts, masks = self._tables(section.changed_flags)
@@ -213,12 +213,12 @@ class OptionSampler:
         for which, k in zip(section.of_prompt, section.num_prompt_logprobs, strict=True):
             parts = []
             for begin in range(which.start, which.stop, _PROMPT_ROWS):
-                own = slice(begin, min(begin + _PROMPT_ROWS, which.stop))
-                logits = model.logits(hidden.index_select(0, indices[own]))
+                piece = slice(begin, min(begin + _PROMPT_ROWS, which.stop))
+                logits = model.logits(hidden.index_select(0, indices[piece]))
                 if self._group.size > 1:
                     logits = self._gathered(logits)
                 rows = self._range(logits.shape[0])
-                part = self._token_logprobs(Scored(logits, rows, targets[own], rows), k)
+                part = self._token_logprobs(Scored(logits, rows, targets[piece], rows), k)
                 parts.append(part if k <= MAX_FEW else part.cpu())
             tables.append(torch.cat(parts) if parts else None)
         return tables

@@ -126,8 +126,8 @@ class PeerAllReduce:
             self._launch("one_shot", operands, norm.eps, residual is not None, dependent, scales=found.scales)
             return found, residual_out
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
-        for own in self._pieces(rows, path):
-            operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
+        for piece in self._pieces(rows, path):
+            operands = (partial[..., piece, :].contiguous(), residual_out[piece], weight, out[piece])
             self._launch(path, operands, norm.eps, residual is not None, dependent)
         return out, residual_out
 
@@ -136,8 +136,8 @@ class PeerAllReduce:
         path: as above."""
         rows = self._check(partial, None, None)
         out = empty_rows(rows, self._hidden, self._layout.dtype, partial.device)
-        for own in self._pieces(rows, path):
-            part, total = partial[..., own, :].contiguous(), out[own]
+        for piece in self._pieces(rows, path):
+            part, total = partial[..., piece, :].contiguous(), out[piece]
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
         return out
 
