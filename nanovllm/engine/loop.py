@@ -12,7 +12,7 @@ from nanovllm.engine.drafting import PlaceCost
 from nanovllm.engine.embeddings import finished
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
-from nanovllm.engine.sampling.plan import StepSampling, plan_sampling, take_scores
+from nanovllm.engine.sampling.section import StepSampling, sampling_of, take_scores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
@@ -118,7 +118,7 @@ class EngineLoop(Work):
     def _launch(self, plan: StepPlan) -> None:
         packed = plan.pack(self.config.max_num_seqs)
         speculates = self.executor.tokens_per_step > 1
-        sampling = plan_sampling(plan, self.config.max_num_seqs, speculates) if self._num_sampling else None
+        sampling = sampling_of(plan, self.config.max_num_seqs, speculates) if self._num_sampling else None
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU

@@ -59,15 +59,15 @@ class ReduceAddNorm(WeightedModule):
 
     def __init__(
         self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
-        scalar: StreamScalar | None = None, parts: tuple[RowNorm, ...] = (),
+        scalar: StreamScalar | None = None, part_norms: tuple[RowNorm, ...] = (),
     ) -> None:  # fmt: skip
         """norm: of the new residual; None leaves it as it is. after: norm of the complete partial sum, before it is
-        multiplied and added; scalar: of the new residual. parts: norms of so many partial sums, [parts, T, hidden],
+        multiplied and added; scalar: of the new residual. part_norms: of so many partial sums, [parts, T, hidden],
         which are added up then. These belong to the block that the sum comes from."""
         super().__init__()
         self.norm: RowNorm | Any = norm
         self.after, self.multiplier, self.scalar = after, multiplier, scalar
-        self.parts = nn.ModuleList(parts)
+        self.part_norms = nn.ModuleList(part_norms)
         self.group, self.kernels = context.group, context.kernels
         is_add = after is None and multiplier == 1.0 and scalar is None
         self.is_add_rms_norm = is_add and norm is not None and norm.kind == "rms"
@@ -84,7 +84,7 @@ class ReduceAddNorm(WeightedModule):
         residual, partial, is_early = stream
         if partial is None:
             return self.add_norm(residual, None, rounds)
-        peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.parts)))
+        peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.part_norms)))
         if peers is not None and self.is_add_rms_norm:
             return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=is_early, rounds=rounds)
         if peers is not None:
@@ -111,7 +111,7 @@ class ReduceAddNorm(WeightedModule):
 
     def side_by_side(self, partial: torch.Tensor) -> torch.Tensor:
         """Partial sums [parts, T, hidden] that have norms of their own as one matrix; others as they are."""
-        return partial.flatten(0, -2) if self.parts else partial
+        return partial.flatten(0, -2) if self.part_norms else partial
 
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
@@ -130,9 +130,9 @@ class ReduceAddNorm(WeightedModule):
     ) -> tuple[Any, torch.Tensor]:
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
         zeros. Returns the normalised rows, with `rounds` as FP8Rows, and the new residual."""
-        if self.parts:
-            parts = x.view(len(self.parts), -1, x.shape[-1])
-            normed = [norm(part) for norm, part in zip(self.parts, parts, strict=True)]
+        if self.part_norms:
+            parts = x.view(len(self.part_norms), -1, x.shape[-1])
+            normed = [norm(part) for norm, part in zip(self.part_norms, parts, strict=True)]
             x = sum(normed[1:], normed[0])
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
         scalar = None if self.scalar is None else self.scalar.weight

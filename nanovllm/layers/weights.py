@@ -68,7 +68,7 @@ class Rounding(NamedTuple):
     """Rows [..., columns], or a range of whole 128 of them -> what a file has."""
 
 
-class PackedPart(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor of a checkpoint, of which a packed weight is made."""
 
     name: str

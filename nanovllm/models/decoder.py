@@ -182,7 +182,7 @@ class DecoderLayer(WeightedModule):
         """Plans of steps in which rows have adapters."""
         self.scalar = StreamScalar(context) if config.layer_scalars else None
         self.input_layernorm = taken_in(context, self.norms.get("attention_norm"), before)
-        self.out_norm, self.out_parts = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
+        self.out_norm, self.out_norms = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
         """Norms of what it hands on; see ReduceAddNorm."""
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
@@ -196,10 +196,10 @@ class DecoderLayer(WeightedModule):
         mlp = Block(self.post_attention_layernorm, self.mlp, mixes=False, operations=range(cut, end))
         self.blocks = (mixer,) * (spec.mixer != "none") + (mlp,) * (spec.mlp != "none")
         if self.input_gate is not None:
-            joint = ReduceAddNorm(context, None, self.out_norm, factor, parts=self.out_parts)
+            joint = ReduceAddNorm(context, None, self.out_norm, factor, part_norms=self.out_norms)
             self.blocks += (Block(joint, self.input_gate, mixes=False, operations=range(end, end + 2)),)
             self.norms["post_per_layer_input_norm"] = self.out_norm = make_norm(context, is_after=True)
-            self.out_parts = ()
+            self.out_norms = ()
 
     def forward(self, stream: Stream, step: ForwardStep, tap: torch.Tensor | None = None) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone. tap
@@ -245,7 +245,7 @@ def taken_in(context: ModelContext, norm: RowNorm | None, before: DecoderLayer |
     multiplier = context.config.residual_multiplier
     if before is None:
         return ReduceAddNorm(context, norm, None, multiplier)
-    return ReduceAddNorm(context, norm, before.out_norm, multiplier, before.scalar, before.out_parts)
+    return ReduceAddNorm(context, norm, before.out_norm, multiplier, before.scalar, before.out_norms)
 
 
 class DecoderForCausalLM(WeightedModule):
