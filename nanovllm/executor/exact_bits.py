@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import refuse
 from nanovllm.kernels.plan.order import leaves_of
 from nanovllm.model_config import ModelConfig
 
@@ -15,16 +14,15 @@ _UNSET = {"kernel_choices": None, "quantization": None, "kv_cache_dtype": "auto"
 """Options that must have their defaults."""
 
 Rule = tuple[Any, str, Any, str]
-"""Whether something breaks exact_bits; its option, that one's value, and the bound."""
+"""Whether it is broken; by which option, that one's value, and the bound."""
 
 
-def check_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> None:
-    """Raises ValueError naming the first option, of a resolved `config`, or property of the model or of a GPU of this
-    compute capability that would break exact_bits."""
+def rules_of_exact_bits(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> Iterator[Rule]:
+    """Rules for options, of a resolved `config`, and properties of the model and of a GPU of this compute capability,
+    without which exact_bits would be broken."""
     if config.exact_bits is not None:
         for is_broken, option, value, bound in _rules(config, model, capability):
-            if is_broken:
-                refuse(option, value, f"{bound} with exact_bits={config.exact_bits!r}")
+            yield is_broken, option, value, f"{bound} with exact_bits={config.exact_bits!r}"
 
 
 def _rules(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]) -> Iterator[Rule]:
