@@ -124,12 +124,11 @@ def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
     the first `num_dense_layers` have no experts."""
     config.require(score_func="sigmoid", route_norm=True, n_group=1)
     dense, hidden = config.integer("num_dense_layers", 1, low=0), config.integer("hidden_size")
-    norms: Fields = {"norm_kind": "rms_float32", "norm_placement": "sandwich", "qk_norm": "head"}
     fields = read_decoder(
-        config, generation, biases="attention_bias", attention_gate="sigmoid", nope_full=True,
+        config, generation, biases="attention_bias", attention_gate="sigmoid", nope_full=True, qk_norm="head",
+        norm_kind="rms_float32", norm_placement="sandwich", window=config.integer("sliding_window"),
         kinds=full_every(config, config.integer("global_attn_every_n_layers", 4)),
-        window=config.integer("sliding_window"),
-        embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0, **norms,
+        embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0,
     )  # fmt: skip
     moe = read_grouped(config, "num_experts", "num_shared_experts", "route_scale")
     return with_moe(fields, moe, set(range(dense, config.integer("num_hidden_layers"))))

@@ -126,15 +126,14 @@ def read_muse_glimmer(config: ConfigReader, generation: Fields) -> Fields:
     if theta is not None and (not isinstance(theta, list) or len(theta) < count):
         refuse("layer_rope_theta", theta, f"a list of {count} numbers, 0 where a layer has no rope")
     nope = [i for i in range(count) if (fourth[i] if theta is None else not theta[i])]
-    norms: Fields = {"norm_kind": "rms_float32", "norm_adds_one": True, "norm_placement": "sandwich"}
-    gates: Fields = {"attention_gate": "sigmoid", "qk_norm": "head"}
     return read_decoder(
-        config, generation, hidden_act="hidden_activation", biases="attention_bias", nope=nope,
+        config, generation, hidden_act="hidden_activation", biases="attention_bias", nope=nope, qk_norm="head",
+        attention_gate="sigmoid", norm_kind="rms_float32", norm_adds_one=True, norm_placement="sandwich",
         kinds=[FULL if each else SLIDING for each in fourth], window=config.integer("sliding_window"),
         qk_norm_scale=config.positive("qk_scale_factor", 3.87), embedding_norm=True, last_norm_is_whole=True,
         out_norm_eps=config.positive("post_norm_eps", 1e-8),
         logits_multiplier=config.positive("output_multiplier", 0.19611613513818404),
-        logits_softcap=config.optional_positive("final_logit_softcapping"), **norms, **gates,
+        logits_softcap=config.optional_positive("final_logit_softcapping"),
     )  # fmt: skip
 
 
