@@ -241,15 +241,15 @@ def _remove_adapter(engine: CalledEngine, lora_name: str, keeps: Iterable[str] =
     return {"status": "removed"}
 
 
-def _missed_adapters(own: EngineState, others: EngineState) -> list[Options]:
+def _missed_adapters(late: EngineState, others: EngineState) -> list[Options]:
     return [
         {"lora_name": name, "lora_path": one.path, "load_inplace": True, "digest": one.digest}
-        for name, one in others.adapters.items() if own.adapters.get(name) != one
+        for name, one in others.adapters.items() if late.adapters.get(name) != one
     ]  # fmt: skip
 
 
-def _missed_removals(own: EngineState, others: EngineState) -> list[Options]:
-    return [{"lora_name": name} for name in own.adapters if name not in others.adapters]
+def _missed_removals(late: EngineState, others: EngineState) -> list[Options]:
+    return [{"lora_name": name} for name in late.adapters if name not in others.adapters]
 
 
 def _one_digest(answers: list[Any]) -> Any:
@@ -276,12 +276,12 @@ def _sleeps(state: EngineState, options: Options) -> bool:
     return not set(options.get("tags") or TAGS).isdisjoint(state.asleep)
 
 
-def _missed_pause(own: EngineState, others: EngineState) -> list[Options]:
-    return [{"mode": "keep"}] if others.is_paused and not own.is_paused else []
+def _missed_pause(late: EngineState, others: EngineState) -> list[Options]:
+    return [{"mode": "keep"}] if others.is_paused and not late.is_paused else []
 
 
-def _missed_resume(own: EngineState, others: EngineState) -> list[Options]:
-    return [{}] if own.is_paused and not others.is_paused else []
+def _missed_resume(late: EngineState, others: EngineState) -> list[Options]:
+    return [{}] if late.is_paused and not others.is_paused else []
 
 
 def _first(answers: list[Any]) -> Any:
@@ -339,7 +339,7 @@ class CallSpec:
     is_due: Callable[[EngineState, Options], bool] = lambda state, options: True
     """(state of an engine, options) -> whether it has this still to do. The call goes to these alone, and to all where
     there are none."""
-    missed: Callable[[EngineState, EngineState], list[Options]] = lambda own, others: []
+    missed: Callable[[EngineState, EngineState], list[Options]] = lambda late, others: []
     """(state of an engine that was started later, that of the others) -> options of each such call that it needs to be
     as they are. Weights and sleep are left out: it is started when these allow it."""
 

@@ -1,13 +1,12 @@
 """An engine in this process: requests come in, are checked and queued; the loop (loop.py) computes them."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any
 
 from nanovllm.engine.calls import CALLS
 from nanovllm.engine.control import EngineControl
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.loop import EngineLoop
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request_book import RequestBook
@@ -39,6 +38,14 @@ class LLMEngine:
         self.control = EngineControl(self.loop, self.book, self.state)
         self.tokenizer = tokenizer
         self.startup_seconds = 0.0
+        self.owner, self.shares_weights = executor.owner, executor.shares_weights
+        # What an Engine does and its loop and its control do for it; see Engine.
+        loop, control = self.loop, self.control
+        self.step, self.stats = loop.step, loop.stats
+        self.has_unfinished_requests, self.is_busy = loop.has_unfinished_requests, loop.is_busy
+        self.wait_for_work, self.wake, self.take_unreported = loop.wait_for_work, loop.wake, loop.take_unreported
+        self.abort_all, self.resume = control.abort_all, control.resume
+        self.notice_new_weights = control.notice_new_weights
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -59,32 +66,6 @@ class LLMEngine:
         """Ends a request; its last StepOutput says "abort". Unknown and finished ids are ignored."""
         self.loop.abort([seqs] if (seqs := self.book.rows_of(request_id)) is not None else [])
 
-    def abort_all(self) -> list[int]:
-        """Ends all requests that are unfinished now, with what they have; returns their ids."""
-        return self.control.abort_all()
-
-    # -- steps --------------------------------------------------------------------------------------------------
-
-    def step(self) -> Step:
-        """Runs a step and returns what requests gained; nothing is computed while the engine is paused."""
-        return self.loop.step()
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether a step has anything to do or to report."""
-        return self.loop.has_unfinished_requests()
-
-    def is_busy(self) -> bool:
-        """See Engine.is_busy."""
-        return self.loop.is_busy()
-
-    def wait_for_work(self, timeout: float, or_until: Callable[[], bool] = lambda: False) -> bool:
-        """See Engine.wait_for_work."""
-        return self.loop.wait_for_work(timeout, or_until)
-
-    def wake(self) -> None:
-        """Lets a thread that waits for work look again. From any thread."""
-        self.loop.wake()
-
     # -- calls --------------------------------------------------------------------------------------------------
 
     def call(self, name: str, **options: Any) -> Generator[Step, None, Any]:
@@ -102,38 +83,12 @@ class LLMEngine:
                     return end.value
                 yield self.take_unreported()
 
-    def take_unreported(self) -> Step:
-        """See Engine.take_unreported."""
-        return self.loop.take_unreported()
-
-    def notice_new_weights(self, surely: bool = False) -> None:
-        """See EngineControl.notice_new_weights."""
-        self.control.notice_new_weights(surely)
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether it computes with the weights of a module, whose owner writes to them."""
-        return self.executor.shares_weights
-
-    def resume(self) -> None:
-        """Ends a pause. From any thread."""
-        self.control.resume()
-
     # -- the rest -----------------------------------------------------------------------------------------------
 
     @property
     def computed(self) -> tuple[int, int]:
         """See Engine.computed."""
         return self.loop.num_prefill_tokens, self.loop.num_decode_tokens
-
-    @property
-    def owner(self) -> int:
-        """See Engine.owner."""
-        return self.executor.owner
-
-    def stats(self) -> EngineStats:
-        """Gauges of now, and counters since the start. From any thread, at any time."""
-        return self.loop.stats()
 
     def info(self) -> dict[str, Any]:
         """Facts about this engine for logs and benchmarks: devices, backends, kernels, versions."""

@@ -29,8 +29,8 @@ def before_block(keys: list[bytes], index: int, block_size: int, extras: Extras)
     """KEY_SIZE bytes that identify all that block `index` depends on except its own tokens. `keys`: keys of the blocks
     before it, at least."""
     parent = keys[index - 1] if index else _ROOT
-    own = [digest for position, digest in extras if index * block_size <= position < (index + 1) * block_size]
-    return _digest(parent + b"".join(own), b"extras") if own else parent
+    digests = [digest for position, digest in extras if index * block_size <= position < (index + 1) * block_size]
+    return _digest(parent + b"".join(digests), b"extras") if digests else parent
 
 
 def extend_keys(keys: list[bytes], token_ids: list[int], num_blocks: int, block_size: int, extras: Extras = ()) -> None:

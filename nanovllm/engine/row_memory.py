@@ -9,6 +9,7 @@ prefix cache until their blocks are reused. Layers with memory of fixed size hav
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.lines import LinePool
@@ -33,7 +34,8 @@ class RowMemory:
         self._held = tuple(group.widened(margin) for group in groups)
         """Groups as rows hold them while they decode, their windows widened by the margin."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
-        self.lines = LinePool(size.num_lines) if size.num_lines else None
+        self.lines: LinePool | Any = LinePool(size.num_lines) if size.num_lines else None
+        """None where layers have no memory of fixed size."""
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines, recomputes)
         self.pool = BlockPool(num_blocks, self.cache.forget)
         self._full, self._windows = self.cache.full, self.cache.windows
@@ -128,9 +130,7 @@ class RowMemory:
         for group in self._windows:
             self._extend(seq, group, prefix.num_tokens + count)
         for page, table in zip(prefix.source, seq.memory.pages, strict=False):
-            own = table[prefix.num_blocks]
-            assert own is not None
-            self.pool.copy(page, own)
+            self.pool.copy(page, table[prefix.num_blocks])
         for page in source:
             self.pool.give_back(page)
         self.cache.begin(seq, prefix)
@@ -186,7 +186,6 @@ class RowMemory:
     def keep_within(self, seq: Sequence, start: int, count: int) -> tuple[int, int]:
         """Line that keeps the state of a prompt which it passes while it computes `count` tokens from `start` on, and
         after how many of these; NO_LINE and 0: none does."""
-        assert self.lines is not None
         for number in self.cache.lengths_to_keep(seq):
             at = number * self.block_size - start
             if 0 < at <= count and (line := self.lines.keep(self.cache.key_of(seq, number))) != NO_LINE:
@@ -210,10 +209,9 @@ class RowMemory:
             if memory.keep_at < seq.num_tokens - 1:  # where the oldest step in flight begins
                 begin = seq.num_least_computed - 1  # of this step, at least
                 memory.keep_at = self.num_blocks_for(begin) * self.block_size
-            if memory.keep_at < seq.num_computed_tokens and self.cache.lengths_to_keep(seq):
-                assert self.lines is not None
-                if self.lines.lend(memory):
-                    found[seq] = memory.keep_line, memory.keep_at
+            may_get_there = memory.keep_at < seq.num_computed_tokens and self.cache.lengths_to_keep(seq)
+            if may_get_there and self.lines.lend(memory):
+                found[seq] = memory.keep_line, memory.keep_at
         return found
 
     def note_passed(
@@ -245,7 +243,6 @@ class RowMemory:
             first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
             for index in range(first, end):
                 page, table[index] = table[index], None
-                assert page is not None
                 seq.memory.num_held_blocks -= len(page.blocks)
                 self.pool.give_back(page)
 

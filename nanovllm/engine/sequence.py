@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prompt import Prompt
@@ -29,7 +29,7 @@ class SequenceStatus(Enum):
 class RowPages:
     """Memory of a row; RowMemory alone writes it."""
 
-    pages: list[list[Page | None]] = field(default_factory=list)
+    pages: list[list[Page | Any]] = field(default_factory=list)
     """Pages by group of layers and block of tokens; None: the group needs that block no more."""
     num_held_blocks: int = 0
     """Number of blocks of all these pages."""
@@ -117,7 +117,8 @@ class Sequence:
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     """Number by order of arrival at the scheduler; -1 until the row is queued."""
-    ending: Finish | None = field(default=None, init=False)
+    ending: Finish | Any = field(default=None, init=False)
+    """None until the output has ended."""
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""
     may_stop: bool = field(init=False)

@@ -90,8 +90,8 @@ class AdapterSlots:
     def find(self, digest: str) -> int | None:
         """Slot for a row with this adapter; None: it has to wait."""
         open_slots = [slot for slot in range(len(self._held)) if self.heirs.get(slot, digest) == digest]
-        if (own := next((slot for slot in open_slots if self._held[slot] == digest), None)) is not None:
-            return own
+        if (held := next((slot for slot in open_slots if self._held[slot] == digest), None)) is not None:
+            return held
         if digest in self.running:  # in a slot that has an heir: it waits, as others do
             return None
         free = (slot for slot in open_slots if not self._users[slot])
@@ -119,7 +119,7 @@ class AdapterSlots:
         """Asserts that rows have these slots and adapters, and nobody else."""
         assert all((slot < 0) == (digest is None) for slot, digest in rows), rows
         assert all(self._held[slot] == digest for slot, digest in rows if slot >= 0), (rows, self._held)
-        users = [sum(slot == own for own, _ in rows) for slot in range(len(self._users))]
+        users = [sum(slot == taken for taken, _ in rows) for slot in range(len(self._users))]
         assert users == self._users, (users, self._users)
 
     def note_passed(self, digests: Set[str], waiting: Set[str]) -> None:

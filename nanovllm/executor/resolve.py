@@ -2,14 +2,16 @@
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
-from nanovllm.executor.exact_bits import check_exact_bits
+from nanovllm.executor.exact_bits import Rule, rules_of_exact_bits
 from nanovllm.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -56,34 +58,25 @@ def settle(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
         max_model_len=config.max_model_len or model.usual_context,
         kvcache_block_size=config.kvcache_block_size or (128 if is_cuda else 16),
     )
-    check_exact_bits(settled, model, capability)
-    _check_speculation(settled, model)
-    _check_adapters(settled, model)
+    rules = chain(rules_of_exact_bits(settled, model, capability), _rules(settled, model))
+    for is_broken, option, value, bound in rules:
+        if is_broken:
+            refuse(option, value, bound)
     return settled
 
 
-def _check_adapters(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what cannot go with adapters."""
-    if not config.enable_lora:
-        return
-    if model.implementation == "transformers":
-        refuse("model_impl", config.model_impl, "of a model that our layers have with enable_lora")
-    if model.pooling is not None:
-        raise ValueError("enable_lora=True: must be False for a model that embeds")
-    if config.exact_bits is not None and (config.exact_bits == "tp" or config.device != "cpu"):
-        refuse("exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU")
-
-
-def _check_speculation(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what cannot go with drafts."""
-    if config.speculative_config is None:
-        return
-    if model.implementation == "transformers":
-        refuse("model_impl", config.model_impl, "of a model that our layers have with speculative_config")
-    if model.pooling is not None:
-        refuse("speculative_config", config.speculative_config, "None for a model that embeds")
-    if config.attention_backend == "flex":
-        refuse("attention_backend", config.attention_backend, "another with speculative_config")
+def _rules(config: EngineConfig, model: ModelConfig) -> Iterator[Rule]:
+    """Rules for what goes with drafts, and with adapters."""
+    is_foreign, embeds = model.implementation == "transformers", model.pooling is not None
+    if (given := config.speculative_config) is not None:
+        yield is_foreign, "model_impl", config.model_impl, "of a model that our layers have with speculative_config"
+        yield embeds, "speculative_config", given, "None for a model that embeds"
+        yield config.attention_backend == "flex", "attention_backend", "flex", "another with speculative_config"
+    if config.enable_lora:
+        yield is_foreign, "model_impl", config.model_impl, "of a model that our layers have with enable_lora"
+        yield embeds, "enable_lora", True, "False for a model that embeds"
+        is_served = config.exact_bits is None or (config.exact_bits == "batch" and config.device == "cpu")
+        yield not is_served, "exact_bits", config.exact_bits, "None with enable_lora; 'batch' is there on a CPU"
 
 
 def _shares_gpus(config: EngineConfig, count: int) -> bool:

@@ -90,7 +90,6 @@ class AdaptedMatrix(nn.Module):
         if (slots := call.adapters) is not None:
             a, b = self.a, self.b
             if self.stack:
-                assert call.routing is not None
                 tokens, slots = self.kernels.choices(call.routing.routing, slots, self.stack[0])
                 with ordinary_launch():  # kernels that start early read slots which no kernel has just written
                     delta: Any = self.kernels.adapter_delta(
@@ -115,10 +114,10 @@ class AdaptedMatrix(nn.Module):
         it is of such."""
         lead = len(self.stack)
         for number, piece in enumerate(self.pieces):
-            own = a.narrow(lead, number * self.rank, self.rank)
+            of_part = a.narrow(lead, number * self.rank, self.rank)
             is_split = any(cut.dim for cut in piece.cuts)  # along columns
-            cuts = tuple(cut.shard(own if is_split else b, lead=lead) for cut in piece.cuts)
-            of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(own, 0, 0),), cuts)
+            cuts = tuple(cut.shard(of_part if is_split else b, lead=lead) for cut in piece.cuts)
+            of_a, of_b = (cuts, (Shard(b, 0, 0),)) if is_split else ((Shard(of_part, 0, 0),), cuts)
             name, (out, columns) = f"{self._paths[number]}.weight", piece.shape
             of_rank = CheckpointWeight(name, (*self.stack, self.rank, columns), of_a)
             yield AdapterPart(self._paths[number], of_rank, CheckpointWeight(name, (*self.stack, out, self.rank), of_b))

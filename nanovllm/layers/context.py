@@ -35,29 +35,23 @@ class LayerContext:
     adapters: AdapterRoom | None = field(default=None, kw_only=True)
     """Memory for adapters of the linear layers; None: they take none."""
 
-    def linear_matrix(
-        self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
-        stack: tuple[int, ...] = (),
-    ) -> Weight:  # fmt: skip
-        """A `matrix` that rows may have adapters for."""
-        found = self.matrix(precision, rows, columns, pieces, stack)
-        if self.adapters is None:
-            return found
-        sizes, types = (rows, columns), (self.dtype, self.device)
-        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, sizes, pieces, *types, stack)
-        return adapted  # type: ignore[no-any-return]  # its properties are those of a Weight, and cannot be set
-
     def matrix(
         self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
         stack: tuple[int, ...] = (),
-    ) -> Weight:  # fmt: skip
-        """An empty weight [rows, columns] of a linear layer; `precision` None: of `dtype`. stack: (number of experts,)
-        where each has one."""
+    ) -> Weight | Any:  # fmt: skip
+        """An empty weight [rows, columns] of a linear layer, for which rows may have adapters; `precision` None: of
+        `dtype`. stack: (number of experts,) where each has one."""
+        types = self.dtype, self.device, stack
+        found: Weight
         if precision is None:
-            return DenseMatrix(rows, columns, pieces, self.dtype, self.device, stack)
-        if precision.method == "fp8":
-            return FP8Matrix(precision, rows, columns, pieces, self.device, stack)
-        return PackedMatrix(precision, rows, columns, self.dtype, self.device, stack)
+            found = DenseMatrix(rows, columns, pieces, *types)
+        elif precision.method == "fp8":
+            found = FP8Matrix(precision, rows, columns, pieces, self.device, stack)
+        else:
+            found = PackedMatrix(precision, rows, columns, *types)
+        if self.adapters is None:
+            return found
+        return AdaptedMatrix(found, self.kernels, self.adapters, (rows, columns), pieces, *types)
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,8 @@ class ModelContext(LayerContext):
 class Stream(NamedTuple):
     """The residual stream between two blocks: residual + partial, of which either may not be there."""
 
-    residual: torch.Tensor | None
-    """[T, hidden]. With several ranks, rows of it may be another's, or missing."""
+    residual: torch.Tensor | Any
+    """[T, hidden]; None: there is only `partial`. With several ranks, rows of it may be another's, or missing."""
     partial: torch.Tensor | None = None
     """Addend not yet in the residual: [T, hidden], or [parts, T, hidden] whose sum it is; with several ranks this
     rank's share of the sum."""
@@ -81,8 +75,7 @@ class Stream(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        found = self.residual if self.partial is None else self.partial
-        assert found is not None
+        found: torch.Tensor = self.residual if self.partial is None else self.partial
         return found.shape[-2]
 
     def of(self, wanted: torch.Tensor | None) -> "Stream":

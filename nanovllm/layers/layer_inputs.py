@@ -44,9 +44,9 @@ class LayerInputs(WeightedModule):
     def forward(self, token_ids: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         _, embedded = self.whole(stream)
         projected = self.projection(embedded, OUTSIDE).view(-1, self.width)
-        own = self.norm(projected).view(-1, self.layers, self.width)[..., self.begin : self.begin + self.valid]
+        of_rank = self.norm(projected).view(-1, self.layers, self.width)[..., self.begin : self.begin + self.valid]
         found = F.embedding(token_ids, self.table.flatten(1)).view(-1, self.layers, self.size).mul_(self._scale)
-        return embedded, found.add_(F.pad(own, (0, self.size - self.valid))).mul_(2**-0.5)
+        return embedded, found.add_(F.pad(of_rank, (0, self.size - self.valid))).mul_(2**-0.5)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count, width = self.layers, self.width
@@ -76,10 +76,9 @@ class LayerInputGate(WeightedModule):
         self.operations = (self.gate.product, self.projection.product)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
-        assert call.step is not None and call.step.layer_inputs is not None
         gates: Any = self.kernels.activation(self.gate(x, call), self.activation, False)
-        own = wanted_rows(call.step.layer_inputs[:, self.layer], call.rows)
-        return self.projection(gates.mul_(own), call)
+        given = wanted_rows(call.step.layer_inputs[:, self.layer], call.rows)
+        return self.projection(gates.mul_(given), call)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         yield from self.gate.checkpoint_weights(prefix)

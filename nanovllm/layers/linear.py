@@ -48,9 +48,7 @@ class Operation(WeightedModule):
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
         rows = x.shape[0] if call.routing is None else call.routing.num_tokens
-        y = self.matrix.multiply(x, self.launch(rows, call), call)
-        assert isinstance(y, torch.Tensor)
-        return y
+        return self.matrix.multiply(x, self.launch(rows, call), call)
 
 
 class ParallelLinear(Operation):
@@ -65,7 +63,7 @@ class ParallelLinear(Operation):
         [rows]. adds_bias: False leaves `bias` to the consumer of the result. precision: None: a weight of the context's
         dtype."""
         pieces = tuple(pieces)
-        matrix = context.linear_matrix(precision, rows, columns, pieces)
+        matrix = context.matrix(precision, rows, columns, pieces)
         has_bias = bias and (adds_bias or around.after == "gate")
         super().__init__(context, product_of(context, name, matrix, rows, columns, around, has_bias), matrix)
         self.pieces = pieces
@@ -84,38 +82,28 @@ class ParallelLinear(Operation):
         """[T, in] -> [T, out], or [parts, T, out], sums over parts of `in` that its consumer adds up, float32 but with
         exact_bits="tp". Where it stands before an addition to the residual stream, and the call has one: that."""
         launch, call = self.launch(x.shape[0], call), call._replace(bias=self.bias)
-        if self._adds_residual and call.residual is not None:
-            return self._add_to(call.residual, x, launch, call)
-        y = self.matrix.multiply(x, launch, call)
-        assert isinstance(y, torch.Tensor)
-        if self.bias is not None and self.adds_bias and not launch.bias:
-            (y if y.dim() == 2 else y[0]).add_(self.bias)
-        return y
-
-    def _add_to(
-        self, residual: torch.Tensor, x: torch.Tensor | FP8Rows, launch: Launch, call: Call
-    ) -> torch.Tensor:  # fmt: skip
-        if self.bias is not None and self.adds_bias and not launch.bias:
-            residual.add_(self.bias)
-        if launch.config == LIBRARY and not call.has_adapters:
+        residual = call.residual if self._adds_residual else None
+        bias = self.bias if self.adds_bias and not launch.bias else None
+        if residual is not None and bias is not None:
+            residual.add_(bias)
+        if residual is not None and launch.config == LIBRARY and not call.has_adapters:
             assert isinstance(x, torch.Tensor)
             return residual.addmm_(x, self.weight.t())
         y = self.matrix.multiply(x, launch, call)
-        assert isinstance(y, torch.Tensor)
-        if launch.residual:
-            return residual
-        return residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
+        if residual is not None:
+            return residual if launch.residual else residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
+        if bias is not None:
+            (y if y.dim() == 2 else y[0]).add_(bias)
+        return y
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         for index, piece in enumerate(self.pieces):
             path = piece.path(prefix)
             yield from self.matrix.checkpoint_weights(path, piece.shape, piece.cuts, index)
-            if self.bias is not None:
-                yield self._bias_weight(f"{path}.bias", self.bias, piece)
-
-    def _bias_weight(self, name: str, bias: torch.Tensor, piece: Piece) -> CheckpointWeight:
-        shards = (Shard(bias, 0, 0),) if any(cut.dim for cut in piece.cuts) else (cut.shard(bias) for cut in piece.cuts)
-        return CheckpointWeight(name, piece.shape[:1], tuple(shards))
+            if (bias := self.bias) is not None:
+                is_whole = any(cut.dim for cut in piece.cuts)  # where columns are cut
+                shards = (Shard(bias, 0, 0),) if is_whole else tuple(cut.shard(bias) for cut in piece.cuts)
+                yield CheckpointWeight(f"{path}.bias", piece.shape[:1], shards)
 
 
 def product_of(
@@ -219,7 +207,6 @@ class RowParallelLinear(ParallelLinear):
 
     def of_wanted(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens of x [T, in], [N, out]."""
-        assert call.step is not None
         if (wanted := call.step.wanted) is not None:
             call, x = call._replace(rows=wanted), wanted_rows(x, wanted)
         if not x.shape[0]:  # GEMMs take one row or more

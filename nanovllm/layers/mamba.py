@@ -90,7 +90,6 @@ class Mamba2(WeightedModule):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]; all go into the states."""
-        assert call.step is not None
         rows, projected = call.step.rows, self.in_proj(x, call)
         z, mixed, dt, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, self.conv_bias)
@@ -102,9 +101,9 @@ class Mamba2(WeightedModule):
         """The gated norm of x [T, columns of this rank's heads] over the groups of the whole model."""
         of_ranks: tuple[Any, ...] = ()
         if self._shared_groups is not None:
-            own = self.heads.kv_head(0)
-            part = self.kernels.gated_mean_squares(x, z, self._share, own, self._shared_groups)
-            of_ranks = self.group.all_reduce(part), own
+            group = self.heads.kv_head(0)
+            part = self.kernels.gated_mean_squares(x, z, self._share, group, self._shared_groups)
+            of_ranks = self.group.all_reduce(part), group
         return self.kernels.gated_norm(x, z, self.norm, self.eps, self.sizes.groups, *of_ranks)
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:

@@ -51,14 +51,10 @@ class Router(Operation):
         made = product_of(context, "router", matrix, rows, hidden_size, around.first("routing"), choice=choice)
         super().__init__(context, made, matrix)
         self.config = config
-        self.bias = self.correction = None
-        if config.bias:
-            self.bias = parameter(config.num_experts, dtype=dtype, device=device)
-        if config.scoring != "softmax":
-            self.correction = parameter(config.num_experts, dtype=torch.float32, device=device)
-        self.factors = None
-        if config.expert_scales:
-            self.factors = parameter(config.num_experts, dtype=torch.float32, device=device)
+        each = partial(parameter, config.num_experts, device=device)
+        self.bias = each(dtype=dtype) if config.bias else None
+        self.correction = each(dtype=torch.float32) if config.scoring != "softmax" else None
+        self.factors = each(dtype=torch.float32) if config.expert_scales else None
 
     def checkpoint_weights(self, prefix: str) -> Iterator[CheckpointWeight]:
         count, weight = self.config.num_experts, self.matrix.weight
@@ -95,8 +91,8 @@ class MoE(WeightedModule):
         count = config.num_experts
         *gate_up, down = self.pieces
         rows = len(gate_up) * self.size
-        of_gate_up = context.linear_matrix(how, rows, row_size, tuple(gate_up), (count,))
-        of_down = context.linear_matrix(how, row_size, self.size, (down,), (count,))
+        of_gate_up = context.matrix(how, rows, row_size, tuple(gate_up), (count,))
+        of_down = context.matrix(how, row_size, self.size, (down,), (count,))
         self.gate_up_bias = self.down_bias = None
         if config.bias:
             make = partial(parameter, dtype=context.dtype, device=context.device)
@@ -191,6 +187,11 @@ class MoE(WeightedModule):
         if self.shared is not None:
             yield from self.shared.checkpoint_weights(f"{prefix}.{self.config.shared_name}")
 
+    @property
+    def bases(self) -> tuple[Any, Any]:
+        """The weights of gate_up and down, without adapters."""
+        return base_of(self.gate_up.matrix), base_of(self.down.matrix)
+
     def gate_and_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """View of gate_up or its bias without padding: [experts, 2, I, ...]."""
         count, rows = tensor.shape[:2]
@@ -235,8 +236,7 @@ def is_experts_alone(config: MoEConfig) -> bool:
 
 def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """A tensor for each expert and projection: "experts.7.gate_proj.weight"."""
-    gate_up: Any = base_of(moe.gate_up.matrix)
-    down: Any = base_of(moe.down.matrix)
+    gate_up, down = moe.bases
     for index in range(moe.config.num_experts):
         for piece in moe.pieces:
             path = piece.path(f"{prefix}.experts.{index}")
@@ -246,7 +246,7 @@ def _experts(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
 
 def _linears(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """"input_linear" and "output_linear" of all experts; of quantised ones models/stacked_experts.py makes modules."""
-    if isinstance(base_of(moe.gate_up.matrix), DenseMatrix):
+    if isinstance(moe.bases[0], DenseMatrix):
         return _stacked("input_linear.weight", "output_linear.weight", moe, prefix)
     return _experts(moe, prefix)
 
@@ -274,8 +274,7 @@ def _transposed(moe: MoE, prefix: str) -> Iterator[CheckpointWeight]:
     """"experts.gate_up_proj" [experts, hidden, 2 I], whose columns are gate, up, gate, up, ..., "experts.down_proj"
     [experts, I, hidden], or what layers/mxfp4.py has of them, and their biases."""
     count, size, hidden = moe.config.num_experts, moe.config.intermediate_size, moe.row_size
-    gate_up: Any = base_of(moe.gate_up.matrix)
-    down: Any = base_of(moe.down.matrix)
+    gate_up, down = moe.bases
     if isinstance(gate_up, PackedMatrix):
         path, held = f"{prefix}.experts.gate_up_proj", gate_up.rows_of_blocks()
         yield from stacked_weights(path, 2 * size, hidden, 1, 2 * moe.begin, [*map(_pairs_of(moe), held)])

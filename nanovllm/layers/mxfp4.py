@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.gemm.e2m1 import MOST_EXPONENT, MX_GROUP, SPAN, quantize, scales_of, words_of
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.layers.weights import CheckpointWeight, PackedPart, Packing, Rounding, Shard
+from nanovllm.layers.weights import CheckpointWeight, PackedTensor, Packing, Rounding, Shard
 from nanovllm.model_config import Quantization
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -35,11 +35,11 @@ def _packings(columns: int) -> tuple[Packing, Packing]:
     )
 
 
-def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[PackedPart]:
+def tensors(held: PackedWeight, how: Quantization, columns: int) -> Iterator[PackedTensor]:
     """Numbers and scales of a module."""
     numbers, scales = _packings(columns)
-    yield PackedPart("weight_packed", held.words.transpose(0, 1), SPAN, numbers)
-    yield PackedPart("weight_scale", held.scales.T, SPAN, scales)
+    yield PackedTensor("weight_packed", held.words.transpose(0, 1), SPAN, numbers)
+    yield PackedTensor("weight_scale", held.scales.T, SPAN, scales)
 
 
 def stacked_weights(

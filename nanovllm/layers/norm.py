@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
@@ -60,14 +59,15 @@ class ReduceAddNorm(WeightedModule):
 
     def __init__(
         self, context: LayerContext, norm: RowNorm | None, after: RowNorm | None = None, multiplier: float = 1.0,
-        scalar: StreamScalar | None = None, parts: tuple[RowNorm, ...] = (),
+        scalar: StreamScalar | None = None, part_norms: tuple[RowNorm, ...] = (),
     ) -> None:  # fmt: skip
         """norm: of the new residual; None leaves it as it is. after: norm of the complete partial sum, before it is
-        multiplied and added; scalar: of the new residual. parts: norms of so many partial sums, [parts, T, hidden],
+        multiplied and added; scalar: of the new residual. part_norms: of so many partial sums, [parts, T, hidden],
         which are added up then. These belong to the block that the sum comes from."""
         super().__init__()
-        self.norm, self.after, self.multiplier, self.scalar = norm, after, multiplier, scalar
-        self.parts = nn.ModuleList(parts)
+        self.norm: RowNorm | Any = norm
+        self.after, self.multiplier, self.scalar = after, multiplier, scalar
+        self.part_norms = nn.ModuleList(part_norms)
         self.group, self.kernels = context.group, context.kernels
         is_add = after is None and multiplier == 1.0 and scalar is None
         self.is_add_rms_norm = is_add and norm is not None and norm.kind == "rms"
@@ -77,16 +77,14 @@ class ReduceAddNorm(WeightedModule):
 
     @property
     def row_norm(self) -> Norm:
-        assert self.norm is not None
         return self.norm.for_kernel()
 
-    def forward(self, stream: Stream, rounds: bool = False) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
-        """rounds: normalised rows are rounded to e4m3, as the consumer's launch says (Launch.rounded)."""
+    def forward(self, stream: Stream, rounds: bool = False) -> tuple[torch.Tensor | Any, torch.Tensor]:
+        """rounds: normalised rows are rounded to e4m3, FP8Rows, as the consumer's launch says (Launch.rounded)."""
         residual, partial, is_early = stream
         if partial is None:
-            assert residual is not None
             return self.add_norm(residual, None, rounds)
-        peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.parts)))
+        peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.part_norms)))
         if peers is not None and self.is_add_rms_norm:
             return peers.all_reduce_add_rms_norm(partial, residual, self.row_norm, dependent=is_early, rounds=rounds)
         if peers is not None:
@@ -99,7 +97,6 @@ class ReduceAddNorm(WeightedModule):
         self, partial: torch.Tensor, residual: torch.Tensor | None, half: int
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """See parallel/two_batch.py."""
-        assert self.group.overlap is not None
         partial = self.whole(partial, residual)
         if (sums := self.group.overlap.sums) is not None:
             assert self.is_add_rms_norm
@@ -114,12 +111,11 @@ class ReduceAddNorm(WeightedModule):
 
     def side_by_side(self, partial: torch.Tensor) -> torch.Tensor:
         """Partial sums [parts, T, hidden] that have norms of their own as one matrix; others as they are."""
-        return partial.flatten(0, -2) if self.parts else partial
+        return partial.flatten(0, -2) if self.part_norms else partial
 
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
         residual, partial, _ = stream
-        assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[1]
 
     def complete(self, residual: torch.Tensor) -> torch.Tensor:
@@ -134,13 +130,10 @@ class ReduceAddNorm(WeightedModule):
     ) -> tuple[Any, torch.Tensor]:
         """Adds x [T, hidden], complete on this rank (or in parts), to the residual and normalises. residual None:
         zeros. Returns the normalised rows, with `rounds` as FP8Rows, and the new residual."""
-        if self.parts:
-            x = self._sum_of_normed(x.view(len(self.parts), -1, x.shape[-1]))
+        if self.part_norms:
+            parts = x.view(len(self.part_norms), -1, x.shape[-1])
+            normed = [norm(part) for norm, part in zip(self.part_norms, parts, strict=True)]
+            x = sum(normed[1:], normed[0])
         norm, after = (None if n is None else n.for_kernel() for n in (self.norm, self.after))
         scalar = None if self.scalar is None else self.scalar.weight
         return self.kernels.add_norms(x, residual, norm, after, self.multiplier, self.round_sums, rounds, scalar)
-
-    def _sum_of_normed(self, parts: torch.Tensor) -> torch.Tensor:
-        """[parts, T, hidden] -> the sum of all, each normalised, [T, hidden]."""
-        normed = [norm(part) for part, norm in zip(parts, self.parts, strict=True)]
-        return sum(normed[1:], normed[0])

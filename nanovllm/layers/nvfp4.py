@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, words_of
 from nanovllm.kernels.gemm.packed import PackedWeight
-from nanovllm.layers.weights import PackedPart, Packing
+from nanovllm.layers.weights import PackedTensor, Packing
 from nanovllm.model_config import Quantization
 
 _NAMES = {
@@ -26,13 +26,13 @@ def _fault(scales: torch.Tensor) -> str:
     return f"holds {bad[0].item()}: scales must be finite and >= 0" if bad.numel() else ""
 
 
-def parts(held: PackedWeight, how: Quantization, columns: int) -> Iterator[PackedPart]:
+def tensors(held: PackedWeight, how: Quantization, columns: int) -> Iterator[PackedTensor]:
     """Numbers, scales of groups, and the tensor's."""
     assert held.factors is not None
     (numbers, of_tensor), divides = _NAMES[how.layout], how.layout == "compressed-tensors"
     packing = Packing(1, (columns // 2,), torch.uint8, SPAN // 2, partial(words_of, group=NV_GROUP))
-    yield PackedPart(numbers, held.words.transpose(0, 1), SPAN, packing)
+    yield PackedTensor(numbers, held.words.transpose(0, 1), SPAN, packing)
     packing = Packing(1, (columns // NV_GROUP,), torch.float8_e4m3fn, 4, _scales, _fault)
-    yield PackedPart("weight_scale", held.scales.T, 4 * NV_GROUP, packing)
+    yield PackedTensor("weight_scale", held.scales.T, 4 * NV_GROUP, packing)
     packing = Packing(0, (), torch.float32, 1, lambda x: NV_FACTOR / x if divides else NV_FACTOR * x)
-    yield PackedPart(of_tensor, held.factors, None, packing, is_scale=True)
+    yield PackedTensor(of_tensor, held.factors, None, packing, is_scale=True)

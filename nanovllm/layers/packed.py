@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: what a linear layer or experts hold, and where a checkpoint's parts go.
+"""Weights of 4 and 8 bits: what a linear layer or experts hold, and where a checkpoint's tensors go.
 
 Each format has a file that says which tensors a checkpoint has, and how these are packed: int4.py, int8.py, mxfp4.py,
 nvfp4.py.
@@ -19,13 +19,14 @@ from nanovllm.kernels.plan.config import INT4
 from nanovllm.kernels.plan.plan import Launch
 from nanovllm.layers import int4, int8, mxfp4, nvfp4
 from nanovllm.layers.step import Call
-from nanovllm.layers.weights import CheckpointWeight, Cut, PackedPart, Shard
+from nanovllm.layers.weights import CheckpointWeight, Cut, PackedTensor, Shard
 from nanovllm.model_config import Quantization
 
-FORMATS: dict[str, tuple[str, Callable[[PackedWeight, Quantization, int], Iterator[PackedPart]]]] = {
-    "int4": (INT4, int4.parts), "int8": (INT8, int8.parts), "mxfp4": (E2M1, mxfp4.parts), "nvfp4": (E2M1, nvfp4.parts),
+FORMATS: dict[str, tuple[str, Callable[[PackedWeight, Quantization, int], Iterator[PackedTensor]]]] = {
+    "int4": (INT4, int4.tensors), "int8": (INT8, int8.tensors),
+    "mxfp4": (E2M1, mxfp4.tensors), "nvfp4": (E2M1, nvfp4.tensors),
 }
-"""Quantization.method -> code of a number, and the parts of a weight [rows, columns]."""
+"""Quantization.method -> code of a number, and the tensors of a weight [rows, columns]."""
 
 
 class PackedMatrix(nn.Module):
@@ -42,7 +43,7 @@ class PackedMatrix(nn.Module):
         """stack: see FP8Matrix."""
         super().__init__()
         self.quantization, self.type_name = quantization, quantization.method
-        code, self._parts = FORMATS[quantization.method]
+        code, self._tensors = FORMATS[quantization.method]
         group, has_zeros = min(quantization.group, SPAN), quantization.has_zeros
         held = PackedWeight.empty(rows, columns, group, has_zeros, dtype, device, stack, code)
         self._made = code, group, has_zeros, columns
@@ -63,11 +64,11 @@ class PackedMatrix(nn.Module):
         """Checkpoint tensors of the module `path`, a matrix of this shape of which `cuts` are kept; along columns they
         begin at multiples of 128. expert: its number, if there are several."""
         held = self.for_kernel().of_expert(expert)
-        for part in self._parts(held, self.quantization, shape[1]):
-            count = () if part.each is None else (-(-shape[1] // part.each) if part.each else 1,)
-            whole = (shape[0], *count, *part.held.shape[2:]) if count else ()
-            shards = tuple(_shard(part.held, cut, part.each, *count) for cut in cuts)
-            yield CheckpointWeight(f"{path}.{part.name}", whole, shards, is_scale=part.is_scale, packing=part.packing)
+        for one in self._tensors(held, self.quantization, shape[1]):
+            count = () if one.each is None else (-(-shape[1] // one.each) if one.each else 1,)
+            whole = (shape[0], *count, *one.held.shape[2:]) if count else ()
+            shards = tuple(_shard(one.held, cut, one.each, *count) for cut in cuts)
+            yield CheckpointWeight(f"{path}.{one.name}", whole, shards, is_scale=one.is_scale, packing=one.packing)
 
     def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
         """See Weight."""
@@ -78,7 +79,7 @@ class PackedMatrix(nn.Module):
 
 
 def _shard(held: torch.Tensor, cut: Cut, each: int | None, count: int = 1) -> Shard:
-    """Shard of a checkpoint part for a cut of the matrix. The part is [rows, columns / each, ...] and has `count`
+    """Shard of a checkpoint's tensor for a cut of the matrix. The tensor is [rows, columns / each, ...] and has `count`
     columns in the whole; it is [rows, 1] where `each` is 0, and one number for `held` [rows] where that is None."""
     if cut.dim == 0:
         rows = held[cut.place : cut.place + cut.length]

@@ -53,7 +53,7 @@ class Packing(NamedTuple):
     """Rows [..., *tail], or a range of whole `each` of them -> ours."""
     fault: Callable[[torch.Tensor], str] = lambda part: ""
     """Fault of these values; "": none."""
-    rounding: "Rounding | None" = None
+    rounding: "Rounding | Any" = None
     """None: it is not made of wide matrices."""
 
 
@@ -68,7 +68,7 @@ class Rounding(NamedTuple):
     """Rows [..., columns], or a range of whole 128 of them -> what a file has."""
 
 
-class PackedPart(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor of a checkpoint, of which a packed weight is made."""
 
     name: str
@@ -183,8 +183,8 @@ class CheckpointWeight:
     """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
     is_scale: bool = False
     """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
-    packing: Packing | None = None
-    """Form of a tensor that files hold in another way; `shape` is ours."""
+    packing: Packing | Any = None
+    """Form of a tensor that files hold in another way; `shape` is ours. None: files hold it so."""
     may_be_turned: bool = False
     """Checkpoints have it with its last two dimensions exchanged, too."""
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from nanovllm.errors import is_integer, is_number, refuse, shown
+from nanovllm.models.checkpoint import DTYPES
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _READ = {
@@ -48,7 +49,6 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base as it is."""
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PIECE_BYTES = 1 << 20
 """Size of a piece of a file that a thread reads."""
 
@@ -114,7 +114,7 @@ def _tensors(data: np.ndarray) -> dict[str, torch.Tensor]:
             if not 0 <= first <= end <= len(data) - begin:
                 raise ValueError(f"tensor {name!r} ends at {begin + end} of {len(data)} bytes")
             part = whole[begin + first : begin + end]
-            found[name] = part.view(_TYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in _TYPES else part
+            found[name] = part.view(DTYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in DTYPES else part
     return found
 
 
@@ -188,10 +188,11 @@ def turns_experts(config: Mapping[str, Any]) -> bool:
 
 def _wrapped(config: Mapping[str, Any], module: str) -> str | None:
     """The parameter of experts that PEFT has wrapped in `module`; None: there is none."""
-    own = module
-    while own.endswith(".base_layer"):
-        own = own.removesuffix(".base_layer")
-    names = [f"{own}.{name}" for name in _STACKS if own.endswith(".experts") and is_parameter(config, f"{own}.{name}")]
+    path = module
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    names = [f"{path}.{name}" for name in _STACKS if path.endswith(".experts")]
+    names = [name for name in names if is_parameter(config, name)]
     depth, wrapped = module.count(".base_layer"), [*names[:1], *(one for one in names[1:] if one.endswith("down_proj"))]
     return wrapped[-1 - depth] if depth < len(wrapped) else None
 
@@ -220,8 +221,8 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in adapter.tensors.items():
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        if found is None or tensor.dim() not in (2, 3) or tensor.dtype not in _TYPES.values():
-            needs = f"a matrix lora_A.weight or lora_B.weight of a linear layer, in {', '.join(_TYPES)}"
+        if found is None or tensor.dim() not in (2, 3) or tensor.dtype not in DTYPES.values():
+            needs = f"a matrix lora_A.weight or lora_B.weight of a linear layer, in {', '.join(DTYPES)}"
             raise ValueError(f"tensor {name!r}: must be {needs}")
         pairs.setdefault(found[1], {})[found[2]] = tensor
     if not pairs:
@@ -233,7 +234,7 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
         a, b = pair["A"], pair["B"]
         parameter = _wrapped(config, module)
         module = parameter or module
-        rank, alpha = _own(config, "rank_pattern", module, "r"), _own(config, "alpha_pattern", module, "lora_alpha")
+        rank, alpha = _value(config, "rank_pattern", module, "r"), _value(config, "alpha_pattern", module, "lora_alpha")
         if rank > max_rank:
             raise ValueError(f"max_lora_rank={max_rank}: {module} has rank {rank}")
         if parameter and a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] and a.shape[0] % rank == 0:
@@ -246,10 +247,10 @@ def modules_of(adapter: Adapter, max_rank: int) -> dict[str, LoRAPair]:
     return made
 
 
-def _own(config: Mapping[str, Any], patterns: str, module: str, default: str) -> Any:
+def _value(config: Mapping[str, Any], patterns: str, module: str, default: str) -> Any:
     """A module's value: of the first pattern that is its name, or the end of it from a dot on."""
-    own = config.get(patterns) or {}
-    return next((value for key, value in own.items() if re.match(rf"(.*\.)?({key})$", module)), config[default])
+    given = config.get(patterns) or {}
+    return next((value for key, value in given.items() if re.match(rf"(.*\.)?({key})$", module)), config[default])
 
 
 def _names(given: Any, module: str) -> bool:

@@ -73,10 +73,18 @@ class ConfigReader:
             refuse(name, value, ("one of " if len(known) > 1 else "") + ", ".join(map(repr, known)))
         return value
 
-    def require(self, name: str, value: Any) -> None:
-        """Raises ValueError where the entry is there with another value."""
-        if self.get(name, value) != value:
-            refuse(name, self.get(name), f"{value!r} or absent")
+    def by_layer(self, name: str, default: list[str], known: Iterable[str]) -> list[str]:
+        """Returns one of `known` for each layer; the entry may have more, where fewer layers were asked for."""
+        count, found, known = self.integer("num_hidden_layers"), self.get(name, default), list(known)
+        if not isinstance(found, list) or len(found) < count or any(kind not in known for kind in found):
+            refuse(name, found, f"{count} of {' and '.join(map(repr, known))}, one for each layer")
+        return found[:count]
+
+    def require(self, **entries: Any) -> None:
+        """Raises ValueError where one of these entries is there with another value."""
+        for name, value in entries.items():
+            if (found := self.get(name, value)) != value:
+                refuse(name, found, f"{value!r} or absent")
 
     def finish(self) -> None:
         """Raises ValueError for an entry that changes the result and was not read."""

@@ -142,10 +142,9 @@ def side_by_side(attention: Any, mlp: Callable[..., torch.Tensor]) -> Callable[.
     """Function that computes the sum of attention and MLP of the same rows [T, hidden], for a Block."""
 
     def compute(x: torch.Tensor, call: Call) -> torch.Tensor:
-        assert call.step is not None
         attended, wanted = attention(x, call), call.step.wanted
-        own = wanted_rows(x, wanted)
-        return attended + mlp(own, call._replace(rows=wanted)) if own.shape[0] else attended
+        chosen = wanted_rows(x, wanted)
+        return attended + mlp(chosen, call._replace(rows=wanted)) if chosen.shape[0] else attended
 
     return compute
 
@@ -183,7 +182,7 @@ class DecoderLayer(WeightedModule):
         """Plans of steps in which rows have adapters."""
         self.scalar = StreamScalar(context) if config.layer_scalars else None
         self.input_layernorm = taken_in(context, self.norms.get("attention_norm"), before)
-        self.out_norm, self.out_parts = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
+        self.out_norm, self.out_norms = self.norms.get("mlp_out_norm"), getattr(self.mlp, "out_norms", ())
         """Norms of what it hands on; see ReduceAddNorm."""
         self.blocks: tuple[Block, ...]
         """Blocks in the order in which a step goes through them."""
@@ -197,10 +196,10 @@ class DecoderLayer(WeightedModule):
         mlp = Block(self.post_attention_layernorm, self.mlp, mixes=False, operations=range(cut, end))
         self.blocks = (mixer,) * (spec.mixer != "none") + (mlp,) * (spec.mlp != "none")
         if self.input_gate is not None:
-            joint = ReduceAddNorm(context, None, self.out_norm, factor, parts=self.out_parts)
+            joint = ReduceAddNorm(context, None, self.out_norm, factor, part_norms=self.out_norms)
             self.blocks += (Block(joint, self.input_gate, mixes=False, operations=range(end, end + 2)),)
             self.norms["post_per_layer_input_norm"] = self.out_norm = make_norm(context, is_after=True)
-            self.out_parts = ()
+            self.out_norms = ()
 
     def forward(self, stream: Stream, step: ForwardStep, tap: torch.Tensor | None = None) -> Stream:
         """The stream after this layer; on one rank, in the last layer, of the tokens that the step wants alone. tap
@@ -246,7 +245,7 @@ def taken_in(context: ModelContext, norm: RowNorm | None, before: DecoderLayer |
     multiplier = context.config.residual_multiplier
     if before is None:
         return ReduceAddNorm(context, norm, None, multiplier)
-    return ReduceAddNorm(context, norm, before.out_norm, multiplier, before.scalar, before.out_parts)
+    return ReduceAddNorm(context, norm, before.out_norm, multiplier, before.scalar, before.out_norms)
 
 
 class DecoderForCausalLM(WeightedModule):
@@ -380,7 +379,6 @@ class DecoderForCausalLM(WeightedModule):
             yield from self.layer_inputs.checkpoint_weights(prefix)
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint_weights(f"{prefix}.layers.{index}")
-        assert self.norm.norm is not None
         yield from self.norm.norm.checkpoint_weights(f"{prefix}.norm")
         if self.lm_head is not self.embed_tokens:
             yield from self.lm_head.checkpoint_weights("lm_head")

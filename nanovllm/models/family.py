@@ -2,7 +2,8 @@
 torch."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -74,7 +75,8 @@ def read_decoder(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
     }
-    kinds = _read_kinds(config, kinds)
+    count = config.integer("num_hidden_layers")
+    kinds = [FULL] * count if kinds is None else config.by_layer("layer_types", kinds, (FULL, SLIDING))
     if SLIDING in kinds and window is None:
         refuse("sliding_window", None, f"an integer >= 1 where a layer is {SLIDING!r}")
     without = {*nope, *(i for i, kind in enumerate(kinds) if nope_full and kind == FULL)}
@@ -95,15 +97,15 @@ def read_decoder(
     }
 
 
-def _read_kinds(config: ConfigReader, kinds: list[str] | None) -> list[str]:
-    """Kind of each layer, for all layers."""
-    count = config.integer("num_hidden_layers")
-    if kinds is None:
-        return [FULL] * count
-    kinds = config.get("layer_types", kinds)
-    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in (FULL, SLIDING) for kind in kinds):
-        refuse("layer_types", kinds, f"{count} of {FULL!r} and {SLIDING!r}, one for each layer")
-    return kinds[:count]  # fewer layers were asked for
+def of_layers(module: str, name: str) -> Builder:
+    """Builder of a class in nanovllm/layers, which is imported when it is called."""
+    return lambda *args: getattr(import_module(f"nanovllm.layers.{module}"), name)(*args)
+
+
+def with_layers(fields: Fields, changes: Iterable[Fields], **more: Any) -> Fields:
+    """`fields` with these changes of each layer. more: other fields."""
+    layers = (replace(spec, **changed) for spec, changed in zip(fields["layers"], changes, strict=False))
+    return {**fields, "layers": tuple(layers), **more}
 
 
 def full_every(config: ConfigReader, period: int) -> list[str]:

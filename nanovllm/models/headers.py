@@ -6,13 +6,11 @@ from pathlib import Path
 import torch
 
 from nanovllm.errors import short
-from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import FILE_DTYPES, HEAD, check_names, open_checkpoint
-from nanovllm.models.packed_tensors import reader_for
+from nanovllm.models.packed_tensors import CheckpointReader
 from nanovllm.models.registry import names_of
-from nanovllm.models.stacked_experts import experts_apart
-from nanovllm.models.widened import widened
 
 _META = torch.device("meta")
 
@@ -57,10 +55,7 @@ def check_headers(
     """Raises ValueError as loading into `weights` does for names that are missing or surplus, and for shapes and types
     that are not those of the configuration. dtype: the model's."""
     given = names_of(model).select(headers.items())
-    found: dict[str, TensorSource] = dict(widened(experts_apart(given, {weight.name for weight in weights})))
-    reader = reader_for(model, weights, dtype, _META)
-    if reader is not None:
-        found = dict(reader.read(found.items(), wide=False))
+    found = dict(CheckpointReader(model, weights, dtype, _META).read(given, wide=False))
     check_names(weights, found, model.tie_word_embeddings)
     for weight in weights:
         if not weight.is_scale and weight.name != HEAD:

@@ -130,12 +130,15 @@ class Int4Reader:
         elif kind == "g_idx" or kind == "weight_g_idx":
             self._check_order(name, tensor)
         elif kind in ("qweight", "weight_packed"):
-            self._check_type(name, tensor, torch.int32)
+            if tensor.dtype != torch.int32 or len(tensor.shape) != 2:
+                found = f"has type {tensor.dtype} and shape {tuple(tensor.shape)}"
+                raise ValueError(f"weight {name!r} {found}: must be a matrix of {torch.int32}")
             yield weight, _packed_words(tensor, self.quantization.layout, self.device)
         elif kind in ("scales", SCALES):
-            by_group = kind == "scales"
-            size = (*reversed(tensor.shape),) if by_group else (*tensor.shape,)
-            yield f"{path}.{SCALES}", self._of_groups(size, tensor.dtype, lambda: self._scales(tensor, by_group))
+            size, of_rows = tuple(tensor.shape), lambda: all_of(tensor)
+            if kind == "scales":
+                size, of_rows = size[::-1], lambda: all_of(tensor).T
+            yield f"{path}.{SCALES}", self._of_groups(size, tensor.dtype, of_rows)
         elif kind in ("qzeros", ZEROS):
             size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
             yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
@@ -143,11 +146,6 @@ class Int4Reader:
             return  # some tools write zeros where a layer has none
         elif kind != "weight_shape":
             yield name, tensor
-
-    def _check_type(self, name: str, tensor: TensorSource, wanted: torch.dtype) -> None:
-        if tensor.dtype != wanted or len(tensor.shape) != 2:
-            found = f"has type {tensor.dtype} and shape {tuple(tensor.shape)}"
-            raise ValueError(f"weight {name!r} {found}: must be a matrix of {wanted}")
 
     def _check_order(self, name: str, tensor: TensorSource) -> None:
         """Columns must be in the order of their groups."""
@@ -178,10 +176,6 @@ class Int4Reader:
         times = max(1, self.quantization.group // SPAN)
         held = torch.Size((shape[0], shape[1] * times)) if len(shape) == 2 else torch.Size(shape)
         return _lazy(held, dtype, lambda: make().repeat_interleave(times, dim=-1))
-
-    def _scales(self, tensor: TensorSource, by_group: bool) -> torch.Tensor:
-        values = all_of(tensor)
-        return values.T if by_group else values
 
     def _zeros(self, name: str, tensor: TensorSource, rows: int) -> torch.Tensor:
         """float32 [rows, groups]."""

@@ -1,17 +1,19 @@
-"""Readers of checkpoints whose matrices are packed: they translate a checkpoint's tensors, in the range that is asked
-for, into what ranks hold."""
+"""Readers of checkpoints: they translate tensors, of packed matrices too, in the range that is asked for, into what
+ranks hold."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, widened, words_of
-from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, Packing, Rounding, TensorSource, all_of, turned
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
+from nanovllm.models.stacked_experts import experts_apart
+from nanovllm.models.widened import widened as kv_widened
 
 UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
 """Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
@@ -29,29 +31,28 @@ class PackedReader(Protocol):
         ...
 
 
-def reader_for(
-    config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
-) -> PackedReader | None:
-    """Reader for a model with layers in 4 or 8 bits; None where its tensors are as a checkpoint has them. dtype: the
-    model's."""
-    made = {found for spec in config.layers for found in spec.formats}
-    readers: list[PackedReader] = []
-    for one in [one for one in made if one.method == "int4"][:1]:
-        readers.append(Int4Reader(weights, one, dtype, device))
-    if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
-        readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
-    return readers[0] if len(readers) == 1 else _Both(*readers) if readers else None
+class CheckpointReader:
+    """Translation of a checkpoint's tensors for any model: experts, latents' projections, and packed matrices."""
 
-
-class _Both(NamedTuple):
-    """Readers of two formats, one after the other: each leaves the other's tensors as they are."""
-
-    first: PackedReader
-    second: PackedReader
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[CheckpointWeight], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: the model's."""
+        weights, made = list(weights), {found for spec in config.layers for found in spec.formats}
+        self._needed = frozenset(weight.name for weight in weights)
+        self._readers: list[PackedReader] = []
+        """Readers of formats, one after the other: each leaves the others' tensors as they are."""
+        for one in [one for one in made if one.method == "int4"][:1]:
+            self._readers.append(Int4Reader(weights, one, dtype, device))
+        if any(one.method not in ("int4", "fp8") or (one.scales == "tensor" and not one.while_loading) for one in made):
+            self._readers.append(PackingReader(weights, any(one.while_loading for one in made), dtype, device))
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
-        """See PackedReader."""
-        return self.second.read(self.first.read(tensors, wide), wide)
+        """See PackedReader. tensors: by their canonical names (CheckpointNames)."""
+        found = [*kv_widened(experts_apart(tensors, self._needed))]
+        for reader in self._readers:
+            found = reader.read(found, wide)
+        return found
 
 
 class PackingReader:
@@ -66,7 +67,7 @@ class PackingReader:
         self._held = {name: weight for name, weight in self._needed.items() if weight.packing is not None}
         self._of_wide: dict[str, list[CheckpointWeight]] = {}
         for name, weight in self._held.items():
-            if weight.packing is not None and weight.packing.rounding is not None:
+            if weight.packing.rounding is not None:
                 end, of_wide = weight.packing.rounding.ends
                 self._of_wide.setdefault(name.removesuffix(end) + of_wide, []).append(weight)
 
@@ -105,8 +106,7 @@ class PackingReader:
             yield name, tensor
 
     def _packed(self, weight: CheckpointWeight, tensor: TensorSource) -> DerivedTensor:
-        packing = weight.packing
-        assert packing is not None
+        packing: Packing = weight.packing
         if tensor.dtype != packing.dtype:
             raise ValueError(f"weight {weight.name!r} has type {tensor.dtype}: must be {packing.dtype}, packed")
         wanted = (*weight.shape[: packing.dim], *packing.tail)
@@ -126,10 +126,8 @@ class PackingReader:
         return self._derived(weight, tensor, packing.each, make)
 
     def _rounded(self, name: str, weight: CheckpointWeight, tensor: TensorSource, wide: bool) -> DerivedTensor:
-        packing = weight.packing
-        assert packing is not None
-        rounding = packing.rounding
-        assert rounding is not None
+        packing: Packing = weight.packing
+        rounding: Rounding = packing.rounding
         if not (wide or self._while_loading) or not tensor.dtype.is_floating_point:
             raise ValueError(f"weight {name!r} has type {tensor.dtype}: must be {weight.name!r}, packed")
         source = tensor if packing.dim == 1 else turned(tensor)
@@ -142,7 +140,6 @@ class PackingReader:
         self, weight: CheckpointWeight, source: TensorSource, each: int, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> DerivedTensor:
         """Tensor that `make` makes on the device of `source`; `each` columns of this are one of the weight's."""
-        assert weight.packing is not None
         columns = weight.packing.dim
 
         def narrow(dim: int, start: int, length: int) -> torch.Tensor:

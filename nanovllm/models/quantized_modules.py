@@ -78,15 +78,15 @@ def _modules(layer: str, spec: LayerSpec, fields: dict[str, Any]) -> Iterator[tu
     """Parts of the layer with this path that LayerSpec.precision knows, each with its modules."""
     moe: MoEConfig | None = fields.get("moe")
     for part, modules in PARTS.items():
-        own = _OF_MIXERS.get(spec.mixer, {}).get(part, modules)
+        found = _OF_MIXERS.get(spec.mixer, {}).get(part, modules)
         lacks = ("k_proj", "v_proj") if spec.shares_keys else ("v_proj",) if spec.values_are_keys else ()
         if isinstance(spec.options, LatentSizes):
             lacks = ("q_proj",) if spec.options.query_rank else ("q_a_proj", "q_b_proj")
         lacks = lacks if fields.get("gated_mlp", True) else (*lacks, "gate_proj")
-        own = tuple(name for name in own if not name.endswith(lacks))
+        found = tuple(name for name in found if not name.endswith(lacks))
         of_mixer = part in ("qkv", "o")
         if (spec.mixer != "none") if of_mixer else spec.has_dense_mlp:
-            yield part, [f"{layer}.{module}" for module in own]
+            yield part, [f"{layer}.{module}" for module in found]
     if spec.has_experts and moe is not None:
         gate_up = ["gate_proj", "up_proj"] if moe.gated else ["up_proj"]
         one = [f"experts.{i}.{name}" for i in range(moe.num_experts) for name in (*gate_up, "down_proj")]

@@ -97,10 +97,10 @@ def names_of(config: ModelConfig) -> CheckpointNames:
     the decoder alone, by their names in there."""
     names = wrapped(family(config.architecture).names, config.wrapper)
     sharing = [index for index, spec in enumerate(config.layers) if spec.shares_keys]
-    own = [f"model.layers.{index}.self_attn.{part}" for index in sharing for part in ("k_", "v_")]
+    unused = [f"model.layers.{index}.self_attn.{part}" for index in sharing for part in ("k_", "v_")]
     if names.skips_next_layer:
-        own.append(f"model.layers.{len(config.layers)}.")
-    names = replace(names, unused=(*names.unused, *own))
+        unused.append(f"model.layers.{len(config.layers)}.")
+    names = replace(names, unused=(*names.unused, *unused))
     if config.pooling is None:
         return names
     return replace(names, may_lack=f"{names.of('model')}.", skipped=(*names.skipped, names.of("lm_head")))

@@ -105,6 +105,12 @@ def _factors(rope: ConfigReader, name: str) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
+def query_scaling(config: ConfigReader, rope: RopeConfig) -> tuple[float, int | None] | None:
+    """ModelConfig.query_scaling of a model whose queries grow past the original context, as Llama 4's do."""
+    beta = rope_entries(config).get("llama_4_scaling_beta")
+    return (beta, rope.original_max_position_embeddings) if beta else None
+
+
 def longest_context(config: ConfigReader, ropes: dict[str, RopeConfig]) -> int:
     """max_position_embeddings, or what YaRN or linear scaling extends it to. With a table for each kind of layer (Gemma
     3) it has been multiplied by the linear factor already."""

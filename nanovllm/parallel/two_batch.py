@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.parallel.peer.copy_engine import CopyEngineSums
 
 MIN_ROWS = 2048
-"""Tokens of a step that is cut: with fewer, halves would leave the GEMMs' last rounds of tiles half empty."""
+"""Tokens of a step that is cut: with fewer, halves would leave the GEMMs' last waves of tiles half empty."""
 CUT_MULTIPLE = 128
 """Tokens; the height of a GEMM's tile."""
 

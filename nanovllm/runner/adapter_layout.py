@@ -133,8 +133,8 @@ class AdapterLayouts:
                 for name in wanted[path].get(part.path, ()):
                     for place, source, factor in self._copies(name, modules[name], adapter.config, part):
                         number = numbers[source.untyped_storage()._cdata]
-                        own = None if _kind(source) == _kind(blanks[number]) else _view(source)
-                        found[_view(place)] = factor, Copied(number, own, _view(place))
+                        view = None if _kind(source) == _kind(blanks[number]) else _view(source)
+                        found[_view(place)] = factor, Copied(number, view, _view(place))
         by_factor: dict[float, list[Copied]] = {}
         for factor, copied in found.values():
             by_factor.setdefault(factor, []).append(copied)
@@ -197,8 +197,8 @@ class AdapterLayouts:
             if tensor.dim() == 3 and tensor.shape[0] not in (1, weight.shape[0]):
                 raise ValueError(f"{name}: {half} is of {tensor.shape[0]} experts: must be 1 or {weight.shape[0]}")
         for tensor, weight, dim, factor in ((a, of_a, -2, 1.0), (b, of_b, -1, scale)):
-            own = _of_first_ranks(weight, dim, a.shape[-2])
-            for place, source in own.parts(tensor.expand(own.shape)):
+            of_ranks = _of_first_ranks(weight, dim, a.shape[-2])
+            for place, source in of_ranks.parts(tensor.expand(of_ranks.shape)):
                 yield place, source, factor
 
     @cached_property
@@ -236,10 +236,10 @@ def _view(tensor: torch.Tensor) -> View:
 def names_of_experts(module: str, path: str, count: int) -> tuple[list[str], list[str]]:
     """Names that an adapter of so many experts' gates, ups or downs can have: those of each expert, and of a parameter
     that holds all. module, path: of all experts, by the checkpoint's name and by ours."""
-    (parent, _, last), (own_parent, _, own) = module.rpartition("."), path.rpartition(".")
+    (parent, _, last), (our_parent, _, ours) = module.rpartition("."), path.rpartition(".")
     each = [f"{parent}.{number}.{last}" for number in range(count)]
-    parameters = ("down_proj",) if own == "down_proj" else (own, "gate_up_proj")
-    return each, [f"{place}.{name}" for place in (parent, own_parent) for name in parameters]
+    parameters = ("down_proj",) if ours == "down_proj" else (ours, "gate_up_proj")
+    return each, [f"{place}.{name}" for place in (parent, our_parent) for name in parameters]
 
 
 def given_of_experts(

@@ -106,8 +106,9 @@ class StepGraphs:
         self._mixed = mixed_shapes(max_num_seqs, max_tokens)
         self.shapes = captured_shapes(max_num_seqs, max_tokens, adapters)
         """Captured, largest first."""
-        self._see, self._draft = see, draft
-        self._draft_buckets = [] if draft is None else decode_buckets(max_drafting)
+        self._works = [run] if see is None else [run, see]
+        """Works of a step of some shape, each in a graph of its own."""
+        self._drafts = [] if draft is None else [(draft, StepShape(rows, 0)) for rows in decode_buckets(max_drafting)]
         self._graphs: dict[tuple[Run, StepShape], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -117,25 +118,21 @@ class StepGraphs:
     @property
     def usual_bytes(self) -> int:
         """Bytes that all graphs usually take outside of torch's allocator."""
-        num_graphs = len(self.shapes) * (1 + (self._see is not None)) + len(self._draft_buckets)
-        return _FIRST_GRAPH + num_graphs * _GRAPH
+        return _FIRST_GRAPH + (len(self.shapes) * len(self._works) + len(self._drafts)) * _GRAPH
 
     def capture_all(self) -> None:
         for shape in self.shapes:
             self._capture(shape)
-        for rows in reversed(self._draft_buckets):
-            assert self._draft is not None
-            self._capture_one(self._draft, StepShape(rows, 0))
+        for draft, shape in reversed(self._drafts):
+            self._capture_one(draft, shape)
 
     def run_all(self) -> None:
         """Runs all that is captured once, few rows first, which have the most kernels."""
         for shape in sorted(self.shapes, key=sum):
-            self._run(shape)
-            if self._see is not None:
-                self._see(shape)
-        for rows in self._draft_buckets:
-            assert self._draft is not None
-            self._draft(StepShape(rows, 0))
+            for run in self._works:
+                run(shape)
+        for draft, shape in self._drafts:
+            draft(shape)
 
     def measure(self, growth: Callable[[Callable[[], object], int], int]) -> int:
         """Estimates the bytes that all graphs will take, by capturing the three largest and throwing them away. The
@@ -151,9 +148,8 @@ class StepGraphs:
         return first + sum(more) + max(0, min(more, default=0)) * (len(self.shapes) - 1 - len(more))
 
     def _capture(self, shape: StepShape) -> None:
-        self._capture_one(self._run, shape)
-        if self._see is not None:
-            self._capture_one(self._see, shape)
+        for run in self._works:
+            self._capture_one(run, shape)
 
     def _capture_one(self, run: Run, shape: StepShape) -> None:
         with self._before_capture(shape):
@@ -187,14 +183,12 @@ class StepGraphs:
 
     def replay_see(self, shape: StepShape) -> None:
         """Replays `see` after the step of this shape that was replayed."""
-        assert self._see is not None
-        self._replay(self._see, shape)
+        self._replay(self._works[1], shape)
 
     def replay_draft(self, num_rows: int) -> None:
         """Replays `draft` after that, for so many rows."""
-        assert self._draft is not None
-        buckets = self._draft_buckets
-        self._replay(self._draft, StepShape(buckets[bisect.bisect_left(buckets, num_rows)], 0))
+        at = bisect.bisect_left(self._drafts, num_rows, key=lambda one: one[1].decode_rows)
+        self._replay(*self._drafts[at])
 
     def _replay(self, run: Run, shape: StepShape) -> None:
         self._graphs[run, shape].replay()

@@ -24,10 +24,10 @@ it would take 2,541 (2,448): there attention leaves L1 to the other kernels inst
 
 def rules_of(config: EngineConfig, model: ModelConfig, device: Device, is_fused: bool) -> Rules:
     """Rules that choose kernels, for an engine of these options on this device. is_fused: see Rules."""
-    own = device.is_cuda and is_fused and config.exact_bits is None and config.uses("gemm_kernels")
-    own = own and model.implementation == "native"
+    ours = device.is_cuda and is_fused and config.exact_bits is None and config.uses("gemm_kernels")
+    ours = ours and model.implementation == "native"
     table = shipped_table(device.name) if config.kernel_choices is None else load(config.kernel_choices)
-    return Rules(device, config.tensor_parallel_size, config.exact_bits, own, is_fused, table)
+    return Rules(device, config.tensor_parallel_size, config.exact_bits, ours, is_fused, table)
 
 
 def describe(model: nn.Module, rules: Rules) -> str:

@@ -258,12 +258,12 @@ def _drafting_buffers(
 ) -> list[torch.Tensor]:
     """Tensors of ModelDrafter (models/drafters/shared.py), and of its layers by position."""
     assert config.max_model_len
-    own, dtype = drafter.model, getattr(torch, config.dtype)
+    decoder, dtype = drafter.model, getattr(torch, config.dtype)
     taps = torch.empty(
         config.max_num_batched_tokens + rows, len(drafter.taps) * model.hidden_size, dtype=dtype, device="meta"
     )  # fmt: skip
-    held = DraftRows.allocate(config.max_num_seqs, own.hidden_size, dtype, "meta")
-    width = sum(rope.rotary_dim(own.head_dim) for rope in own.ropes.values())
+    held = DraftRows.allocate(config.max_num_seqs, decoder.hidden_size, dtype, "meta")
+    width = sum(rope.rotary_dim(decoder.head_dim) for rope in decoder.ropes.values())
     angles = torch.empty(config.max_model_len, width, dtype=torch.float32, device="meta")
     return [taps, angles, *vars(held).values()]
 

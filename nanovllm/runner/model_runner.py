@@ -193,13 +193,11 @@ class ModelRunner:
         needs, asked = (memory.block_bytes, memory.layout.num_tables), config.num_kvcache_blocks
         if self.device.type == "cpu":
             share, gib, whose = host_share(config), config.cpu_kvcache_gib, "a rank's share of the memory here"
-            memory.choose_lines(int(share if asked is not None else min(share, gib * GIB)))
-            fixed = memory.fixed_bytes
-            if asked is not None:
-                return num_blocks(int(share), *needs, asked, whose, slots=fixed)
-            if gib * GIB > share:
+            room, option = (gib * GIB, f"cpu_kvcache_gib={gib}") if asked is None else (share, whose)
+            memory.choose_lines(int(min(share, room)))
+            if room > share:
                 refuse("cpu_kvcache_gib", gib, f"at most {share / GIB:.1f}, {whose}")
-            return num_blocks(int(gib * GIB), *needs, None, f"cpu_kvcache_gib={gib}", slots=fixed)
+            return num_blocks(int(room), *needs, asked, option, slots=memory.fixed_bytes)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         budget = self.memory.kv_budget(config.gpu_memory_utilization)
         memory.choose_lines(budget - (step_room(config, self.model_config, self.device) if memory.slot_bytes else 0))
@@ -295,16 +293,15 @@ class ModelRunner:
                 return float("inf")
 
     def _new_graphs(self) -> StepGraphs:
-        assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         work = self.work
-        drafting: tuple[Any, Any, int] = (None, None, 0)
+        drafting: dict[str, Any] = {}
         if work.drafter is not None:
-            drafting = (work.see_padded, work.draft_padded, self.config.most_drafting)
+            drafting = {"see": work.see_padded, "draft": work.draft_padded, "max_drafting": self.config.most_drafting}
         return StepGraphs(
-            self.work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
-            partial(before_capture, self.model), *drafting, self.adapters is not None,
+            work.run_padded, self.config.most_places, max_tokens, self.io.stream, self._progress,
+            partial(before_capture, self.model), adapters=self.adapters is not None, **drafting,
         )  # fmt: skip
 
     # -- one step -----------------------------------------------------------------------------------------------

@@ -13,10 +13,8 @@ from nanovllm.models.checkpoint import HEAD, check_names, load_checkpoint, load_
 from nanovllm.models.drafters import load
 from nanovllm.models.live_module import LiveModule
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.packed_tensors import reader_for
+from nanovllm.models.packed_tensors import CheckpointReader
 from nanovllm.models.registry import names_of
-from nanovllm.models.stacked_experts import experts_apart
-from nanovllm.models.widened import widened
 from nanovllm.runner.device_io import DeviceIO
 from nanovllm.runner.memory_probe import MemoryProbe
 from nanovllm.runner.sleep import SleepableMemory
@@ -43,7 +41,7 @@ class RankWeights:
         self._spelling = CheckpointNames() if self._is_transformers else names_of(model_config)
         self._buckets = MappedBuckets(self._device)
         """Buckets of new weights that this rank has mapped."""
-        self.live_module = None if module is None else LiveModule(module, self._spelling)
+        self.live_module: LiveModule | Any = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
             io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
             self.live_module.share(model, model_config.tie_word_embeddings)
@@ -53,7 +51,7 @@ class RankWeights:
             memory.release_cached()
         self._drafter = drafter
         self.all = list(model.checkpoint_weights())
-        self._packed_reader = reader_for(model_config, self.all, self._dtype, self._device)
+        self._reader = CheckpointReader(model_config, self.all, self._dtype, self._device)
 
     @torch.inference_mode()
     def load(self, on_share: Callable[[float], None] = lambda share: None) -> None:
@@ -83,7 +81,7 @@ class RankWeights:
 
     def _new_update(self, partial: bool) -> WeightUpdate:
         tied = self._model_config.tie_word_embeddings
-        return WeightUpdate(self.all, tied, self._spelling, partial, self._packed_reader)
+        return WeightUpdate(self.all, tied, self._spelling, self._reader, partial)
 
     def check_all(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError unless these are all weights, each of a shape and type that can be loaded. Writes
@@ -102,10 +100,7 @@ class RankWeights:
 
     def _tensors_of(self, folder: Path, wide: bool = True, option: str = "model") -> dict[str, TensorSource]:
         """wide: see PackedReader.read."""
-        given = self._spelling.select(open_checkpoint(folder, option).items())
-        tensors: dict[str, TensorSource] = dict(widened(experts_apart(given, {weight.name for weight in self.all})))
-        if self._packed_reader is not None:
-            tensors = dict(self._packed_reader.read(tensors.items(), wide))
+        tensors = dict(self._reader.read(self._spelling.select(open_checkpoint(folder, option).items()), wide))
         check_names(self.all, tensors, self._model_config.tie_word_embeddings)
         return tensors
 
@@ -148,7 +143,6 @@ class RankWeights:
 
     def refresh(self) -> None:
         """Copies what the parameters cannot share with a live module."""
-        assert self.live_module is not None
         self._io.synchronize()  # as in take
         with self._io.stream_context():
             self.live_module.refresh()

@@ -87,8 +87,8 @@ class OptionSampler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run(
-        self, section: Section, logits: torch.Tensor | None, first_chunk_row: int, num_decode_rows: int,
-        buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | None, model: Any,
+        self, section: Section, logits: torch.Tensor | Any, first_chunk_row: int, num_decode_rows: int,
+        buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | Any, model: Any,
     ) -> StepScores | None:  # fmt: skip
         """Does what `section` asks after a step whose sampled rows left `logits` [rows, this rank's ids]; `hidden`
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted. Returns, on rank 0,
@@ -101,10 +101,8 @@ class OptionSampler:
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
         if section.size("rows"):
-            assert logits is not None
             scored, kept = self._sample(section, *self._whole_logits(logits, section["rows"]), buffers, state)
         if section.size("targets"):
-            assert hidden is not None
             prompt = self._prompt_logprobs(section, hidden, model)
         asked = ("scored", "targets", "kept", "drafted")
         if self._group.rank == 0 and any(section.size(name) for name in asked):
@@ -128,7 +126,6 @@ class OptionSampler:
         if self._group.rank != 0:
             return None
         words = self._download("pooled", hidden.float().view(torch.int32))
-        assert words is not None
         return StepScores([], [], None, words.view(np.float32))
 
     def _sample(
@@ -145,29 +142,28 @@ class OptionSampler:
         copied, changed, filtered, _ = section.of_kind
         if (section.copied_flags | section.changed_flags) & PENALTIES:
             self._counted = rows.part(slice(copied.start, changed.stop))
-        x = least = kept = None
+        x: torch.Tensor | Any = None
+        least: torch.Tensor | Any = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
-            own = rows.part(copied)
-            x = self._kernels.edit_logits(own, counts, masks, section["edits"].view(-1, EDIT_WORDS))
-            own = replace(own, logits=x, rows=self._range(len(own)))
+            edited = rows.part(copied)
+            x = self._kernels.edit_logits(edited, counts, masks, section["edits"].view(-1, EDIT_WORDS))
+            edited = replace(edited, logits=x, rows=self._range(len(edited)))
             if section.copies_filter:
-                least = self._kernels.sample_filtered(own, has_winner=False)
+                least = self._kernels.sample_filtered(edited, has_winner=False)
             else:
-                self._kernels.sample_kept(own)
+                self._kernels.sample_kept(edited)
                 least = torch.full_like(x[:, 0], -torch.inf)
         if changed.start < changed.stop:
             counts, masks = self._tables(section.changed_flags)
             self._kernels.sample_kept(rows.part(changed), None, counts, masks)
         if filtered.start < filtered.stop:
             self._kernels.sample_filtered(rows.part(filtered), has_winner=True)
-        if section.size("kept"):
-            assert x is not None and least is not None
-            kept = _kept_bits(x, least, section["kept"])
+        kept = _kept_bits(x, least, section["kept"]) if section.size("kept") else None
         return [self._scores(kind, section, rows, x, least) for kind in SCORES], kept
 
     def _scores(
-        self, kind: int, section: Section, rows: Rows, x: torch.Tensor | None, least: torch.Tensor | None
+        self, kind: int, section: Section, rows: Rows, x: torch.Tensor | Any, least: torch.Tensor | Any
     ) -> torch.Tensor | None:
         """Log-probabilities of one of SCORES. x, least: edited logits and thresholds of the rows of kind COPIED."""
         which = section.of_score[kind]
@@ -183,7 +179,6 @@ class OptionSampler:
             scale = torch.where(tempered, 1 / heat, 1.0)
             floor = torch.full_like(scale, -torch.inf)
             if kind >= EDITED_FEW:
-                assert x is not None and least is not None
                 logits, where, floor = x, scored, least[index]
         given = Scored(logits, where, rows.tokens, scored_rows, scale, None if scale is None else floor)
         return self._token_logprobs(given, section.num_logprobs[kind])
@@ -218,12 +213,12 @@ class OptionSampler:
         for which, k in zip(section.of_prompt, section.num_prompt_logprobs, strict=True):
             parts = []
             for begin in range(which.start, which.stop, _PROMPT_ROWS):
-                own = slice(begin, min(begin + _PROMPT_ROWS, which.stop))
-                logits = model.logits(hidden.index_select(0, indices[own]))
+                piece = slice(begin, min(begin + _PROMPT_ROWS, which.stop))
+                logits = model.logits(hidden.index_select(0, indices[piece]))
                 if self._group.size > 1:
                     logits = self._gathered(logits)
                 rows = self._range(logits.shape[0])
-                part = self._token_logprobs(Scored(logits, rows, targets[own], rows), k)
+                part = self._token_logprobs(Scored(logits, rows, targets[piece], rows), k)
                 parts.append(part if k <= MAX_FEW else part.cpu())
             tables.append(torch.cat(parts) if parts else None)
         return tables
@@ -282,7 +277,7 @@ class OptionSampler:
         host["scored_rows"][:] = rows[host["scored"]]
         return section.on(staging.to(self._device, non_blocking=True))
 
-    def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | None:
+    def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | Any:
         """Starts a copy to the host, which is complete when the step's tokens are."""
         if result is None or not result.is_cuda:
             return None if result is None else result.numpy()

@@ -58,8 +58,8 @@ class SleepableMemory:
             if end > memory.mapped:
                 torch.cuda.empty_cache()
                 memory.map(max(end, memory.mapped + _PIECE))
-            own = memory.bytes[begin : begin + p.nbytes].view(p.dtype).view(p.shape)
-            moved = nn.Parameter(own.copy_(p), requires_grad=False)
+            there = memory.bytes[begin : begin + p.nbytes].view(p.dtype).view(p.shape)
+            moved = nn.Parameter(there.copy_(p), requires_grad=False)
             for module, name in owners[key]:
                 setattr(module, name, moved)
 

@@ -173,19 +173,19 @@ class StateMemory:
         layout, by_layer = self.layout, iter(self.layout.by_layer)
         # block by block where tables of several groups cut one otherwise; else tensor by tensor, as kernels like it
         cut = blocks.view(num_blocks, -1) if layout.is_mixed and num_blocks else blocks[None]
-        lanes = [self._lanes(cut, own, num_blocks) for own in layout.lanes]
+        lanes = [self._lanes(cut, pages, num_blocks) for pages in layout.lanes]
         of_tables = [lanes[group] for group in layout.table_groups]
         for mixer in self._mixers:
-            own: list[KVCache | torch.Tensor] = []
+            bound: list[KVCache | torch.Tensor] = []
             for one in mixer.memory:
                 if isinstance(one, Slot):
                     begin, end = end, end + _aligned(one.nbytes)
                     line = self._lines[:, begin : begin + one.nbytes]
-                    own.append(line.view(one.dtype).view(num_lines, *one.shape))
+                    bound.append(line.view(one.dtype).view(num_lines, *one.shape))
                 else:
                     table, lane = next(by_layer)
-                    own.append(replace(of_tables[table][lane], table=table, mixed=layout.is_mixed))
-            mixer.bind(*own)
+                    bound.append(replace(of_tables[table][lane], table=table, mixed=layout.is_mixed))
+            mixer.bind(*bound)
         parts = [cut] if layout.is_mixed else [part for lane in lanes[0] for part in lane.tensors]
         if self._id_bytes:
             self.ids = ids.view(torch.int32).view(num_blocks, self._block_size)

@@ -10,9 +10,7 @@ from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.layers.weights import PIECE_BYTES, CheckpointWeight, Scales, Shard, TensorSource
 from nanovllm.models.checkpoint import DTYPES
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.packed_tensors import PackedReader
-from nanovllm.models.stacked_experts import experts_apart
-from nanovllm.models.widened import widened
+from nanovllm.models.packed_tensors import CheckpointReader
 from nanovllm.transfer.shared import FarTensor
 
 
@@ -45,17 +43,12 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames, partial: bool = False,
-        packed_reader: PackedReader | None = None,
+        self, weights: Iterable[CheckpointWeight], head_is_tied: bool, spelling: CheckpointNames,
+        reader: CheckpointReader, partial: bool,
     ) -> None:  # fmt: skip
-        """spelling: of the names that come. partial: some may not come. packed_reader: what translates 4-bit matrices
-        and those that are to be."""
-        self._packed_reader = packed_reader
-        self._partial = partial
-        self._spelling = spelling
+        """spelling: of the names that come. reader: of `weights`. partial: some may not come."""
+        self._spelling, self._reader, self._partial, self._head_is_tied = spelling, reader, partial, head_is_tied
         self._awaited = {weight.name: weight for weight in weights}
-        self._names = frozenset(self._awaited)
-        self._head_is_tied = head_is_tied
 
     def check(self, tensors: list[tuple[str, torch.Tensor]], are_all: bool = False) -> None:
         """Raises ValueError for an unknown or repeated name, a shape or a type that cannot be loaded; `are_all`: also
@@ -78,8 +71,7 @@ class WeightUpdate:
             _refuse_missing(self._awaited.keys() - names)
 
     def _read(self, tensors: Sequence[tuple[str, TensorSource]]) -> list[tuple[str, TensorSource]]:
-        pairs = list(widened(experts_apart(self._spelling.select(tensors), self._names)))
-        return pairs if self._packed_reader is None else self._packed_reader.read(pairs)
+        return self._reader.read(self._spelling.select(tensors))
 
     def _held_as(self, name: str) -> set[torch.dtype]:
         return {shard.target.dtype for shard in self._awaited[name].shards}

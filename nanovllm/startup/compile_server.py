@@ -81,7 +81,8 @@ def _import_everything(parent: int) -> None:
     hashing.start()
     import torch  # noqa: F401
 
-    _leave_without(parent)
+    if os.getppid() != parent:
+        os._exit(0)
     resolve_keys()
     hashing.join()  # no thread may be about when this process forks
     try:
@@ -92,24 +93,15 @@ def _import_everything(parent: int) -> None:
         pass
 
 
-def _leave_without(parent: int) -> None:
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def _run(job: CompileJob | None) -> None:
     """Compiles one job, in a fork. None: the module through which Triton speaks to CUDA."""
-    _die_with_parent()
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with its parent
     if job is None:
         _build_driver_module()
     else:
         compile_kernel(job)
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def serve(control: Connection, num_processes: int, parent: int) -> None:

@@ -21,7 +21,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
-from nanovllm.models.packed_tensors import reader_for
+from nanovllm.models.packed_tensors import CheckpointReader
 from nanovllm.models.widened import widened
 
 
@@ -77,14 +77,13 @@ def load(
     that is missing, surplus or misshapen."""
     assert model.drafter is not None
     weights, folder = list(drafter.checkpoint_weights()), Path(model.drafter.folder)
+    dtype = getattr(torch, config.dtype)
     if config.load_format == "dummy":
-        load_dummy(weights, getattr(torch, config.dtype), device, config.seed, progress)
+        load_dummy(weights, dtype, device, config.seed, progress)
     else:
         try:
-            tensors = _tensors(folder, config, model)
-            reader = reader_for(model.drafter.model, weights, getattr(torch, config.dtype), device)
-            if reader is not None:
-                tensors = dict(reader.read(tensors.items(), wide=False))
+            reader = CheckpointReader(model.drafter.model, weights, dtype, device)
+            tensors = dict(reader.read(_tensors(folder, config, model).items(), wide=False))
             check_names(weights, tensors, tied_head=False)
             load_checkpoint(weights, tensors, device, progress)
             drafter.check()

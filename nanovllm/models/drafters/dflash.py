@@ -50,14 +50,11 @@ def read_block(
     if not isinstance(nested, dict):
         refuse("dflash_config", nested, "a dict")
     config = ConfigReader({**raw, **nested})
-    config.require("architectures", [architecture])
-    for name in ("is_causal", "causal"):
-        config.require(name, False)
-    for name in ("output_multiplier", "input_embedding_scale"):
-        config.require(name, 1.0)
     count = len(model.layers)
-    config.require("num_target_layers", count)
-    config.require("markov_head_type", "vanilla")
+    config.require(
+        architectures=[architecture], is_causal=False, causal=False, output_multiplier=1.0, input_embedding_scale=1.0,
+        num_target_layers=count, markov_head_type="vanilla",
+    )  # fmt: skip
     if (size := config.integer("block_size")) < num_queries:
         refuse("block_size", size, f"at least {num_queries}, the tokens of a pass")
     taps = check_taps(_LAYERS, config.get(_LAYERS), -1, count - 2)
@@ -72,10 +69,10 @@ def read_block(
     for name in ("hidden_size", "vocab_size"):
         if fields[name] != (wanted := getattr(model, name)):
             refuse(name, fields[name], f"{wanted}, the target's")
-    own = ModelConfig(architecture="Qwen3ForCausalLM", **{**fields, "eos_token_ids": ()})
+    drafter = ModelConfig(architecture="Qwen3ForCausalLM", **{**fields, "eos_token_ids": ()})
     tensors = frozenset({EMBEDDING, HEAD}.intersection(names))
     before = tuple(layer + 1 for layer in taps)  # entries are layers behind which they read, -1 the embedding
-    return DrafterConfig(own, folder, before, model.vocab_size, tensors, mask_token_id=mask, markov_rank=markov)
+    return DrafterConfig(drafter, folder, before, model.vocab_size, tensors, mask_token_id=mask, markov_rank=markov)
 
 
 class Drafter(shared.Drafter):
@@ -127,7 +124,6 @@ class Drafter(shared.Drafter):
         yield from self.hidden_norm.checkpoint_weights("hidden_norm")
         for index, layer in enumerate(self.layers):
             yield from in_checkpoint(layer.checkpoint_weights(f"layers.{index}"), self._config)
-        assert self.norm.norm is not None
         yield from self.norm.norm.checkpoint_weights("norm")
         if hasattr(self, "lm_head"):
             yield from self.lm_head.checkpoint_weights("lm_head")
@@ -142,11 +138,11 @@ class Passes(ModelDrafter):
     def draft(self, state: DeviceState, num_rows: int) -> None:
         """Drafts in a pass, of fewer tokens where the row has no block for all of them."""
         num_rows = min(num_rows, self.most_rows)
-        rows, model, own, drafted = self.rows, self.model, slice(num_rows), self._num_drafts
-        slots, before, latest = rows.slot[own], rows.positions[own], rows.latest[own]
+        rows, model, first, drafted = self.rows, self.model, slice(num_rows), self._num_drafts
+        slots, before, latest = rows.slot[first], rows.positions[first], rows.latest[first]
         count, device = model.skipped + drafted, slots.device
         positions = before[:, None] + torch.arange(1, count + 1, dtype=torch.int32, device=device)
-        live = (positions <= latest[:, None]) & (rows.row_slot[own] >= 0)[:, None]
+        live = (positions <= latest[:, None]) & (rows.row_slot[first] >= 0)[:, None]
         seen = torch.where(live, (positions[:, -1].minimum(latest) + 1)[:, None], 0)
         positions = torch.where(live, positions, 0)
         line = slots.clamp(min=0).long()
@@ -159,8 +155,8 @@ class Passes(ModelDrafter):
         step = self._step(state, row_slot.flatten(), positions.flatten(), seen.flatten(), places.unbind())
         hidden = model(ids.flatten(), step).view(num_rows, count, -1)[:, model.skipped :]
         logits = model.logits(hidden.flatten(0, 1)).view(num_rows, drafted, -1)
-        rows.row_slot[own] = row_slot[:, model.skipped]
+        rows.row_slot[first] = row_slot[:, model.skipped]
         latest -= 1 + model.skipped  # `_take` goes on by entries, so far before the tokens at which it drafts
         for place in range(drafted):
             self._take(model.followed(logits[:, place], previous), state, place)
-            previous = rows.input_ids[own]
+            previous = rows.input_ids[first]

@@ -46,14 +46,13 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
     if not isinstance(layer, dict):
         refuse("transformer_layer_config", layer, "a dict")
     config = ConfigReader({"num_hidden_layers": 1, **layer, **raw})
-    config.require("num_hidden_layers", 1)
+    config.require(num_hidden_layers=1, target_hidden_size=model.hidden_size)
     nested = ConfigReader(config.get("eagle_config", {}))
-    nested.require("use_aux_hidden_state", True)
-    config.require("target_hidden_size", model.hidden_size)
+    nested.require(use_aux_hidden_state=True)
     count = len(model.layers)
     found = nested.get(_LAYERS, config.get(_LAYERS, [2, count // 2, count - 3]))
     taps = check_taps(_LAYERS, found, 0, count - 1)
-    config.require("num_aux_hidden_states", len(taps))
+    config.require(num_aux_hidden_states=len(taps))
     switches = frozenset(name for name in _SWITCHES if config.flag(name))
     drafted = config.integer("draft_vocab_size", config.integer("vocab_size"))
     if drafted > model.vocab_size:
@@ -65,8 +64,8 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
         refuse("vocab_size", fields["vocab_size"], f"at least {model.vocab_size}, the target's")
     if EMBEDDING not in tensors and fields["hidden_size"] != model.hidden_size:
         refuse("hidden_size", fields["hidden_size"], f"{model.hidden_size}, the target's, whose embedding it takes")
-    own = ModelConfig(architecture="LlamaForCausalLMEagle3", **{**fields, "eos_token_ids": ()})
-    return DrafterConfig(own, folder, taps, drafted, tensors, switches)
+    drafter = ModelConfig(architecture="LlamaForCausalLMEagle3", **{**fields, "eos_token_ids": ()})
+    return DrafterConfig(drafter, folder, taps, drafted, tensors, switches)
 
 
 class Drafter(shared.Drafter):
@@ -158,12 +157,12 @@ class Passes(ModelDrafter):
             part[:num_rows].copy_(found)
 
     def draft(self, state: DeviceState, num_rows: int) -> None:
-        rows, model, own = self.rows, self.model, slice(num_rows)
+        rows, model, live = self.rows, self.model, slice(num_rows)
         [table] = {layer.cache.table for layer in model.attention_layers()}
-        normed, hidden = rows.hidden[:, own].unbind()
+        normed, hidden = rows.hidden[:, live].unbind()
         for place in range(self._num_drafts):
             if place:
-                mappings = (rows.slot_mapping[own],) * (table + 1)
-                step = self._step(state, rows.row_slot[own], rows.positions[own], rows.context_lens[own], mappings)
-                normed, hidden = model(rows.input_ids[own], hidden, step)
+                mappings = (rows.slot_mapping[live],) * (table + 1)
+                step = self._step(state, rows.row_slot[live], rows.positions[live], rows.context_lens[live], mappings)
+                normed, hidden = model(rows.input_ids[live], hidden, step)
             self._take(model.logits(normed), state, place, table)

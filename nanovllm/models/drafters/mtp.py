@@ -84,8 +84,8 @@ def read(raw: dict[str, Any], folder: str, model: ModelConfig, names: Collection
         spec = _as_saved(spec, names)
         if moe is not None:
             moe = replace(moe, layout="parameters" if path + _STACKED in names else "experts")
-    own = replace(model, layers=(spec,), moe=moe, eos_token_ids=(), drafter=None)
-    return DrafterConfig(own, folder, (len(model.layers),), model.vocab_size)
+    drafter = replace(model, layers=(spec,), moe=moe, eos_token_ids=(), drafter=None)
+    return DrafterConfig(drafter, folder, (len(model.layers),), model.vocab_size)
 
 
 def _as_saved(spec: LayerSpec, names: Collection[str]) -> LayerSpec:
@@ -126,7 +126,6 @@ class Drafter(shared.Drafter):
         stream, is_alone = Stream(super().taken_in(torch.cat(pairs, 1))), self._group.size == 1
         stream = self.layer(stream, step if is_alone else replace(step, wanted=None))
         x, residual = self.norm(stream)
-        assert isinstance(x, torch.Tensor)
         if not is_alone:
             x, residual = (wanted_rows(rows, step.wanted) for rows in (x, self.norm.complete(residual)))
         return x, x if self._kind.feeds_normed else residual
@@ -135,10 +134,9 @@ class Drafter(shared.Drafter):
         return [part for part in self.layer.self_attn.modules() if isinstance(part, PagedAttention)]
 
     def checkpoint_weights(self, prefix: str = "") -> Iterator[CheckpointWeight]:
-        kind, own = self._kind, self._prefix
-        yield from self.embedding_norm.checkpoint_weights(own + kind.embedding_norm)
-        yield from self.hidden_norm.checkpoint_weights(own + kind.hidden_norm)
-        yield from self.fc.checkpoint_weights(own + kind.fc)
-        yield from in_checkpoint(self.layer.checkpoint_weights((own + kind.layer).removesuffix(".")), self._config)
-        assert self.norm.norm is not None
-        yield from self.norm.norm.checkpoint_weights(own + kind.norm)
+        kind, begin = self._kind, self._prefix
+        yield from self.embedding_norm.checkpoint_weights(begin + kind.embedding_norm)
+        yield from self.hidden_norm.checkpoint_weights(begin + kind.hidden_norm)
+        yield from self.fc.checkpoint_weights(begin + kind.fc)
+        yield from in_checkpoint(self.layer.checkpoint_weights((begin + kind.layer).removesuffix(".")), self._config)
+        yield from self.norm.norm.checkpoint_weights(begin + kind.norm)

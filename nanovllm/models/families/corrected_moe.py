@@ -2,7 +2,6 @@
 (arXiv 2508.06471), MiniMax-M2, dots.1 (arXiv 2506.05767), Solar Open, Hy3, K-EXAONE, Laguna, Trinity, and Ernie 4.5."""
 
 import math
-from dataclasses import replace
 
 from nanovllm.errors import is_integer, refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
@@ -10,7 +9,7 @@ from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_ernie4_5, read_llama
 from nanovllm.models.families.moe import MIXTRAL_NAMES, read_experts, with_moe
 from nanovllm.models.families.others import exaone_layers
-from nanovllm.models.family import Family, Fields, full_every, read_decoder
+from nanovllm.models.family import Family, Fields, full_every, read_decoder, with_layers
 from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import read_ropes
 
@@ -37,10 +36,9 @@ def dense_first(config: ConfigReader, default: int) -> set[int]:
     """Indices of the layers with experts: all but the first `first_k_dense_replace` (of which `default` is the number
     where config.json has none), unless `mlp_layer_types` says otherwise."""
     count, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default, low=0)
-    kinds = config.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
-    if not isinstance(kinds, list) or len(kinds) < count or any(kind not in ("dense", "sparse") for kind in kinds):
-        refuse("mlp_layer_types", kinds, f"{count} of 'dense' and 'sparse', one for each layer")
-    return {index for index in range(count) if kinds[index] == "sparse"}
+    kinds = ["dense"] * dense + ["sparse"] * (count - dense)
+    kinds = config.by_layer("mlp_layer_types", kinds, ("dense", "sparse"))
+    return {index for index, kind in enumerate(kinds) if kind == "sparse"}
 
 
 def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
@@ -53,9 +51,10 @@ def read_glm4_moe(config: ConfigReader, generation: Fields) -> Fields:
 def read_minimax_m2(config: ConfigReader, generation: Fields) -> Fields:
     """Reads MiniMax-M2, whose checkpoints give a head's rotated dimensions as a number, and name what transformers
     always does."""
-    always = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
-    for name, value in (always | {"shared_intermediate_size": 0}).items():
-        config.require(name, value)
+    config.require(
+        use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True,
+        shared_intermediate_size=0,
+    )  # fmt: skip
     rotated = config.get("rotary_dim")
     if rotated is not None:
         share = config.integer("rotary_dim") / config.integer("head_dim")
@@ -84,7 +83,7 @@ def read_solar_open(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hy_v3(config: ConfigReader, generation: Fields) -> Fields:
     config.get("enable_moe_fp32_combine")  # sums are float32 here in any case
-    config.require("mlp_bias", False)
+    config.require(mlp_bias=False)
     moe = read_grouped(config, "num_experts", "num_shared_experts", "router_scaling_factor")
     return with_moe(read_llama(config, generation, qk_norm="head"), moe, dense_first(config, 1))
 
@@ -105,15 +104,13 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
     kv_heads = config.integer("num_key_value_heads")
     if not isinstance(heads, list) or len(heads) < count or not all(is_integer(n) and n % kv_heads == 0 for n in heads):
         refuse("num_attention_heads_per_layer", heads, f"{count} multiples of num_key_value_heads={kv_heads}")
-    for name, value in (("moe_apply_router_weight_on_input", False), ("moe_router_logit_softcapping", 0.0)):
-        config.require(name, value)
+    config.require(moe_apply_router_weight_on_input=False, moe_router_logit_softcapping=0.0)
     fields = read_decoder(
         config, generation, qk_norm="head", biases="attention_bias", kinds=[FULL] * count, attention_gate="softplus",
         gate_per_head=gating != "per-element", window=config.integer("sliding_window"),
         ropes=read_ropes(config, 5e5, 1e4, scales_sliding=False, partial=True),
     )  # fmt: skip
-    specs = zip(fields["layers"], heads, strict=False)
-    fields["layers"] = tuple(replace(spec, num_heads=None if n == of_all else n) for spec, n in specs)
+    fields = with_layers(fields, ({"num_heads": None if n == of_all else n} for n in heads))
     moe = read_experts(
         config, "num_experts", "moe_intermediate_size", scoring="sigmoid", shared_name="shared_expert",
         scale=config.positive("moe_routed_scaling_factor", 1.0),
@@ -125,15 +122,13 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
 def read_afmoe(config: ConfigReader, generation: Fields) -> Fields:
     """Reads Trinity: attention's output is gated by element, layers that see all keys have no rotary embedding, and
     the first `num_dense_layers` have no experts."""
-    for name, value in {"score_func": "sigmoid", "route_norm": True, "n_group": 1}.items():
-        config.require(name, value)
+    config.require(score_func="sigmoid", route_norm=True, n_group=1)
     dense, hidden = config.integer("num_dense_layers", 1, low=0), config.integer("hidden_size")
-    norms: Fields = {"norm_kind": "rms_float32", "norm_placement": "sandwich", "qk_norm": "head"}
     fields = read_decoder(
-        config, generation, biases="attention_bias", attention_gate="sigmoid", nope_full=True,
+        config, generation, biases="attention_bias", attention_gate="sigmoid", nope_full=True, qk_norm="head",
+        norm_kind="rms_float32", norm_placement="sandwich", window=config.integer("sliding_window"),
         kinds=full_every(config, config.integer("global_attn_every_n_layers", 4)),
-        window=config.integer("sliding_window"),
-        embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0, **norms,
+        embedding_multiplier=math.sqrt(hidden) if config.flag("mup_enabled") else 1.0,
     )  # fmt: skip
     moe = read_grouped(config, "num_experts", "num_shared_experts", "route_scale")
     return with_moe(fields, moe, set(range(dense, config.integer("num_hidden_layers"))))
@@ -149,7 +144,7 @@ def read_ernie4_5_moe(config: ConfigReader, generation: Fields) -> Fields:
     first, last = config.integer("moe_layer_start_index", 1, low=0), config.integer("moe_layer_end_index", -1, low=-1)
     step = config.integer("moe_layer_interval", 1)
     layers = {i for i in range(first, count if last == -1 else last + 1) if (i + 1) % step == 0}
-    config.require("use_bias", False)
+    config.require(use_bias=False)
     config.get("moe_norm_min")  # 1e-12, which no sum of the best scores comes near
     return with_moe(read_ernie4_5(config, generation), moe, layers)
 

@@ -12,10 +12,9 @@ from nanovllm.models.rope_reader import read_ropes
 def _read(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
     """Norms multiply by 1 + weight in float32; embeddings are scaled by sqrt(hidden_size), rounded."""
     multiplier = math.sqrt(config.integer("hidden_size"))
-    norms: Fields = {"norm_kind": "rms_float32", "norm_adds_one": True}
     return read_decoder(
-        config, generation, biases="attention_bias", embedding_multiplier=multiplier,
-        rounds_embedding_multiplier=True, **norms, **switches,
+        config, generation, biases="attention_bias", norm_kind="rms_float32", norm_adds_one=True,
+        embedding_multiplier=multiplier, rounds_embedding_multiplier=True, **switches,
     )  # fmt: skip
 
 

@@ -44,10 +44,10 @@ def _sharing_keys(config: ConfigReader, fields: Fields, layers: tuple[LayerSpec,
     count, is_wide = config.integer("num_kv_shared_layers", 0, low=0), config.flag("use_double_wide_mlp")
     first = len(layers) - count
     width = 2 * fields["intermediate_size"] if is_wide else None
-    own, others = layers[: max(0, first)], layers[max(0, first) :]
-    if not {(spec.window, spec.head_dim) for spec in others} <= {(spec.window, spec.head_dim) for spec in own}:
+    keepers, sharers = layers[: max(0, first)], layers[max(0, first) :]
+    if not {(spec.window, spec.head_dim) for spec in sharers} <= {(spec.window, spec.head_dim) for spec in keepers}:
         refuse("num_kv_shared_layers", count, "fewer, for layers of each kind must have keys to share")
-    return (*own, *(replace(spec, shares_keys=True, intermediate_size=width) for spec in others))
+    return (*keepers, *(replace(spec, shares_keys=True, intermediate_size=width) for spec in sharers))
 
 
 def _with_experts(config: ConfigReader, fields: Fields) -> Fields:

@@ -2,7 +2,6 @@
 LFM2 (short convolutions, arXiv 2511.23404), dense and with experts."""
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -10,40 +9,23 @@ from nanovllm.model_config import FULL
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.moe import read_experts, read_qwen_experts, sparse_layers, with_moe
 from nanovllm.models.families.others import read_olmo2
-from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.family import Family, Fields, of_layers, read_decoder, with_layers
 from nanovllm.models.names import POST_NORMS, CheckpointNames
 from nanovllm.models.rope_reader import rope_entries
 
 LINEAR = "linear_attention"
 
 
-def _gated_delta_net(*args: Any) -> Any:
-    from nanovllm.layers.delta import GatedDeltaNet
-
-    return GatedDeltaNet(*args)
-
-
-def _short_conv(*args: Any) -> Any:
-    from nanovllm.layers.short_conv import ShortConv
-
-    return ShortConv(*args)
-
-
 def _read_kinds(config: ConfigReader, kinds: list[str], recurrent: str) -> list[str]:
     """Kinds of the layers, FULL or `recurrent`: `layer_types`, else `kinds`."""
-    count, found = config.integer("num_hidden_layers"), config.get("layer_types") or kinds
-    if not isinstance(found, list) or len(found) < count or any(kind not in (FULL, recurrent) for kind in found):
-        refuse("layer_types", found, f"{count} of {FULL!r} and {recurrent!r}, one for each layer")
-    return found[:count]
+    config = config.replaced(layer_types=config.get("layer_types") or kinds)
+    return config.by_layer("layer_types", kinds, (FULL, recurrent))
 
 
 def _with_mixers(fields: Fields, kinds: list[str], mixer: str, options: Hashable, **more: Any) -> Fields:
     """`fields` with this mixer in the layers that have no attention. more: fields of theirs."""
-    layers = (
-        spec if kind == FULL else replace(spec, mixer=mixer, options=options, **more)
-        for spec, kind in zip(fields["layers"], kinds, strict=True)
-    )
-    return {**fields, "layers": tuple(layers)}
+    changed = {"mixer": mixer, "options": options, **more}
+    return with_layers(fields, ({} if kind == FULL else changed for kind in kinds))
 
 
 def _read_net(config: ConfigReader, key_heads: int, value_heads: int, dims: tuple[int, int], *more: Any) -> Hashable:
@@ -64,7 +46,7 @@ def read_qwen3_5(config: ConfigReader, generation: Fields, layout: str = "joint"
     """Every fourth layer has attention, whose output is gated by a part of the query's projection."""
     count, period = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
     kinds = _read_kinds(config, [FULL if (i + 1) % period == 0 else LINEAR for i in range(count)], LINEAR)
-    config.require("attn_output_gate", True)
+    config.require(attn_output_gate=True)
     fields = read_decoder(
         config, generation, biases="attention_bias", qk_norm="head", partial_rope=True, norm_kind="rms_float32",
         norm_adds_one=True, attention_gate="sigmoid", gate_in_queries=True,
@@ -106,7 +88,7 @@ def read_olmo_hybrid(config: ConfigReader, generation: Fields) -> Fields:
 
 
 def _read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
-    config.require("conv_bias", False)
+    config.require(conv_bias=False)
     count, full = config.integer("num_hidden_layers"), config.get("full_attn_idxs")
     kinds = [FULL if full is None or i in full else "conv" for i in range(count)]
     kinds = _read_kinds(config, kinds, "conv")
@@ -127,7 +109,7 @@ def read_lfm2(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_lfm2_moe(config: ConfigReader, generation: Fields) -> Fields:
     """The first `num_dense_layers` have no experts. (transformers adds 1e-6 to the sum that scores are divided by.)"""
-    config.require("use_expert_bias", True)
+    config.require(use_expert_bias=True)
     dense = config.integer("num_dense_layers", 2, low=0)
     moe = read_experts(
         config, "num_experts", "moe_intermediate_size", scoring="sigmoid",
@@ -151,7 +133,7 @@ _OLMO_NAMES = CheckpointNames(
     },
     read_as={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 )  # fmt: skip
-_MIXERS = {"delta": _gated_delta_net}
+_MIXERS = {"delta": of_layers("delta", "GatedDeltaNet")}
 _LFM2_NAMES = CheckpointNames(
     {
         "attention_norm": "operator_norm", "mlp_norm": "ffn_norm", "mlp": "feed_forward", "gate_proj": "w1",
@@ -159,7 +141,7 @@ _LFM2_NAMES = CheckpointNames(
     },
     paths={"model.norm": "model.embedding_norm", "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
 )  # fmt: skip
-_CONV = {"conv": _short_conv}
+_CONV = {"conv": of_layers("short_conv", "ShortConv")}
 _LFM2 = {"norm_eps": 1e-5, "rope_theta": 1e6}
 _LFM2_MOE = {**_LFM2, "num_experts": 32, "num_experts_per_tok": 4}
 _ROPE = {"partial_rotary_factor": 0.25, "head_dim": 256}

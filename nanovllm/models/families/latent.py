@@ -3,6 +3,7 @@ Kimi-K2 (arXiv 2507.20534), GLM-4.7-Flash and Mistral 4."""
 
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -10,22 +11,15 @@ from nanovllm.model_config import FULL, LatentSizes
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.corrected_moe import dense_first, read_grouped
 from nanovllm.models.families.moe import with_moe
-from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.family import Family, Fields, of_layers, read_decoder, with_layers
 from nanovllm.models.names import CheckpointNames
-from nanovllm.models.rope_reader import mscale_of, read_rope, rope_entries
-
-
-def _latent_attention(*args: Any) -> Any:
-    from nanovllm.layers.latent import LatentAttention
-
-    return LatentAttention(*args)
+from nanovllm.models.rope_reader import mscale_of, query_scaling, read_rope, rope_entries
 
 
 def _read_latent(config: ConfigReader, generation: Fields, partial: bool = False, **more: Any) -> Fields:
     """Reads all but the experts. YaRN sharpens the scores of all keys, by `mscale_all_dim`. partial: config.json may
     have the rotated part's share of a head. more: fields of ModelConfig."""
-    for name, value in {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1, "index_topk": 0}.items():
-        config.require(name, value)
+    config.require(attention_bias=False, mlp_bias=False, moe_layer_freq=1, index_topk=0)
     heads, rotated = config.integer("num_attention_heads"), config.integer("qk_rope_head_dim", 64)
     nope = config.integer("qk_nope_head_dim", 128)
     rope, raw = read_rope(config, partial), rope_entries(config)
@@ -42,8 +36,7 @@ def _read_latent(config: ConfigReader, generation: Fields, partial: bool = False
         config.replaced(head_dim=rotated, num_key_value_heads=heads), generation, attention_scale=scale,
         ropes={FULL: replace(rope, partial_rotary_factor=1.0)}, **more,
     )  # fmt: skip
-    layers = (replace(spec, mixer="latent", options=options) for spec in fields["layers"])
-    return {**fields, "layers": tuple(layers)}
+    return with_layers(fields, repeat({"mixer": "latent", "options": options}))
 
 
 def _with_experts(fields: Fields, config: ConfigReader, scoring: str, dense: int = 0) -> Fields:
@@ -53,15 +46,13 @@ def _with_experts(fields: Fields, config: ConfigReader, scoring: str, dense: int
 
 
 def read_deepseek_v3(config: ConfigReader, generation: Fields, dense: int = 3) -> Fields:
-    for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
-        config.require(name, value)
+    config.require(scoring_func="sigmoid", topk_method="noaux_tc")
     return _with_experts(_read_latent(config, generation), config, "sigmoid", dense)
 
 
 def read_deepseek_v2(config: ConfigReader, generation: Fields) -> Fields:
     """Experts are chosen of all, or of the groups that have the best ones."""
-    for name, value in {"scoring_func": "softmax", "norm_topk_prob": False}.items():
-        config.require(name, value)
+    config.require(scoring_func="softmax", norm_topk_prob=False)
     of_all = config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy"
     groups = {"n_group": None, "topk_group": None} if of_all else {}
     config = config.replaced(norm_topk_prob=False, **groups)
@@ -70,14 +61,13 @@ def read_deepseek_v2(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_mistral4(config: ConfigReader, generation: Fields) -> Fields:
     """Queries grow with the position past the original context, as Ministral 3's do."""
-    config.require("n_group", 1)
-    rope, beta = read_rope(config, partial=True), rope_entries(config).get("llama_4_scaling_beta")
-    scaling = (beta, rope.original_max_position_embeddings) if beta else None
+    config.require(n_group=1)
+    scaling = query_scaling(config, read_rope(config, partial=True))
     return _with_experts(_read_latent(config, generation, True, query_scaling=scaling), config, "softmax")
 
 
 _NAMES = CheckpointNames(skips_next_layer=True)
-_MIXERS = {"latent": _latent_attention}
+_MIXERS = {"latent": of_layers("latent", "LatentAttention")}
 _V2 = {"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2}
 _V3 = {
     "q_lora_rank": 1536, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,

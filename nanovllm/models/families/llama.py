@@ -11,7 +11,7 @@ from nanovllm.model_config import FULL, SLIDING
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.family import Family, Fields, read_decoder
 from nanovllm.models.names import GATE_UP, QKV, SANDWICH_NORMS, CheckpointNames
-from nanovllm.models.rope_reader import read_rope, rope_entries
+from nanovllm.models.rope_reader import query_scaling, read_rope, rope_entries
 
 
 def read_llama(config: ConfigReader, generation: Fields, **switches: Any) -> Fields:
@@ -61,15 +61,13 @@ def read_phi3(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_ministral3(config: ConfigReader, generation: Fields) -> Fields:
     """Queries grow with the position past the original context (as in Llama 4)."""
-    rope = read_rope(config)
-    raw = rope_entries(config)
-    scaling = (beta, rope.original_max_position_embeddings) if (beta := raw.get("llama_4_scaling_beta")) else None
+    scaling = query_scaling(config, read_rope(config))
     return read_decoder(config, generation, query_scaling=scaling, **windows_everywhere(config))
 
 
 def read_cwm(config: ConfigReader, generation: Fields) -> Fields:
     kinds = [SLIDING if i % 4 else FULL for i in range(config.integer("num_hidden_layers"))]
-    config.require("mlp_bias", False)
+    config.require(mlp_bias=False)
     return read_decoder(config, generation, kinds=kinds, window=config.integer("sliding_window"))
 
 
@@ -107,8 +105,7 @@ def read_ernie4_5(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_hunyuan(config: ConfigReader, generation: Fields) -> Fields:
     """`alpha` stretches the base of the rotary embedding once and for all, whatever the text's length."""
-    config.require("use_qk_norm", True)
-    config.require("use_cla", False)
+    config.require(use_qk_norm=True, use_cla=False)
     raw = rope_entries(config)
     if raw.get("alpha") and raw.get("rope_type", raw.get("type")) == "dynamic":
         dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
@@ -129,15 +126,14 @@ def read_muse_glimmer(config: ConfigReader, generation: Fields) -> Fields:
     if theta is not None and (not isinstance(theta, list) or len(theta) < count):
         refuse("layer_rope_theta", theta, f"a list of {count} numbers, 0 where a layer has no rope")
     nope = [i for i in range(count) if (fourth[i] if theta is None else not theta[i])]
-    norms: Fields = {"norm_kind": "rms_float32", "norm_adds_one": True, "norm_placement": "sandwich"}
-    gates: Fields = {"attention_gate": "sigmoid", "qk_norm": "head"}
     return read_decoder(
-        config, generation, hidden_act="hidden_activation", biases="attention_bias", nope=nope,
+        config, generation, hidden_act="hidden_activation", biases="attention_bias", nope=nope, qk_norm="head",
+        attention_gate="sigmoid", norm_kind="rms_float32", norm_adds_one=True, norm_placement="sandwich",
         kinds=[FULL if each else SLIDING for each in fourth], window=config.integer("sliding_window"),
         qk_norm_scale=config.positive("qk_scale_factor", 3.87), embedding_norm=True, last_norm_is_whole=True,
         out_norm_eps=config.positive("post_norm_eps", 1e-8),
         logits_multiplier=config.positive("output_multiplier", 0.19611613513818404),
-        logits_softcap=config.optional_positive("final_logit_softcapping"), **norms, **gates,
+        logits_softcap=config.optional_positive("final_logit_softcapping"),
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Families with Mamba-2 beside attention: Nemotron-H and Nemotron 3 (arXiv 2504.03624, 2512.20848), whose layers have
 one part, and Granite 4."""
 
-from dataclasses import replace
 from typing import Any
 
 from nanovllm.errors import refuse
@@ -9,19 +8,13 @@ from nanovllm.model_config import MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import read_granite
 from nanovllm.models.families.moe import read_experts, with_moe
-from nanovllm.models.family import Family, Fields, read_decoder
+from nanovllm.models.family import Family, Fields, of_layers, read_decoder, with_layers
 from nanovllm.models.names import CheckpointNames
 
 MAMBA, ATTENTION = "mamba", "attention"
 _SPELT = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": "mlp", "E": "moe"}
 """Kinds of layers in `hybrid_override_pattern`."""
-
-
-def _mamba(*args: Any) -> Any:
-    from nanovllm.layers.mamba import Mamba2
-
-    return Mamba2(*args)
 
 
 def _kinds(name: str, found: Any, count: int, known: tuple[str, ...]) -> list[str]:
@@ -44,9 +37,8 @@ def _options(heads: int, groups: int, dim: int, state: int, width: int, least: f
 def _read_nemotron_experts(config: ConfigReader) -> MoEConfig:
     latent_size = config.integer("moe_latent_size", 0, low=0)
     if latent_size:
-        config.require("mlp_bias", False)
-    for entry in ("n_group", "topk_group", "n_shared_experts"):
-        config.require(entry, 1)
+        config.require(mlp_bias=False)
+    config.require(n_group=1, topk_group=1, n_shared_experts=1)
     return read_experts(
         config, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid", gated=False,
         renormalise=config.flag("norm_topk_prob", True), scale=config.positive("routed_scaling_factor", 1.0),
@@ -63,11 +55,9 @@ def read_nemotron_h(config: ConfigReader, generation: Fields) -> Fields:
     spelt = [_LETTERS.get(kind, kind) for kind in found] if isinstance(found, str) else found
     count = config.integer("num_hidden_layers", len(spelt or ()))
     kinds = _kinds(name, spelt, count, (*_LETTERS.values(),))
-    for entry, value in {
-        "use_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False, "mamba_hidden_act": "silu",
-        "residual_in_fp32": False,
-    }.items():  # fmt: skip
-        config.require(entry, value)
+    config.require(
+        use_conv_bias=True, mamba_proj_bias=False, attention_bias=False, mamba_hidden_act="silu", residual_in_fp32=False
+    )
     config.get("n_routed_experts")  # of layers that may not be there
     moe = _read_nemotron_experts(config) if "moe" in kinds else None
     config = config.replaced(num_hidden_layers=count, hidden_act=config.choice("mlp_hidden_act", ("relu2",), "relu2"))
@@ -84,8 +74,7 @@ def read_nemotron_h(config: ConfigReader, generation: Fields) -> Fields:
         MAMBA: {"mixer": "mamba", "mlp": "none", "options": options}, ATTENTION: {"mlp": "none"},
         "mlp": {"mixer": "none"}, "moe": {"mixer": "none", "mlp": "moe"},
     }  # fmt: skip
-    layers = (replace(spec, **parts[kind]) for spec, kind in zip(fields["layers"], kinds, strict=True))
-    return {**fields, "layers": tuple(layers), "moe": moe}
+    return with_layers(fields, (parts[kind] for kind in kinds), moe=moe)
 
 
 def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
@@ -104,14 +93,15 @@ def read_granite4(config: ConfigReader, generation: Fields) -> Fields:
         config = config.replaced(intermediate_size=shared)
     fields = read_granite(config, generation, nope=range(0 if has_rope == "rope" else count))
     fields = fields if moe is None else with_moe(fields, moe)
-    return {**fields, "layers": tuple(_granite_layers(config, fields["layers"], kinds))}
-
-
-def _granite_layers(config: ConfigReader, layers: Any, kinds: list[str]) -> Any:
     if MAMBA not in kinds:
-        return layers
-    config.require("mamba_conv_bias", True)
-    config.require("mamba_proj_bias", False)
+        return fields
+    changed = {"mixer": "mamba", "options": _read_granite_mamba(config)}
+    return with_layers(fields, (changed if kind == MAMBA else {} for kind in kinds))
+
+
+def _read_granite_mamba(config: ConfigReader) -> tuple[Any, ...]:
+    """Options of layers/mamba.py."""
+    config.require(mamba_conv_bias=True, mamba_proj_bias=False)
     limits = config.get("time_step_limit", [0.0, float("inf")])
     if not isinstance(limits, list) or len(limits) != 2 or limits[1] != float("inf"):
         refuse("time_step_limit", limits, "a number and Infinity")
@@ -120,17 +110,13 @@ def _granite_layers(config: ConfigReader, layers: Any, kinds: list[str]) -> Any:
     dim = inner // heads if dim == "auto" else config.integer("mamba_d_head")
     if heads * dim != inner:
         refuse("mamba_d_head", dim, f"such that {heads} heads are {inner} wide")
-    options = _options(
+    return _options(
         heads, config.integer("mamba_n_groups", 1), dim, config.integer("mamba_d_state", 256),
         config.integer("mamba_d_conv", 4, low=2), float(limits[0]),
     )  # fmt: skip
-    return (
-        replace(spec, mixer="mamba", options=options) if kind == MAMBA else spec
-        for spec, kind in zip(layers, kinds, strict=True)
-    )
 
 
-_MIXERS = {"mamba": _mamba}
+_MIXERS = {"mamba": of_layers("mamba", "Mamba2")}
 _NEMOTRON_NAMES = CheckpointNames(
     {
         "model": "backbone", "attention_norm": "norm", "mlp_norm": "norm", "self_attn": "mixer", "mlp": "mixer",

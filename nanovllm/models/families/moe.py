@@ -3,21 +3,21 @@
 2508.10925)."""
 
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 from nanovllm.errors import refuse
 from nanovllm.model_config import FULL, SLIDING, MoEConfig
 from nanovllm.models.config_reader import ConfigReader
 from nanovllm.models.families.llama import HUNYUAN_NAMES, read_granite, read_hunyuan, windows_everywhere
-from nanovllm.models.family import Family, Fields, full_every, read_decoder
+from nanovllm.models.family import Family, Fields, full_every, read_decoder, with_layers
 from nanovllm.models.names import CheckpointNames
 
 
 def with_moe(fields: Fields, moe: MoEConfig, layers: set[int] | None = None) -> Fields:
     """`fields` of a model whose `layers` (None: all) have experts."""
-    specs = enumerate(fields["layers"])
-    kinds = (replace(spec, mlp="moe") if layers is None or index in layers else spec for index, spec in specs)
-    return {**fields, "layers": tuple(kinds), "moe": moe}
+    numbers = range(len(fields["layers"]))
+    return with_layers(fields, ({"mlp": "moe"} if layers is None or i in layers else {} for i in numbers), moe=moe)
 
 
 def read_experts(
@@ -97,8 +97,7 @@ def read_hunyuan_moe(config: ConfigReader, generation: Fields) -> Fields:
         if isinstance(numbers, list) and numbers and all(number == numbers[0] for number in numbers):
             config = config.replaced(**{name: numbers[0]})
     size = config.integer("intermediate_size")
-    config.require("num_shared_expert", 1)
-    config.require("moe_intermediate_size", size)
+    config.require(num_shared_expert=1, moe_intermediate_size=size)
     shared: Fields = {"shared_size": size, "shared_name": "shared_mlp"}
     moe = read_experts(config, "num_experts", "intermediate_size", top_k="moe_topk", **shared)
     return with_moe(read_hunyuan(config, generation), moe)
@@ -108,7 +107,7 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
     """Every second layer sees a window, and all have sinks."""
     windows: Fields = {"kinds": full_every(config, 2), "window": config.integer("sliding_window")}
     fields = read_decoder(config, generation, biases="attention_bias", norm_kind="rms_float32", **windows)
-    fields["layers"] = tuple(replace(layer, has_sinks=True) for layer in fields["layers"])
+    fields = with_layers(fields, repeat({"has_sinks": True}))
     switches: Fields = {"activation_limit": config.positive("swiglu_limit", 7.0)}
     switches |= {"activation_alpha": config.positive("swiglu_alpha", 1.702), "layout": "transposed"}
     return with_moe(fields, read_experts(config, "num_local_experts", "intermediate_size", bias=True, **switches))

@@ -31,11 +31,9 @@ def read_exaone4(config: ConfigReader, generation: Fields) -> Fields:
 
 def read_cohere(config: ConfigReader, generation: Fields, **more: Any) -> Fields:
     """Reads Cohere's models, with attention and MLP side by side (arXiv 2504.00698)."""
-    switches: Fields = {"norm_kind": "layer", "norm_placement": "parallel", "interleaved_rope": True}
-    scale = config.positive("logit_scale", 0.0625)
     return read_decoder(
-        config, generation, eps="layer_norm_eps", biases="attention_bias", float_rope=True, logits_multiplier=scale,
-        **switches, **more,
+        config, generation, eps="layer_norm_eps", biases="attention_bias", float_rope=True, interleaved_rope=True,
+        norm_kind="layer", norm_placement="parallel", logits_multiplier=config.positive("logit_scale", 0.0625), **more,
     )  # fmt: skip
 
 

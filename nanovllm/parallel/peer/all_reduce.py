@@ -12,7 +12,7 @@ K (kernels/gemm/dense.py): a rank adds up its own, in pairs, and rounds once bef
 fixed order, so all ranks hold the same bits. Where they are to be those of other numbers of ranks too (`round_sums`),
 a sum of any two addends is rounded.
 
-A wait looks at `abort` in local device memory each time round and is bounded by `max_spins`. After either the outputs
+A wait looks at `abort` in local device memory each time and is bounded by `max_spins`. After either the outputs
 are garbage and the block must not be used again.
 """
 
@@ -39,7 +39,7 @@ PDL_ROWS = 16
 """Maximum rows for which the GEMMs around may be our own, which let the all-reduce start early and fetch weights
 meanwhile. After one of cuBLAS, which does not, PDL costs 0.5 us, so for more rows the caller decides. 0: always."""
 MAX_SPINS = (1 << 31) - 1
-"""Rounds of a wait before it gives up, with garbage: the most there can be, since a peer may compile for minutes. One
+"""Looks of a wait before it gives up, with garbage: the most there can be, since a peer may compile for minutes. One
 that hangs or is gone is noticed long before (step_timeout)."""
 
 _INTEGERS = {2: tl.int16, 4: tl.int32}
@@ -49,7 +49,7 @@ class PeerAllReduce:
     """All-reduces of one rank over a block of peer memory. All ranks make the same calls, with the same shapes, in the
     same order, on one stream; eager calls and graph replays may be mixed.
 
-    max_spins: rounds of a wait before it gives up and sets the abort word to 2.
+    max_spins: looks of a wait before it gives up and sets the abort word to 2.
     """
 
     def __init__(self, memory: PeerMemory, max_spins: int = MAX_SPINS, one_order: bool = False,
@@ -126,8 +126,8 @@ class PeerAllReduce:
             self._launch("one_shot", operands, norm.eps, residual is not None, dependent, scales=found.scales)
             return found, residual_out
         out = empty_rows(rows, self._hidden, weight.dtype, weight.device)
-        for own in self._pieces(rows, path):
-            operands = (partial[..., own, :].contiguous(), residual_out[own], weight, out[own])
+        for piece in self._pieces(rows, path):
+            operands = (partial[..., piece, :].contiguous(), residual_out[piece], weight, out[piece])
             self._launch(path, operands, norm.eps, residual is not None, dependent)
         return out, residual_out
 
@@ -136,8 +136,8 @@ class PeerAllReduce:
         path: as above."""
         rows = self._check(partial, None, None)
         out = empty_rows(rows, self._hidden, self._layout.dtype, partial.device)
-        for own in self._pieces(rows, path):
-            part, total = partial[..., own, :].contiguous(), out[own]
+        for piece in self._pieces(rows, path):
+            part, total = partial[..., piece, :].contiguous(), out[piece]
             self._launch(path, (part, total, total, total), 0.0, False, False, norm=False)
         return out
 

@@ -103,7 +103,7 @@ class CopyEngineSums:
     """Programs of sum_owned_rows_kernel; any number is right."""
 
     max_spins = MAX_SPINS
-    """Rounds of a wait before it gives up and sets the abort word to 2."""
+    """Looks of a wait before it gives up and sets the abort word to 2."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self.memory = memory

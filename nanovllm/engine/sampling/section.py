@@ -58,7 +58,7 @@ class StepSampling:
     """Rows that want to know their drafts, in the order of their lines."""
 
 
-def plan_sampling(plan: StepPlan, max_num_seqs: int, speculates: bool = False) -> StepSampling | None:
+def sampling_of(plan: StepPlan, max_num_seqs: int, speculates: bool = False) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain. speculates: rows may have drafts."""
     builder = SectionBuilder()
     scored, kept, constrained = _add_rows(builder, plan, max_num_seqs)
